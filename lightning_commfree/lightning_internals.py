@@ -1,8 +1,8 @@
 """Every use of a private Lightning name, and the feature lost if the name is missing.
 
 A later release of Lightning may rename private names. When a fit begins, `probe` looks for missing
-ones, and a single warning lists the disabled features. Everything else works: importing never
-fails, and neither a fresh fit nor a resume at the end of an epoch needs any of these names.
+ones, and a single warning lists the disabled features. Importing never fails, and neither a fresh
+fit nor a resume at the end of an epoch needs any of these names.
 
 Where Lightning has no hook, a function wraps a method of one object during a fit (`Patches`). If
 several functions wrap the same method, the last one is outermost:
@@ -44,7 +44,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 
 class Patches:
-    """Replaces methods of single objects, and restores them.
+    """Replace methods of single objects, and restore them.
 
     Patch only in the process that trains: a patched object does not pickle.
     """
@@ -53,7 +53,7 @@ class Patches:
         self._put: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace the method `name` of `owner` by `function`; other objects are not affected."""
+        """Replace the method `name` of `owner`, but not of other objects."""
         assert callable(getattr(owner, name)), f"{owner} has no method {name}"
         self._put.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
@@ -72,15 +72,11 @@ _CALL = "lightning.pytorch.trainer.call"
 
 
 class Feature(NamedTuple):
-    """A feature that needs private names of Lightning.
+    """A feature that needs private names of Lightning."""
 
-    Attributes:
-        lost: description of what is disabled if a name is missing.
-        names: attribute paths that start at the Trainer, or at a module as "module:name". A name
-            with "=value" is checked by writing the value: its owner must accept it.
-    """
-
-    lost: str
+    lost: str  # description of what is disabled if a name is missing
+    # Attribute paths that start at the Trainer, or at a module as "module:name". A name with
+    # "=value" is checked by writing the value: its owner must accept it.
     names: tuple[str, ...]
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:
@@ -116,7 +112,7 @@ LAUNCH = Feature(
     ),
 )
 MID_EPOCH = Feature(
-    "exact resume in the middle of an epoch (the epoch's data start again)",
+    "exact resume in the middle of an epoch (the epoch's data start over)",
     (
         "fit_loop._data_fetcher",
         "fit_loop._restart_stage=restarted_mid_epoch",
@@ -139,7 +135,7 @@ COMPILED = Feature(
     ("lightning_module._compiler_ctx",),
 )
 TIMED = Feature(
-    "the error for a time as `val_check_interval`, with which ranks may deadlock",
+    "the error for a time interval as `val_check_interval`, with which ranks may deadlock",
     ("_val_check_time_interval",) if RequirementCache("lightning>=2.6.0") else (),
 )
 EPOCHS = Feature(
@@ -230,13 +226,22 @@ _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", 
 
 
 class _NoResult(NamedTuple):
-    """Put into the result queue by a rank that exits without a result."""
+    """Result-queue entry of a rank that exits without a result."""
 
     by_sigterm: bool
 
 
 class CleanExitLauncher(_Launcher):  # type: ignore[misc]
-    """Lightning's process launcher, with clean exits: if ranks exit, the launcher does too."""
+    """Lightning's process launcher, which also exits when its ranks exit without a result.
+
+    1. A rank receives SIGTERM. All ranks stop after the same step with `SIGTERMException`, which
+       ends each process with exit code 0.
+    2. Lightning's launcher assumes success and waits forever for the first rank's result. No
+       `on_exception` hook has run, because it calls them in the launching process.
+
+    Here the ranks run these hooks, the first rank reports that there is no result, and the
+    launching process exits as the ranks did.
+    """
 
     def _wrapping_function(
         self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any
@@ -248,7 +253,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
             if trainer is not None and by_sigterm:  # all ranks end after the same step
                 import_module(_CALL)._interrupt(trainer, end)
                 trainer._teardown()
-            if process_idx == 0 and not end.code:  # else the launching process sees the code
+            if process_idx == 0 and not end.code:  # else the launching process sees the exit code
                 return_queue = args[3]  # after the function, its args and its kwargs
                 return_queue.put(_NoResult(by_sigterm))
             raise
@@ -257,8 +262,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
         if not isinstance(worker_output, _NoResult):
             super()._recover_results_in_main_process(worker_output, trainer)
             return
-        # `on_exception` has already run on the ranks; in this process it would save the untrained
-        # model
+        # `on_exception` has run on the ranks; in this process it would save the untrained model
         patches: Patches = cast(Any, trainer.strategy).patches
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             patches.put(callback, "on_exception", lambda *_: None)
@@ -268,24 +272,10 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
 def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Return a launcher whose ranks exit cleanly, in place of Lightning's.
+    """Return a launcher whose ranks exit cleanly, in place of Lightning's; None stays None.
 
-    The problem with Lightning's launcher of forked and spawned ranks:
-
-    1. A rank receives SIGTERM. All ranks stop after the same step with `SIGTERMException`, which
-       ends each process with exit code 0.
-    2. The launcher assumes success and waits forever for the first rank's result. No `on_exception`
-       hook has run, because Lightning calls them in the launching process.
-
-    With `CleanExitLauncher` the ranks run these hooks, the first rank reports that there is no
-    result, and the launching process exits as the ranks did.
-
-    Args:
-        launcher: Lightning's; None if the ranks were started externally.
-        strategy: the strategy that launches; it is pickled for spawned ranks.
-        start_method: "popen", "fork", "spawn" or "forkserver".
-        check: called first, in the launching process, so that unsupported settings are refused
-            immediately and only once.
+    It calls `check` first, in the launching process, so that unsupported settings are refused
+    immediately and only once.
     """
     if launcher is None or not LAUNCH.works(None):
         return launcher
@@ -308,10 +298,8 @@ def _check_and_launch(
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
-    """Return the object that fetches training batches; None before loaders are set up.
-
-    That is after `on_fit_start`, in which a learning-rate finder already saves.
-    """
+    """Return the object that fetches training batches; None before loaders are set up."""
+    # loaders are set up after `on_fit_start`, in which a learning-rate finder already saves
     return trainer.fit_loop._data_fetcher
 
 
@@ -324,7 +312,7 @@ def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
 
 
 def validate_first(trainer: pl.Trainer) -> bool:
-    """Make the loop run the validation due after the latest batch; return whether one is."""
+    """Make the loop run the validation due after the latest batch; return whether one is due."""
     epoch_loop = trainer.fit_loop.epoch_loop
     due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
     if due:
@@ -339,7 +327,7 @@ def count_step(trainer: pl.Trainer) -> None:
 
 
 def take_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """Take over the loader states that Lightning has still to load."""
+    """Take the loader states that Lightning has not loaded yet."""
     states: list[dict[str, Any]] = []
     if LOADERS.works(trainer):
         states = trainer.fit_loop._combined_loader_states_to_load
@@ -385,12 +373,7 @@ def data_used_up(trainer: pl.Trainer) -> bool:
 
 
 def may_stop_early(trainer: pl.Trainer, uncounted: int = 0) -> bool:
-    """Return whether `min_epochs` and `min_steps` are reached.
-
-    Args:
-        trainer: the Trainer, during a fit.
-        uncounted: optimizer steps that the Trainer has not counted yet.
-    """
+    """Return whether `min_epochs` and `min_steps` are reached, with `uncounted` more steps."""
     loop, steps = trainer.fit_loop, trainer.global_step + uncounted
     epoch: Any = loop.epoch_progress.current
     return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
@@ -403,10 +386,10 @@ def accumulates(trainer: pl.Trainer) -> bool:
 
 
 def steps_to_come(trainer: pl.Trainer) -> int | None:
-    """Return how many steps the fit still takes at most; None if that is unknown.
+    """Return how many steps the fit still takes at most; None if unknown.
 
-    With manual optimization these are batches, each of which may step. `max_steps` says nothing of
-    them then: it counts the steps of every optimizer.
+    With manual optimization these are batches, and unknown if `max_steps` is set, which counts the
+    steps of every optimizer.
     """
     manual = not trainer.lightning_module.automatic_optimization
     total = trainer.estimated_stepping_batches

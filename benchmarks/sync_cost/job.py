@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,

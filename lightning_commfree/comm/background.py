@@ -1,4 +1,4 @@
-"""Work beside the training thread: multi-phase exchanges on a thread, encoding on a CUDA stream."""
+"""Run work beside the training thread: exchanges on a thread, encoding on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -16,18 +16,10 @@ T = TypeVar("T")
 
 
 class Background:
-    """Background thread that runs exchanges in the order in which they are submitted.
+    """Background thread that runs exchanges in the order of submission.
 
-    An exchange may need the result of its first phase to compute the payload of its second one. The
-    training thread would have to stop for that, so this thread runs both phases. It runs one task
-    at a time: collectives of two fragments in flight then have the same order on all ranks. The
-    ledger counts only the training thread's waits.
-
-    After a task has failed, all later ones fail with the same error. This rank has missed
-    collectives that its peers took part in, so its next one would be paired with the wrong one.
-
-    Args:
-        ledger: counts the training thread's waits.
+    A two-phase exchange computes its second payload from the result of its first phase. Doing that
+    here keeps the training thread free. Only the training thread's waits count in the ledger.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -38,16 +30,13 @@ class Background:
     def submit(
         self, task: Callable[[], T], tag: str, staged: Callable[[], object] | None = None
     ) -> Pending[T]:
-        """Queue `task` and return its pending result; waiting for that is counted under `tag`.
+        """Queue `task`; the ledger counts waiting for its result under `tag`.
 
-        Args:
-            task: runs on the thread.
-            tag: ledger tag.
-            staged: returns when this rank's device has computed the payload. The result's `wait`
-                calls it first, uncounted: the host may be far ahead of the device, and that is the
-                rank's own work and no communication.
+        `staged` blocks until this rank's device has computed the payload. The result's `wait` calls
+        it first, uncounted: the host may be far ahead of the device, and that time is computation.
         """
-        if self._executor is None:  # not earlier: a fork would lose the thread
+        if self._executor is None:  # created on first use: a fork would lose the thread
+            # A single thread: the collectives of two fragments keep their order on all ranks.
             self._executor = ThreadPoolExecutor(
                 1, "exchange", initializer=self._ledger.ignore_waits_of_this_thread
             )
@@ -69,6 +58,8 @@ class Background:
 
     def _run(self, task: Callable[[], T], phase: str) -> T:
         if self._error is not None:
+            # This rank has missed collectives that its peers took part in. Its next one would be
+            # paired with the wrong one of theirs.
             raise self._error
         try:
             with self._ledger.thread_phase(phase):
@@ -79,54 +70,46 @@ class Background:
 
 
 class Staging:
-    """Side CUDA stream that computes, and copies results to the host, without blocking training.
-
-    On other devices the work runs at once.
-    """
+    """Side CUDA stream for encoding and copies to the host; runs at once on other devices."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start `work` once everything queued on the caller's stream is done.
-
-        1. The training stream computes `inputs`. The side stream waits for it; the host does not.
-        2. The side stream computes `work` and copies the result into pinned memory.
-        3. The training stream continues meanwhile; the returned function waits for the copy.
+        """Start `work` after everything queued on the caller's stream, without blocking the host.
 
         Args:
             work: reads `inputs` and returns one tensor on their device.
             inputs: all device tensors that `work` reads; the caller may free them after this call.
 
         Returns:
-            A function that waits for the result and returns it in host memory. Any thread may call
-            it.
+            A function that waits for the result and returns it in host memory; callable from any
+            thread.
         """
         device = inputs[0].device
         if device.type != "cuda":
             result = work().cpu()
             return lambda: result
 
-        if self._stream is None:  # not earlier: CUDA does not survive a fork
+        if self._stream is None:  # created on first use: CUDA does not survive a fork
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             host, wait = to_host(work())
 
-        for (
-            tensor
-        ) in inputs:  # keeps the allocator from reusing memory that the side stream still reads
+        # keep the allocator from reusing memory that the side stream still reads
+        for tensor in inputs:
             tensor.record_stream(self._stream)
 
-        def waited_for() -> Tensor:
+        def result_on_host() -> Tensor:
             wait()
             return host
 
-        return waited_for
+        return result_on_host
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Copy a tensor to host memory, after everything queued on its device's current stream.
+    """Start a copy to host memory, after everything queued on the device's current stream.
 
     Returns:
         The copy (pinned if the tensor is on a CUDA device), and a function to call before reading
@@ -143,9 +126,7 @@ def to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     arrived.record(torch.cuda.current_stream(tensor.device))
 
     def wait() -> None:
-        with torch.cuda.device(
-            tensor.device
-        ):  # else a new thread would open a CUDA context on device 0
+        with torch.cuda.device(tensor.device):  # else a new thread opens a context on device 0
             arrived.synchronize()
 
     return host, wait

@@ -1,8 +1,8 @@
 """Pack small codes into bytes: eight 1-bit flags or two 4-bit codes per byte.
 
 The layout is *planar*: N codes are padded with zeros and cut into as many equal rows as a byte
-holds codes; byte j contains code j of every row. A row is read or written with a few operations on
-consecutive bytes: packing is one addition, unpacking one shift and one mask. With R packed bytes:
+holds codes; byte j contains code j of every row. Packing a row is one addition on consecutive
+bytes, unpacking it one shift and one mask. With R packed bytes:
 
 ======== ====== ================= =================================================================
 code     rows   packed bytes R    position of code i
@@ -12,12 +12,12 @@ code     rows   packed bytes R    position of code i
 ======== ====== ================= =================================================================
 
 A packed buffer is a whole number of 8-byte words, so bitwise operations can run on its
-`view(torch.int64)`, 64 flags per word. The layout is defined in bytes and does not depend on the
-machine's byte order. The buffer does not store N. To split packed flags between n ranks, first pad
-the flags to a multiple of 64 n, so that each rank gets whole words.
+`view(torch.int64)`, 64 flags per word, on machines of any byte order. The buffer does not store N.
+To split packed flags between n ranks, first pad them to a multiple of 64 n, so that each rank gets
+whole words.
 
-Codes are packed and unpacked chunk by chunk: a chunk stays in a CPU's cache, and the codes of a
-whole buffer never have to exist at once.
+Codes are packed and unpacked in chunks that fit into a CPU's cache; the codes of a whole buffer
+never exist at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
 
     Args:
         flags: bool, shape (n,).
-        start: index of the first flag of the part.
+        start: index of the first flag.
         packed: uint8, 8 ceil(N / 64) bytes or more whole words. Zero it before the first part;
             flags that no part covers are then False.
     """
@@ -50,10 +50,7 @@ def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
 
 
 def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read flags `start` to `start` + n of a packed buffer.
-
-    `out`, uint8, shape (n,), is filled with 0 and 1.
-    """
+    """Read flags `start` to `start` + n into `out`, uint8, shape (n,), as 0 and 1."""
     for row, position, part in _positions(start, out.numel(), packed.numel()):
         if row == 0:
             torch.bitwise_and(packed[position], 1, out=out[part])
@@ -64,14 +61,12 @@ def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
 
 
 def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
-    """Write consecutive 4-bit codes into a packed buffer.
-
-    Write parts in ascending order, until they cover all codes.
+    """Write consecutive 4-bit codes into a packed buffer, in ascending order until all are written.
 
     Args:
-        codes: uint8, shape (n,), values 0 to 15. They are not checked: on a GPU that would make
-            the host wait.
-        start: index of the first code of the part.
+        codes: uint8, shape (n,), values 0 to 15; unchecked, because a check would synchronize a
+            GPU.
+        start: index of the first code.
         packed: uint8, shape (packed_nibbles_size(N),).
     """
     _pack(codes, 4, packed, start)
@@ -80,8 +75,8 @@ def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
 def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
     """Read 4-bit codes into the upper bits of 16-bit words.
 
-    A decoder that turns codes into floating-point numbers shifts and masks the words anyway, so
-    isolating the codes here would only cost another pass.
+    A decoder to floating point shifts and masks the words anyway, so isolating the codes here would
+    cost an extra pass.
 
     Args:
         packed: uint8, shape (packed_nibbles_size(N),).

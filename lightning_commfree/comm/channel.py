@@ -1,18 +1,18 @@
 """Asynchronous collectives within a group of ranks, with bytes and wait times counted.
 
 This is the only module of the package that calls collectives of `torch.distributed` (FSDP2 calls
-its own). A method starts its collective and returns a `Pending`; call `.wait()` at once for the
-blocking form. A channel of one rank has the same interface and sends nothing.
+its own). A method starts its collective and returns a `Pending`; call `.wait()` at once to block. A
+channel of one rank has the same interface and sends nothing.
 
-Launch collectives of one channel from one thread and in the same order on all ranks; in this
-package that order depends on the training step alone. Results may be waited for in any order. Do
-not write to an input before its result has arrived; with one rank they may share memory.
+Launch a channel's collectives from one thread, in the same order on all ranks; in this package that
+order depends on the training step alone. Results may be waited for in any order. Do not write to an
+input before its result has arrived; with one rank they may share memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -37,7 +37,7 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """Result of a transfer in flight; keeps the buffers of the transfer alive."""
+    """Result of a transfer in flight; keeps the transfer's buffers alive."""
 
     def __init__(self, resolve: Callable[[], T]) -> None:
         self._resolve: Callable[[], T] | None = resolve
@@ -49,7 +49,7 @@ class Pending(Generic[T]):
         return cls(lambda: result)
 
     def wait(self) -> T:
-        """Block until the result has arrived; a second call returns the same object at once.
+        """Block until the result has arrived; later calls return the same object at once.
 
         Raises:
             RuntimeError: the transfer failed, for example because a peer died or the channel's
@@ -74,8 +74,12 @@ class Channel:
         ledger: counts bytes and waits.
         group: the process group; None for a channel of one rank.
         device: device of inputs and results.
-        downward: a second process group of the same ranks. All-gathers and all-to-alls then use it
-            for rows sent to lower ranks, and `group` for rows sent to higher ones.
+        downward: a second process group of the same ranks. All-gathers and all-to-alls use it for
+            rows sent to lower ranks, and `group` for rows sent to higher ones.
+
+    Attributes:
+        group: the process group, for libraries that communicate on it; None for a single rank.
+        peers: liveness of the other ranks.
     """
 
     def __init__(
@@ -92,21 +96,11 @@ class Channel:
         self.size = len(self.ranks)
         self.ledger = ledger
         self.device = device or torch.device("cpu")
-        self._group, self._downward = group, downward
-        self._watch = PeerWatch(self.ranks, rank)  # `open` replaces it by one that names lost ranks
+        self.group, self._downward = group, downward
+        self.peers = PeerWatch(self.ranks, rank)  # `open` sets one with a heartbeat
         self._owns_monitor = self._keeps_group = False
         self._sockets = CloseOnFork()
         assert (group is None) == (self.size == 1), "several ranks need a process group"
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group, for libraries that communicate on it; None for a single rank."""
-        return self._group
-
-    @property
-    def peers(self) -> PeerWatch:
-        """Monitor of the other ranks, through which a rank can also publish a short status."""
-        return self._watch
 
     @classmethod
     def open(
@@ -117,29 +111,24 @@ class Channel:
         backend: str = "gloo",
         timeout: timedelta | None = None,
         device: torch.device | None = None,
-        wider: Channel | None = None,
+        parent: Channel | None = None,
         full_duplex: bool = False,
         liveness: bool = True,
     ) -> Channel:
-        """Create the process groups and return this rank's channel.
+        """Create the process groups and return this rank's channel; collective over the world.
 
-        Collective over the world: every rank must call it with the same `groups`, which together
-        contain each rank once. gloo needs CPU tensors, nccl tensors on `device`.
-
-        The first channel also starts this rank's heartbeat (`comm.liveness`), unless some rank
-        passes `liveness=False`. Pass that channel as `wider` to later ones, whose ranks it must
-        contain: they share its heartbeat. If rank 1 then leaves this channel because rank 2 of
-        another one died, errors name rank 2.
-
-        `full_duplex` creates a second gloo group, for large transfers over a slow link:
-
-        1. Rank 0 is ready to receive and tells rank 1, which begins to send.
-        2. Rank 1 becomes ready to receive, but its message is queued in the same socket behind all
-           the values that it sends. Rank 0 waits for it: the link is idle in one direction, then in
-           the other.
-
-        With a group, and so a socket, for each direction, the message is not queued behind the
-        values. `python -m benchmarks.duplex` measures the difference.
+        Args:
+            groups: global ranks of each group, the same on all ranks; contains each rank once.
+            rank: global rank of this process.
+            ledger: counts bytes and waits.
+            backend: "gloo" for CPU tensors, "nccl" for tensors on `device`.
+            timeout: timeout of a collective; None for torch's default.
+            device: device of inputs and results under nccl.
+            parent: an open channel that contains these ranks, to share its heartbeat: if rank 1
+                leaves this channel because rank 2 of another one died, errors name rank 2. None
+                starts a heartbeat.
+            full_duplex: create a second gloo group, for large transfers over a slow link.
+            liveness: whether lost ranks are named; off for all if any rank passes False.
         """
         mine = None
         sockets = CloseOnFork()
@@ -155,14 +144,14 @@ class Channel:
                     where = None if backend == "gloo" else device
                     mine = cls(ranks, rank, ledger, group, where, downward)
             assert mine is not None, f"rank {rank} is in none of the groups {groups}"
-            patience = timeout or dist.constants.default_pg_timeout
-            if wider is None:
+            limit = timeout or dist.constants.default_pg_timeout
+            if parent is None:
                 monitor = mine._start_monitor(liveness)
                 mine._owns_monitor = True
             else:
-                monitor = wider._watch.monitor
-            # in groups of one rank too: all ranks must count the same channels of a monitor
-            mine._watch = PeerWatch(mine.ranks, rank, patience.total_seconds(), monitor)
+                monitor = parent.peers.monitor
+            # also for one rank: a monitor's list of channels must be the same on all ranks
+            mine.peers = PeerWatch(mine.ranks, rank, limit.total_seconds(), monitor)
         mine._sockets = sockets
         return mine
 
@@ -171,8 +160,8 @@ class Channel:
         if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
-        with self._watch.launching(tag):
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        with self.peers.launching(tag):
+            work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return self._pending([work], tensor, tag)
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -180,9 +169,9 @@ class Channel:
         if self._is_alone():
             return Pending(lambda: tensor.unsqueeze(0))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
-        # Not `dist.all_gather`: when a peer dies in the middle of it, gloo frees memory that its
-        # other connections still send from, and the process aborts. This sends as many bytes and
-        # takes as much memory: gloo would gather into a copy of its own.
+        # Not `dist.all_gather`: when a peer dies during it, gloo frees memory that its other
+        # connections still send from, and the process aborts. An exchange sends as many bytes and
+        # needs as much memory, because gloo gathers into a copy of its own.
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -196,45 +185,33 @@ class Channel:
         return self._exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
-        """Overwrite `tensor` with the one of `source`, a rank of this channel."""
+        """Overwrite `tensor` with the one of `source`, a position in this channel."""
         if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
-        with self._watch.launching(tag):
-            work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
+        with self.peers.launching(tag):
+            work = dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)
         return self._pending([work], tensor, tag)
-
-    def naming_lost(self, tag: str, computing: bool = False) -> AbstractContextManager[None]:
-        """Name the lost ranks if a collective in a `with` block fails.
-
-        For collectives that other libraries run among these ranks, such as a framework's barrier.
-
-        Args:
-            tag: name of the collective in the error.
-            computing: whether the block may fail for other reasons, as a training step can: its
-                error then passes unchanged if no rank is lost.
-        """
-        return self._watch.naming(tag, computing)
 
     def keep_group(self) -> dist.ProcessGroup:
         """Return the process group, for a library that needs it longer: `close` leaves it open."""
-        assert self._group is not None, "a single rank has no process group"
+        assert self.group is not None, "a single rank has no process group"
         self._keeps_group = True
-        return self._group
+        return self.group
 
     def close(self) -> None:
         """Destroy the process groups; results that are still pending are lost."""
-        # first: a peer whose connection breaks can then read that this rank left on purpose
-        self._watch.close(self._owns_monitor)
-        for group in (None if self._keeps_group else self._group, self._downward):
+        # before the groups: a peer whose connection breaks can then read that this rank has left
+        self.peers.close(self._owns_monitor)
+        for group in (None if self._keeps_group else self.group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        # If a forked worker's garbage collector destroyed them, it would wait for threads that do
-        # not exist there.
-        self._group = self._downward = None
+        # Garbage collection in a forked worker would wait for the groups' threads, which do not
+        # exist there.
+        self.group = self._downward = None
 
     def _is_alone(self) -> bool:
-        if self._group is None and self.size > 1:
+        if self.group is None and self.size > 1:
             raise RuntimeError(
                 "This channel is closed because the fit that opened it has ended. Open a new one."
             )
@@ -256,28 +233,31 @@ class Channel:
     def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
         """Send row i to rank i and receive row j from rank j; rows may share memory."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        place = self.rank
-        with self._watch.launching(tag):
+        with self.peers.launching(tag):
             if self._downward is None:
-                works = [_all_to_all(received, rows, self._group)]
+                works = [_all_to_all(received, rows, self.group)]
             else:
-                # `up` carries rows to higher ranks, so the rows it brings are from lower ones
-                below = [int(rank < place) for rank in range(self.size)]  # number of rows per rank
-                above = [int(rank > place) for rank in range(self.size)]
-                lower, higher = slice(None, place), slice(place + 1, None)
-                up, down = self._group, self._downward
+                # A receiver tells the sender that it is ready. On a single socket, rank 1's signal
+                # is queued behind all values that it already sends to rank 0, so a slow link is
+                # used in one direction, then in the other. With a socket per direction it is not
+                # (`python -m benchmarks.duplex`). `up` carries rows to higher ranks, so the rows it
+                # brings are from lower ones.
+                below = [int(rank < self.rank) for rank in range(self.size)]  # rows per rank
+                above = [int(rank > self.rank) for rank in range(self.size)]
+                lower, higher = slice(None, self.rank), slice(self.rank + 1, None)
+                up, down = self.group, self._downward
                 works = [
                     _all_to_all(received[lower], rows[higher], up, below, above),
                     _all_to_all(received[higher], rows[lower], down, above, below),
                 ]
-                received[place].copy_(rows[place])
+                received[self.rank].copy_(rows[self.rank])
         return self._pending(works, received, tag)
 
     def _pending(self, works: Sequence[Any], result: Tensor, tag: str) -> Pending[Tensor]:
         def resolve() -> Tensor:
             with self.ledger.count_wait(tag):
-                # nccl's `wait` orders streams without blocking, so there is nothing to watch
-                watch = self._watch if self.device.type == "cpu" else PeerWatch()
+                # nccl's `wait` orders streams without blocking: nothing to watch
+                watch = self.peers if self.device.type == "cpu" else PeerWatch()
                 watch.wait(works, tag)
             return result
 
@@ -301,14 +281,14 @@ def _all_to_all(
 def _without_bound_device() -> Iterator[None]:
     """Keep `new_group` from splitting a CUDA communicator when it creates gloo groups.
 
-    1. Lightning binds the default group to a device, so torch connects it at once.
-    2. Ranks outside of a new group then take part in a split of the default group, which only nccl
-       supports: with a default group of gloo on a CUDA device they fail.
+    Lightning binds the default group to a device. Ranks outside of a new group then take part in a
+    split of the default group, which only nccl supports: a gloo default group on a CUDA device
+    fails.
     """
-    everybody = dist.group.WORLD
-    assert everybody is not None, "the process group is initialized"
-    bound, everybody.bound_device_id = everybody.bound_device_id, None
+    default = dist.group.WORLD
+    assert default is not None, "the process group is initialized"
+    bound, default.bound_device_id = default.bound_device_id, None
     try:
         yield
     finally:
-        everybody.bound_device_id = bound
+        default.bound_device_id = bound

@@ -17,7 +17,7 @@ def digest(tensor: Tensor) -> Tensor:
     It is 0 only by chance. See `thorough_digest` for the changes that it misses.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:  # a view may start in the middle of a word
+    if raw.storage_offset() % 8:  # views of int64 need aligned memory
         raw = raw.clone()
     whole = raw.numel() // 8 * 8
     words = raw[:whole].view(torch.int64)
@@ -33,13 +33,7 @@ def thorough_digest(tensor: Tensor) -> Tensor:
     """Return a hash of a contiguous tensor's bits that every change of value or order affects.
 
     `digest` is several times as fast, but misses four changes that cancel out in the sums of two
-    rows and two columns.
-
-    Args:
-        tensor: not empty, of any dtype and shape.
-
-    Returns:
-        int64, 0-d, on the tensor's device.
+    rows and two columns. The tensor must not be empty; the result is int64, 0-d, on its device.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
@@ -60,8 +54,8 @@ def mix_digests(words: Tensor) -> Tensor:
 def _scattered(words: Tensor) -> Tensor:
     """Scramble int64 words one to one, so that each input bit affects all bits (splitmix64).
 
-    Sums and products carry upwards only. Without this, changes of top bits would cancel out in
-    pairs and would not affect the lower half of a digest, which some callers use alone.
+    Sums and products carry upwards only. Without this, changes of top bits would cancel in pairs
+    and miss the lower half of a digest, which some callers use alone.
     """
     for shift, factor in zip((30, 27), _MIX, strict=True):
         words = (words ^ _shifted(words, shift)) * factor
@@ -69,5 +63,5 @@ def _scattered(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift right and fill with zeros (torch's own shift copies the sign)."""
+    """Shift right with zero fill (torch's shift copies the sign)."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)

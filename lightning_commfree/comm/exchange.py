@@ -12,25 +12,91 @@ two-phase  shard i of every message to member i, its *owner*, which     M    (u 
 =========  ===========================================================  ===  =====================
 
 Gathering is cheaper for two members and for small messages, two phases for three members or more.
-The same code runs on both routes: send messages `up`, reduce, send the result `down`. On the gather
-route `down` sends nothing, because every member has reduced the only shard itself.
+Both routes share code: send messages `up`, reduce, send the result `down`, which sends nothing on
+the gather route.
 
 Each algorithm defines its messages and how to reduce them: Streaming DiLoCo averages values that a
-codec has rounded, Distributed Lion counts votes. `MessageLayout` lays out the sections of a
-message.
+codec has rounded, Distributed Lion counts votes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_commfree.comm.channel import Pending
+from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
-from lightning_commfree.comm.view import View
+
+
+class View(NamedTuple):
+    """One version of a group's membership: members of an exchange, and the channel between them.
+
+    An exchange runs in one view from start to end. Algorithms take the group's size and their own
+    rank from the view only, so that an exchange can be repeated in another one when a member is
+    lost. A job of fixed size has a single view.
+    """
+
+    number: int  # of this view in the job, from 0
+    members: tuple[int, ...]  # ids of replicas or workers, in the channel's order
+    channel: Channel  # between the members; this process is one of them
+
+    @classmethod
+    def of(cls, channel: Channel) -> View:
+        """Return the view in which each rank of `channel` is a member."""
+        return cls(0, tuple(range(channel.size)), channel)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    @property
+    def rank(self) -> int:
+        """Index of this process's member in `members`."""
+        return self.channel.rank
+
+
+class Membership(Protocol):
+    """Source of the view that each exchange runs in."""
+
+    changes: bool  # whether members may come and go; exchanges then keep their inputs for a retry
+
+    def view(self) -> View:
+        """Return the current view."""
+
+    def after_failure(self, view: View, error: RuntimeError) -> View:
+        """Return the view to continue in after an exchange in `view` failed.
+
+        Raises:
+            RuntimeError: the job cannot continue.
+        """
+
+    def leave(self) -> None:
+        """Leave the group; the other members continue without this one."""
+
+
+class FixedMembership:
+    """Membership that never changes: losing a member ends the job."""
+
+    changes = False
+
+    def __init__(self, channel: Channel) -> None:
+        self._view = View.of(channel)
+
+    def view(self) -> View:
+        """Return the only view."""
+        return self._view
+
+    def after_failure(self, view: View, error: RuntimeError) -> View:
+        """Raise `error`, which names the lost ranks."""
+        del view
+        raise error
+
+    def leave(self) -> None:
+        """Do nothing: the job owns and closes the channel."""
 
 
 class Route(NamedTuple):
@@ -50,11 +116,9 @@ class Route(NamedTuple):
         return self.view.rank if self.two_phase else 0
 
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
-        """Send this member's messages, shape (S, u): one about each shard.
+        """Send this member's messages, shape (S, u), one per shard.
 
-        Returns:
-            All members' messages about the shard that this member reduces, shape (M, u), in member
-            order.
+        Returns all members' messages about this member's shard, shape (M, u), in member order.
         """
         channel = self.view.channel
         if self.two_phase:
@@ -80,7 +144,7 @@ class Route(NamedTuple):
 
 
 def routes(view: View) -> tuple[Route, Route]:
-    """Return both routes, gather first so that `min` prefers it where both send as many bytes."""
+    """Return both routes, gather first so that `min` prefers it if both send as many bytes."""
     return Route(view, two_phase=False), Route(view, two_phase=True)
 
 
@@ -93,16 +157,10 @@ def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class MessageLayout:
-    """Layout of a message's sections, each starting on an 8-byte boundary.
+    """Byte offsets of a message's sections; 8-byte boundaries let any dtype view a section.
 
-    The size is fixed, so that one collective can carry the messages of all members. The boundaries
-    let every section be viewed as a wider dtype.
-
-    Args:
-        **sizes: bytes of each section, by name, in order.
-
-    Attributes:
-        num_bytes: size of the message, a multiple of 8.
+    `sizes` are the bytes of each section by name, in order; fixed, because a collective needs
+    messages of equal size. `num_bytes` is the size of the message, a multiple of 8.
     """
 
     def __init__(self, **sizes: int) -> None:

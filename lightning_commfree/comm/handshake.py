@@ -21,14 +21,11 @@ _SHOWN = 5  # differences named in the error
 def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
     """Raise on all ranks if `fingerprint` differs between any of them; collective.
 
-    Where all ranks agree, only a 32-byte hash per rank is sent.
-
-    Args:
-        channel: the ranks to compare.
-        fingerprint: values that must be equal, by name: settings, parameter shapes.
+    `fingerprint` has values that must be equal, by name: settings, parameter shapes. If they are,
+    each rank sends only a 32-byte hash.
 
     Raises:
-        ValueError: the fingerprints differ; names the ranks and their differences from rank 0.
+        ValueError: the fingerprints differ; names the ranks and their differences from the first.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())

@@ -1,7 +1,4 @@
-"""Parts of joining a job: the layout of its ranks, their channels, and the process group.
-
-`strategies.ranks` puts them together.
-"""
+"""The layout of a job's ranks, their channels, and the process group."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ REPLICA = "replica"
 DATA = "data"
 TENSOR = "tensor"
 
-PATIENCE: timedelta = dist.constants.default_pg_timeout  # the timeout where the user gives none
-SILENCE_S = 60.0  # a rank that waits alone for the others to start says so after it
-_LAST_DROPS_S = 0.05  # for gloo's threads to drop the last tensors
+DEFAULT_TIMEOUT: timedelta = dist.constants.default_pg_timeout
+WARN_AFTER_S = 60.0  # of waiting for the other ranks to start
+_EXIT_DELAY_S = 0.05  # for gloo's threads to free the last tensors
 
 
 # -- the layout of the ranks
@@ -66,13 +63,8 @@ class Mesh:
 def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size") -> Mesh:
     """Lay out `world_size` ranks as replicas of `replica_size` consecutive ranks.
 
-    Args:
-        world_size: ranks of the job.
-        replica_size: ranks of a replica.
-        name: the user's name for `replica_size`, for the error.
-
     Raises:
-        ValueError: `replica_size` is not a positive divisor of `world_size`.
+        ValueError: `replica_size`, which the user knows as `name`, does not divide `world_size`.
     """
     if replica_size < 1 or world_size % replica_size:
         divisors = [k for k in range(1, world_size + 1) if world_size % k == 0]
@@ -86,39 +78,24 @@ def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size")
 def tensor_mesh(
     world_size: int, size: int, name: str = "tensor_parallel_size", outside: str = DATA
 ) -> Mesh:
-    """Lay out `world_size` ranks as tensor groups of `size` consecutive ranks.
-
-    Args:
-        world_size: ranks of the job.
-        size: ranks of a tensor group.
-        name: the user's name for `size`, for the error.
-        outside: the axis between groups.
+    """Lay out ranks as tensor groups of `size` consecutive ranks; `outside` is the other axis.
 
     Raises:
-        ValueError: `size` is not a positive divisor of `world_size`.
+        ValueError: `size`, which the user knows as `name`, does not divide `world_size`.
     """
     return Mesh(axes=(outside, TENSOR), sizes=replica_mesh(world_size, size, name).sizes)
 
 
 @dataclass(frozen=True)
-class Member:
-    """This process as a rank of its job.
+class RankInfo:
+    """This process as a rank of its job."""
 
-    Attributes:
-        rank: global rank.
-        size: number of ranks in the job.
-        timeout: timeout of an exchange.
-        backend: backend of process groups on the rank's device.
-        device: device of the rank.
-        main_address: address of rank 0's machine; None on a single machine.
-    """
-
-    rank: int
-    size: int
-    timeout: timedelta
-    backend: str
+    rank: int  # global
+    size: int  # number of ranks in the job
+    timeout: timedelta  # of an exchange
+    backend: str  # of process groups on `device`
     device: torch.device
-    main_address: str | None
+    main_address: str | None  # of rank 0's machine; None on a single machine
 
 
 # -- the channels
@@ -126,43 +103,30 @@ class Member:
 
 @dataclass(frozen=True)
 class ReplicaChannels:
-    """One rank's channels.
+    """One rank's channels."""
 
-    Attributes:
-        world: channel between all ranks, for tensors in host memory.
-        between: channel to the ranks at the same position in the other replicas.
-        within: channel to the ranks of this replica; of size 1 if each rank is a replica.
-    """
-
-    world: Channel
-    between: Channel
-    within: Channel
+    world: Channel  # all ranks, for tensors in host memory
+    between: Channel  # the ranks at the same position in the other replicas
+    within: Channel  # the ranks of this replica; of size 1 if each rank is a replica
 
     @classmethod
     def open(
-        cls, mesh: Mesh, member: Member, ledgers: tuple[Ledger, Ledger], liveness: bool = True
+        cls, mesh: Mesh, info: RankInfo, ledgers: tuple[Ledger, Ledger], liveness: bool = True
     ) -> ReplicaChannels:
-        """Make the process groups; collective over the job.
+        """Create the process groups; collective over the job.
 
-        Args:
-            mesh: its first axis is between replicas, its second one within a replica.
-            member: this rank.
-            ledgers: ledgers of the bytes sent to other replicas, and within one.
-            liveness: whether lost ranks are named; see `comm.liveness`.
+        `mesh` has first the axis between replicas, then the one within; `ledgers` are in that order
+        too.
         """
         (outside, inside), (replicas, size) = mesh.axes, mesh.sizes
         ledger, inner = ledgers
-        rank, timeout = member.rank, member.timeout
+        rank, timeout = info.rank, info.timeout
         fast_between = outside == DATA  # both axes are within a node
-        # where each rank is a replica, the world's channel is also the one between replicas
+        # if each rank is a replica, the world's channel is also the one between replicas
         alone = size == 1 and not fast_between
+        everyone = [list(range(replicas * size))]
         world = Channel.open(
-            [list(range(replicas * size))],
-            rank,
-            ledger,
-            timeout=timeout,
-            full_duplex=alone,
-            liveness=liveness,
+            everyone, rank, ledger, timeout=timeout, full_duplex=alone, liveness=liveness
         )
         if alone:
             return cls(world, world, Channel([rank], rank, inner))
@@ -170,41 +134,43 @@ class ReplicaChannels:
         def fast(axis: str, counted: Ledger) -> Channel:
             groups = mesh.groups(axis)
             return Channel.open(
-                groups, rank, counted, member.backend, timeout, member.device, wider=world
+                groups, rank, counted, info.backend, timeout, info.device, parent=world
             )
 
-        if fast_between:  # the same order on all ranks: within first
+        if fast_between:  # within first: all ranks must create groups in the same order
             within = fast(inside, inner)
             return cls(world, fast(outside, ledger), within)
-        # gloo and CPU buffers also for CUDA models: the slow link is Ethernet, and a second nccl
-        # communicator on a device can deadlock with the first.
+        # gloo and CPU buffers even for CUDA models: the slow link is Ethernet, and a second nccl
+        # communicator on a device can deadlock with the first
         groups = mesh.groups(outside)
-        between = Channel.open(groups, rank, ledger, timeout=timeout, wider=world, full_duplex=True)
+        between = Channel.open(
+            groups, rank, ledger, timeout=timeout, parent=world, full_duplex=True
+        )
         return cls(world, between, fast(inside, inner))
 
     def close(self) -> None:
         """Destroy the process groups."""
-        # `world` last: it ends the heartbeat, and other ranks must not see this one leave before
+        # `world` last: closing it ends the heartbeat, and this rank then counts as having left
         for channel in dict.fromkeys((self.between, self.within, self.world)):
             channel.close()
 
 
 @contextmanager
-def waiting_for_all(member: Member) -> Iterator[None]:
+def waiting_for_all(info: RankInfo) -> Iterator[None]:
     """Context manager that warns if other ranks do not join its collective; explains a timeout.
 
     Raises:
         RuntimeError: some ranks did not join within the timeout.
     """
-    if member.size == 1:
+    if info.size == 1:
         yield
         return
     advice = (
         "`fit`, `validate`, `test` and `predict` must be called on all ranks, not under"
-        f" `if rank == 0:`. The `timeout` is {member.timeout.total_seconds():g} s."
+        f" `if rank == 0:`. The `timeout` is {info.timeout.total_seconds():g} s."
     )
     text = f"This rank is waiting for the other ranks to start. {advice}"
-    timer = threading.Timer(SILENCE_S, warnings.warn, [text])
+    timer = threading.Timer(WARN_AFTER_S, warnings.warn, [text])
     timer.start()
     try:
         yield
@@ -219,58 +185,55 @@ def waiting_for_all(member: Member) -> Iterator[None]:
 
 
 def default_backend(device: torch.device) -> str:
-    """Return the backend of process groups for tensors on a device."""
+    """Return torch's default backend for tensors on a device."""
     return str(dist.get_default_backend_for_device(device))
 
 
-def attempt() -> int:
+def restart_count() -> int:
     """Return how often torchrun has restarted this job; 0 without torchrun or a restart."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return 0  # every attempt has a store of its own
+        return 0  # each attempt has its own store
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def join_restarted_world(member: Member) -> None:
-    """Make the default process group of a job that torchrun has restarted.
+def join_restarted_world(info: RankInfo) -> None:
+    """Initialize the default process group if torchrun has restarted this job.
 
-    1. torchrun keeps one store through all attempts. It still contains the addresses of the ranks
-       of the previous attempt, which have ended.
-    2. Ranks that look for each other find those and fail, or wait for their timeout.
-
-    So the keys of each attempt get a prefix. Other jobs are left to the framework.
+    torchrun keeps one store through all attempts. Ranks would find the addresses of the previous
+    attempt's ranks there, and fail or wait for their timeout. So the keys of each attempt get a
+    prefix. Other jobs are left to the framework.
     """
-    if not attempt() or dist.is_initialized():
+    if not restart_count() or dist.is_initialized():
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     agents = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, member.size, is_master=False, timeout=member.timeout
+        host, port, info.size, is_master=False, timeout=info.timeout
     )
-    store = dist.PrefixStore(f"attempt_{attempt()}", agents)  # type: ignore[attr-defined]
-    bound: dict[str, Any] = {} if member.device.type == "cpu" else {"device_id": member.device}
+    store = dist.PrefixStore(f"attempt_{restart_count()}", agents)  # type: ignore[attr-defined]
+    bound: dict[str, Any] = {} if info.device.type == "cpu" else {"device_id": info.device}
     dist.init_process_group(
-        member.backend,
+        info.backend,
         store=store,
-        rank=member.rank,
-        world_size=member.size,
-        timeout=member.timeout,
+        rank=info.rank,
+        world_size=info.size,
+        timeout=info.timeout,
         **bound,
     )
 
 
-def leave_time_at_exit(hosts_store: bool) -> None:
-    """Let this process end a moment later than its script.
+def delay_exit(hosts_store: bool) -> None:
+    """Delay the end of this process, for gloo's threads and for readers of its store.
 
-    A gloo thread may be the last to hold a finished collective. To drop its tensors it waits for
-    the interpreter's lock. If the interpreter is torn down by then, the thread is ended in the
-    middle of C++, and the process is aborted after a good fit. Frameworks leave gloo's groups open
-    to the end.
+    A gloo thread may be the last to hold a finished collective, and needs the interpreter's lock to
+    free its tensors. If the interpreter has been torn down by then, the process aborts after a good
+    fit. Frameworks leave gloo's groups open to the end.
 
     Rank 0 often hosts the store: the other ranks get two heartbeats to read that it has left.
     """
-    atexit.unregister(_wait)
-    atexit.register(_wait, 2 * HEARTBEAT_SECONDS if hosts_store else _LAST_DROPS_S)
+    atexit.unregister(_delay)
+    atexit.register(_delay, 2 * HEARTBEAT_SECONDS if hosts_store else _EXIT_DELAY_S)
 
 
-def _wait(seconds: float) -> None:
+def _delay(seconds: float) -> None:
     if dist.is_initialized():
-        time.sleep(seconds)  # without the lock
+        time.sleep(seconds)  # releases the lock

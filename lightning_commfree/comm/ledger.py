@@ -1,9 +1,9 @@
 """Count the bytes that this rank sends and the seconds that it waits for collectives.
 
 Every collective of the package is counted here when it is launched, under a *tag* for its purpose.
-Forecasts of a strategy's traffic use the same formulas. They give the bytes that *one rank* puts on
-the wire, averaged over the ranks of the group, for the algorithms that gloo and nccl use at the
-message sizes that matter (n ranks, a payload of b bytes per rank):
+Traffic forecasts use the same formulas: the bytes that *one rank* sends, averaged over the ranks of
+the group, for the algorithms that gloo and nccl use at the message sizes that matter (n ranks, a
+payload of b bytes per rank):
 
 ============== ======================= ====================================================
 collective     bytes sent by a rank    why
@@ -54,7 +54,7 @@ def broadcast_bytes(num_bytes: int, size: int) -> int:
 
 
 class LedgerTotals(NamedTuple):
-    """Totals of the ledger at one moment; subtract two of them to get the traffic in between."""
+    """Totals at one moment; the difference of two of them is the traffic in between."""
 
     bytes_sent: int
     seconds_waited: float
@@ -65,22 +65,16 @@ class LedgerTotals(NamedTuple):
 class Ledger:
     """Bytes sent and seconds waited by this rank, by tag.
 
-    Waiting is the time in which the caller is blocked: inside `Pending.wait` for a collective that
-    was launched earlier, or during a blocking one.
-
-    Attributes:
-        phase: current phase, one of `PHASES`; the strategy sets it.
-        follows: another ledger whose phase this one uses.
-        bytes_by_phase: bytes sent, by phase and tag.
-        seconds_by_phase: seconds waited, by phase.
+    Waiting is the time in which the caller is blocked, in `Pending.wait` or in a blocking
+    collective.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
     seconds_by_tag: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     collectives_by_tag: Counter[str] = field(default_factory=Counter)
-    phase: str = START
-    follows: Ledger | None = None
-    bytes_by_phase: defaultdict[str, Counter[str]] = field(
+    phase: str = START  # one of `PHASES`; the strategy sets it
+    follows: Ledger | None = None  # a ledger whose phase this one uses
+    bytes_by_phase: defaultdict[str, Counter[str]] = field(  # by phase, then by tag
         default_factory=lambda: defaultdict(Counter)
     )
     seconds_by_phase: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -168,19 +162,7 @@ class Traffic:
 
     bytes_by_tag: Mapping[str, float]  # per cycle
     cycle_steps: int
-    ddp_bytes_per_step: float  # what fp32 DDP would send for the same model on the same ranks
-
-    @classmethod
-    def of(
-        cls,
-        numel: int,
-        world_size: int,
-        bytes_by_tag: Mapping[str, float],
-        cycle_steps: int,
-    ) -> Traffic:
-        """Return the forecast for `numel` trainable parameters."""
-        ddp_bytes = ring_all_reduce_bytes(4 * numel, world_size)
-        return cls(bytes_by_tag, cycle_steps, float(ddp_bytes))
+    ddp_bytes_per_step: float  # of fp32 DDP for the same model on the same ranks
 
     @property
     def bytes_per_cycle(self) -> int:
@@ -194,17 +176,9 @@ class Traffic:
 
 
 class StepMeans:
-    """Mean bytes and wait time per training step, over the latest complete cycles.
+    """Mean bytes and wait time per training step (phase `STEPS`), over the latest complete cycles.
 
-    Only the `STEPS` phase counts.
-
-    Args:
-        ledger: this rank's ledger.
-        traffic: forecast that gives the length of a cycle and DDP's traffic.
-        at_least: minimum number of steps to average over; rounded up to complete cycles.
-
-    Attributes:
-        steps: number of steps counted.
+    `at_least` is the minimum number of steps to average over, rounded up to complete cycles.
     """
 
     def __init__(self, ledger: Ledger, traffic: Traffic, at_least: int) -> None:

@@ -1,20 +1,20 @@
 """Failure detection: name the lost rank when a collective fails or does not end.
 
 A failed collective does not say which rank failed. gloo reports "connection closed by peer" on the
-neighbors of a dead rank, the neighbors leave, and their own neighbors then blame them. So every
-rank beats in the job's own key-value store (torch's TCPStore at `MASTER_ADDR`), and a rank whose
+neighbors of a dead rank; they leave, and their own neighbors then blame them. So every rank writes
+a heartbeat into the job's own key-value store (torch's TCPStore at `MASTER_ADDR`), and a rank whose
 exchange fails looks there before it raises:
 
 1. Rank 1 is killed. The exchange breaks on rank 0, which reads the heartbeats of all ranks.
-2. Ranks 2 and 3 keep beating, rank 1 does not. After `GONE_SECONDS` rank 0 stores the verdict
-   "rank 1 is gone" (the first verdict wins) and raises a `PeerLostError`.
+2. Ranks 2 and 3 still send heartbeats, rank 1 does not. After `GONE_SECONDS` rank 0 stores the
+   verdict "rank 1 is gone" (the first verdict wins) and raises a `PeerLostError`.
 3. Ranks 2 and 3 read the verdict with their next heartbeat and raise the same error.
 
-The verdict may also be an error that one rank detected and all ranks raise (`PeerWatch.agreed`),
-such as epochs of different length (`comm.epoch_ends`).
+A verdict may also be an error that one rank detected and all ranks raise (`PeerWatch.agreed`), such
+as epochs of different length (`comm.epoch_ends`).
 
-Detection time
---------------
+======================================= ======================================================
+failure                                 time until it is detected
 ======================================= ======================================================
 a rank is killed (SIGKILL, OOM)         `GONE_SECONDS` after gloo reports the broken connection
 a rank raised an error and left         one heartbeat: it reports this when closing its channels
@@ -25,22 +25,17 @@ a whole machine is silent               the channel's timeout: it may be a link 
                                         which exchanges survive
 ======================================= ======================================================
 
-Cost
-----
-No port, no listener, no protocol of ours: one more client connection to the store, and one daemon
-thread from the opening of the first channel to its close, or to that of rank 0. A heartbeat writes
-about 100 bytes and reads about 100; with requests and TCP/IP headers 1.3 kB/s per rank (measured)
-go to and from the machine of rank 0, and none between other ranks. A rank that has waited for more
-than `SUSPECT_SECONDS` also reads all heartbeats, at 0.2 kB/s per rank. Keys carry random tokens
-that the ranks exchange over the channel (8 bytes each), so that the keys of an earlier fit, or of
-an attempt before a torchrun restart, are never read. Training threads never touch the store: it may
-hang.
+The cost is one more client connection to the store, and one daemon thread from the opening of the
+first channel to its close, or to that of rank 0; there is no port or protocol of our own.
+Heartbeats send 1.3 kB/s per rank to and from the machine of rank 0 (measured, with TCP/IP headers).
+A rank that has waited for more than `SUSPECT_SECONDS` also reads all heartbeats, at 0.2 kB/s per
+rank. Keys contain random tokens that the ranks exchange over the channel (8 bytes each), so that
+keys of an earlier fit, or of an attempt before a torchrun restart, are never read. Training threads
+never touch the store, because it may hang.
 
-Switched off
-------------
-`Channel.open(..., liveness=False)`, or the attribute `liveness = False` of a strategy before `fit`.
-Errors of exchanges are then passed on unchanged, and a death may be noticed only after the timeout.
-The same holds where the process group has no TCPStore (`init_method="file://..."`).
+To switch it off, pass `liveness=False` to `Channel.open`, or set the attribute `liveness = False`
+of a strategy before `fit`. Exchanges then raise their own errors, and a death may be noticed only
+after the timeout. The same holds if the process group has no TCPStore (`init_method="file://..."`).
 """
 
 from __future__ import annotations
@@ -63,17 +58,17 @@ TAG = "peers"
 HEARTBEAT_SECONDS = 0.5
 SUSPECT_SECONDS = 1.0  # of waiting, after which a rank looks at the others' heartbeats
 GONE_SECONDS = 3.0  # of silence when an exchange has broken: the job is over in any case
-# Of silence while the exchange may still end. Longer: a rank may hold Python's lock for seconds,
-# for example to pickle a large data set, and must not lose the job by it.
+# Of silence while the exchange may still end. Longer, because a healthy rank may hold Python's lock
+# for seconds, for example to pickle a large data set.
 HUNG_SECONDS = 6.0
 ADVICE = "Restart all ranks from the last checkpoint."
 
-_CONNECT = timedelta(seconds=60)  # to a store that has answered this process already
-_WANTED_S = 2.0  # how long a rank continues to read all heartbeats after it was last asked to
+_CONNECT_TIMEOUT = timedelta(seconds=60)  # to a store that has answered this process already
+_READ_ALL_S = 2.0  # how long the thread reads all heartbeats after `read_all`
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices a verdict
 _STORE_RANK = 0  # the rank on whose machine the store is
 _NO_VERDICT = "{}"
-_NAMED = 50  # lost ranks in a message, which has to fit into a line
+_MAX_NAMED = 50  # lost ranks in a message
 _REASON_CHARACTERS = 250
 
 
@@ -90,7 +85,7 @@ class PeerLostError(RuntimeError):
 
 
 class AgreedError(RuntimeError):
-    """An error that all ranks raise, so that no rank that leaves by it counts as lost."""
+    """An error that all ranks raise, so that no rank that leaves with it counts as lost."""
 
 
 Verdict = Mapping[int, str] | str
@@ -104,39 +99,30 @@ class Status(NamedTuple):
     host: str
     left: bool  # the rank has closed its channels
     launched: list[int]  # exchanges, by channel in the order in which they were opened
-    says: Any  # a value published through `PeerWatch.publish`
+    published: Any  # a value published through `PeerWatch.publish`
 
 
 class PeerMonitor:
-    """This process's heartbeat, and its reading of the other ranks' heartbeats.
+    """Publish this process's heartbeat and read the other ranks' heartbeats, on a thread.
 
-    One thread does everything that touches the store. The training thread reads attributes only.
-
-    Args:
-        store: a client of the job's store that no other code uses.
-        rank: global rank of this process.
-
-    Attributes:
-        token: names this rank's key; to be exchanged with the other ranks and passed to `start`.
-        verdict: the reason the job has ended (`Verdict`); empty until then. The first one is final.
-        statuses: latest heartbeat of every other rank.
-        store_error: the reason the store is no longer reachable; empty while it is.
-        says: returns the value that this rank publishes with its heartbeats.
+    Only that thread touches the store, through a client of its own; the training thread reads
+    attributes.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
-        self.rank, self.token = rank, secrets.randbits(62) + 1
-        self.verdict: Verdict = {}
-        self.statuses: dict[int, Status] = {}
-        self.store_error = ""
-        self.says: Callable[[], Any] = str
+        self.rank = rank
+        self.token = secrets.randbits(62) + 1  # names this rank's key; to be sent to other ranks
+        self.verdict: Verdict = {}  # empty until the job has ended; the first one is final
+        self.statuses: dict[int, Status] = {}  # latest heartbeat of every other rank
+        self.store_error = ""  # set once the store is no longer reachable
+        self.published: Callable[[], Any] = str  # returns the value published with heartbeats
         self.launched: list[int] = []
         self._store, self._keys = store, {rank: _key(self.token)}
         self._verdict_key = ""
         self._announced: Verdict = {}  # by this rank
         self._beat, self._host, self._leaving = 0, socket.gethostname(), False
         self._changed: dict[int, float] = {}  # when a rank's heartbeat was last seen to advance
-        self._read_s = self._contact_s = self._wanted_s = self.verdict_s = 0.0
+        self._read_s = self._contact_s = self._read_all_s = self.verdict_s = 0.0
         self._wake, self._has_read = threading.Event(), threading.Condition()
         self._thread: threading.Thread | None = None
         self._write()
@@ -155,7 +141,7 @@ class PeerMonitor:
 
     @property
     def runs(self) -> bool:
-        """Whether the heartbeat runs: not after `close`, nor in a process that was forked later."""
+        """Whether the heartbeat runs: not after `close`, nor in a process forked later."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
@@ -168,33 +154,31 @@ class PeerMonitor:
     # -- for the training thread
 
     def refresh(self, seconds: float = 2 * HEARTBEAT_SECONDS) -> bool:
-        """Send a heartbeat and read all others now; return whether it took at most `seconds`."""
+        """Exchange heartbeats with all ranks now; return whether that took at most `seconds`."""
         asked = time.monotonic()
-        self.want()
+        self.read_all()
         self._wake.set()
         with self._has_read:
             return self._has_read.wait_for(lambda: self._read_s > asked, seconds)
 
-    def want(self) -> None:
-        """Let the thread read all heartbeats for the next two seconds."""
+    def read_all(self) -> None:
+        """Make the thread read all heartbeats for the next two seconds."""
         now = time.monotonic()
-        if now - self._wanted_s > _WANTED_S:
-            self._contact_s = now  # this process may have been stopped itself: no news is no sign
-        self._wanted_s = now
+        if now - self._read_all_s > _READ_ALL_S:
+            self._contact_s = now  # this process may have been stopped itself: restart the count
+        self._read_all_s = now
 
     def silent(self, seconds: float, spare_machines: bool) -> dict[int, str]:
         """Return the ranks without a heartbeat for `seconds`, with reasons.
 
-        Args:
-            seconds: minimum time without a heartbeat.
-            spare_machines: omit ranks whose whole machine is silent: its link may be down.
+        With `spare_machines`, omit ranks whose whole machine is silent, as their link may be down.
         """
         if self._store_left():
-            return {}  # the store may end any moment, so this rank has stopped to read
+            return {}  # the store may end at any moment, so this rank has stopped reading
         statuses = self.statuses
-        # up to the last reading and not up to now, for the same reason
+        # up to the last read, not up to now: this process may have been stopped itself
         quiet_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
-        # the store hangs, so that nothing is known of the others
+        # the store hangs, so nothing is known about the others
         if time.monotonic() - self._contact_s > seconds:
             host = statuses.get(_STORE_RANK)
             if spare_machines and (host is None or host.host != self._host):
@@ -203,7 +187,7 @@ class PeerMonitor:
                 _STORE_RANK: f"is gone (the job's key-value store at {self._address()} does not"
                 " answer: the process was killed, or it hangs)"
             }
-        awake = {statuses[r].host for r, s in quiet_s.items() if s < _WANTED_S} | {self._host}
+        awake = {statuses[r].host for r, s in quiet_s.items() if s < _READ_ALL_S} | {self._host}
         return {
             r: _no_heartbeat(s)
             for r, s in quiet_s.items()
@@ -211,7 +195,7 @@ class PeerMonitor:
         }
 
     def without_store(self) -> dict[int, str]:
-        """Return the store's rank if the store has broken the connection."""
+        """Return the rank that hosts the store if its connection broke."""
         if not self.store_error or self._store_left():
             return {}
         return {
@@ -220,13 +204,13 @@ class PeerMonitor:
         }
 
     def announce(self, found: Verdict) -> None:
-        """Store a verdict unless another rank has stored one; then raise `verdict`, not `found`."""
+        """Store a verdict unless another rank has stored one; callers then raise `self.verdict`."""
         if not isinstance(found, str):
-            found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_NAMED]}
+            found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_MAX_NAMED]}
         self._announced = found
         if not self.verdict and self.runs:
             self.refresh()
-        self._learn(found)
+        self._accept_verdict(found)
 
     def has_readers(self, lost: Mapping[int, str]) -> bool:
         """Return whether any other rank is still alive to read a verdict."""
@@ -239,14 +223,14 @@ class PeerMonitor:
             while not self._leaving:
                 self._read()
                 if self._store_left():
-                    self.want()
-                    self._read()  # all ranks, for the last time: its process may end any moment
+                    self.read_all()
+                    self._read()  # all ranks, one last time: the store may end at any moment
                     return
                 self._wake.wait(HEARTBEAT_SECONDS)
                 self._wake.clear()
                 self._write()
             self._write()
-        except (RuntimeError, ValueError, TypeError) as error:  # or it holds no heartbeats of ours
+        except (RuntimeError, ValueError, TypeError) as error:  # broken store, or foreign values
             self.store_error = str(error).partition("\n")[0][:_REASON_CHARACTERS]
         finally:
             with self._has_read:
@@ -254,28 +238,28 @@ class PeerMonitor:
 
     def _write(self) -> None:
         self._beat += 1
-        mine = Status(self._beat, self._host, self._leaving, self.launched, self.says())
+        mine = Status(self._beat, self._host, self._leaving, self.launched, self.published())
         self._store.set(self._keys[self.rank], json.dumps(mine))
         if self._announced and not self.verdict:
-            # the first of several verdicts stays, and is returned
+            # of several verdicts, the first one is kept and returned
             text = json.dumps(self._announced)
-            self._hear(self._store.compare_set(self._verdict_key, _NO_VERDICT, text))
+            self._read_verdict(self._store.compare_set(self._verdict_key, _NO_VERDICT, text))
 
     def _read(self) -> None:
         started = time.monotonic()
-        # everyone at first, to learn their machines
-        everyone = started - self._wanted_s < _WANTED_S or not self.statuses
+        # everyone the first time, to learn their machines
+        everyone = started - self._read_all_s < _READ_ALL_S or not self.statuses
         ranks = [r for r in self._keys if r != self.rank and (everyone or r == _STORE_RANK)]
-        # The verdict comes last: a rank stores it before it leaves, so a rank that reads that
-        # another has left also reads why.
+        # The verdict last: a rank stores it before it leaves, so whoever reads that a rank has left
+        # also reads why.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
         self._contact_s = time.monotonic()
-        self._hear(verdict)
+        self._read_verdict(verdict)
         found = {r: Status(*json.loads(text)) for r, text in zip(ranks, raw, strict=True)}
         before, self.statuses = self.statuses, {**self.statuses, **found}
         if everyone:
-            # without a look in between, silence is counted from now on
-            looked = started - self._read_s < _WANTED_S
+            # after a gap in reading, silence counts from now on
+            looked = started - self._read_s < _READ_ALL_S
             self._changed = {
                 rank: self._changed[rank]
                 if looked and rank in self._changed and status.beat == before[rank].beat
@@ -286,11 +270,13 @@ class PeerMonitor:
                 self._read_s = started
                 self._has_read.notify_all()
 
-    def _hear(self, raw: bytes) -> None:
+    def _read_verdict(self, raw: bytes) -> None:
         found = json.loads(raw)
-        self._learn(found if isinstance(found, str) else {int(r): why for r, why in found.items()})
+        self._accept_verdict(
+            found if isinstance(found, str) else {int(r): why for r, why in found.items()}
+        )
 
-    def _learn(self, found: Verdict) -> None:
+    def _accept_verdict(self, found: Verdict) -> None:
         if found and not self.verdict:
             self.verdict_s, self.verdict = time.monotonic(), found
 
@@ -303,14 +289,9 @@ class PeerMonitor:
 
 
 class PeerWatch:
-    """Wait for the exchanges of one channel, and name the lost ranks if one fails.
+    """Wait for one channel's exchanges, and name the lost ranks if one fails.
 
-    Args:
-        ranks: global ranks of the channel.
-        rank: global rank of this process.
-        seconds: the timeout of an exchange.
-        monitor: the job's monitor; None for a single rank, or with liveness switched off. Errors
-            are then passed on unchanged.
+    Without a `monitor` (a single rank, or liveness off) exchanges raise their own errors.
     """
 
     def __init__(
@@ -335,17 +316,15 @@ class PeerWatch:
         """Context manager that counts an exchange, and names the lost ranks if its launch fails."""
         if self.monitor is not None:
             self.monitor.launched[self._index] += 1
-        with self.naming(tag):
+        with self.naming_lost(tag):
             yield
 
     @contextmanager
-    def naming(self, tag: str, computing: bool = False) -> Iterator[None]:
+    def naming_lost(self, tag: str, computing: bool = False) -> Iterator[None]:
         """Context manager that names the lost ranks if a collective in it fails.
 
-        Args:
-            tag: names the collective in the error.
-            computing: the `with` block also computes and may fail by itself; its error is raised
-                unchanged if no rank is lost.
+        With `computing` the block may fail for other reasons, as a training step can: its error
+        then passes unchanged if no rank is lost.
 
         Raises:
             PeerLostError: the `with` block raised a `RuntimeError`, or a rank was already lost.
@@ -372,28 +351,26 @@ class PeerWatch:
                 self._check_wait(time.monotonic() - start)
 
     def close(self, owner: bool) -> None:
-        """End the waits of other threads; the `owner`, which opened the monitor, closes it too."""
+        """End the waits of other threads; the `owner`, which opened the monitor, also closes it."""
         self._closed = True
         if owner and self.monitor is not None:
             self.monitor.close()
 
     # -- between exchanges: one short status per rank, and errors from other modules
 
-    def publish(self, says: Callable[[], Any]) -> None:
-        """Send `says()`, a short JSON value, to all ranks with each heartbeat from now on.
+    def publish(self, value: Callable[[], Any]) -> None:
+        """Send `value()`, a short JSON value, to all ranks with each heartbeat from now on.
 
-        The heartbeat's thread calls it. Nothing is sent by this call, so it costs a step nothing.
+        The heartbeat's thread calls it, so it does not slow down a step.
         """
         if self.monitor is not None:
-            self.monitor.says = says
+            self.monitor.published = value
 
     def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
         """Block until no rank is behind; return at once with liveness off.
 
-        Args:
-            behind: called with the published values by rank ("" where nothing was published yet);
-                returns the ranks to wait for, with the reasons to raise at the timeout.
-            tag: names the wait in an error.
+        `behind` gets the published values by rank ("" if none yet) and returns the ranks to wait
+        for, with the reasons to raise at the timeout.
 
         Raises:
             PeerLostError: the timeout ran out, or a rank is lost.
@@ -406,12 +383,14 @@ class PeerWatch:
             while True:
                 if monitor.runs:
                     monitor.refresh()
-                found = behind({rank: status.says for rank, status in monitor.statuses.items()})
+                found = behind(
+                    {rank: status.published for rank, status in monitor.statuses.items()}
+                )
                 if not found:
                     return
                 waited_s = time.monotonic() - start
                 self._check_wait(waited_s, found)
-                # soon at first: ranks that are equally fast should not wait for a heartbeat
+                # short at first: equally fast ranks should not wait for a heartbeat
                 time.sleep(min(0.01 + waited_s / 4, HEARTBEAT_SECONDS))
 
     def check(self, tag: str) -> None:
@@ -420,7 +399,7 @@ class PeerWatch:
             raise self._failure(tag, 0.0, "a rank was already lost earlier", self.monitor.verdict)
 
     def agreed(self, text: str) -> RuntimeError:
-        """Return an `AgreedError` that all ranks raise, the others within a heartbeat.
+        """Return an `AgreedError`; all other ranks raise it within a heartbeat.
 
         If several ranks call it, or one is lost, all ranks raise the first error.
         """
@@ -435,10 +414,10 @@ class PeerWatch:
         try:
             yield
         except (PeerLostError, AgreedError):
-            raise  # it names the ranks already, or none is to blame
+            raise  # already explained
         except RuntimeError as error:
             if monitor is None or (self._closed and not monitor.verdict):
-                raise  # a thread waited while this rank left: no other rank is to blame
+                raise  # this rank left while a thread waited: no other rank is to blame
             waited_s = time.monotonic() - start
             found = error.found if isinstance(error, _StopWaitingError) else self._find_lost()
             if computing and not found:
@@ -449,9 +428,8 @@ class PeerWatch:
     def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
         """Raise `_StopWaitingError` if this rank must not wait any longer.
 
-        Args:
-            waited_s: seconds since the wait began.
-            behind: ranks to wait for, with reasons; None: the ranks that are behind in an exchange.
+        `behind` are the ranks it waits for, with reasons; None: those that are behind in an
+        exchange.
         """
         monitor = self.monitor
         assert monitor is not None
@@ -462,7 +440,7 @@ class PeerWatch:
         if waited_s >= self.seconds:
             raise _StopWaitingError("timed out", monitor.silent(self._gone_s, False) or behind)
         if waited_s >= min(SUSPECT_SECONDS, self.seconds / 4):
-            monitor.want()
+            monitor.read_all()
             left = self._left(self._behind() if behind is None else behind)
             if found := left or monitor.without_store():
                 raise _StopWaitingError("a rank has left", found)
@@ -473,7 +451,7 @@ class PeerWatch:
         """Find the ranks that broke an exchange; empty if all have heartbeats and none has left."""
         monitor, start = self.monitor, time.monotonic()
         assert monitor is not None
-        baseline: dict[int, int] = {}  # heartbeats since the failure, not some that came before it
+        baseline: dict[int, int] = {}  # first beats read after the failure: a later one is alive
         while not monitor.verdict and monitor.runs:
             if monitor.refresh():
                 statuses = {r: s for r, s in monitor.statuses.items() if not s.left}
@@ -488,20 +466,19 @@ class PeerWatch:
             elif time.monotonic() - start > self._gone_s:  # the store hangs
                 return monitor.silent(self._gone_s / 2, False)
             time.sleep(0.1)
-        # all are alive or have left: even one that took its part may have left too early, with
-        # bytes of it unsent
+        # All are alive or have left. Include ranks that launched this exchange: one may have left
+        # before all of its bytes were sent.
         return monitor.verdict or monitor.without_store() or self._left(self._behind(even=True))
 
     def _behind(self, even: bool = False) -> dict[int, int]:
         """Return how many exchanges of this channel the ranks behind this one have launched.
 
-        Args:
-            even: include ranks that have launched as many as this one.
+        With `even`, include ranks that have launched as many as this one.
         """
         assert self.monitor is not None
         mine, index = self.monitor.launched[self._index] + even, self._index
         found = {r: s.launched for r, s in self.monitor.statuses.items() if r in self._peers}
-        # a rank that is still opening this channel does not count it yet
+        # a rank that is still opening this channel does not list it yet
         launched = {r: n[index] if index < len(n) else 0 for r, n in found.items()}
         return {r: n for r, n in launched.items() if n < mine}
 
@@ -512,18 +489,18 @@ class PeerWatch:
         return {rank: reason for rank in ranks if self.monitor.statuses[rank].left}
 
     def _blame_the_living(self, tag: str, waited_s: float) -> dict[int, str]:
-        """Return the ranks that are behind in this channel's exchanges; otherwise this rank."""
+        """Return the ranks that are behind in this channel's exchanges; if none, this rank."""
         assert self.monitor is not None
         if behind := self._behind():
             mine = self.monitor.launched[self._index]
             return {
                 rank: f"is alive, but has launched {n} exchanges where rank {self.rank} has"
-                f" launched {mine}: it is slow or hangs; if it was only slow, make `timeout` longer"
+                f" launched {mine}: it is slow or hangs; if it is only slow, increase `timeout`"
                 for rank, n in behind.items()
             }
         return {
             self.rank: f"gave up on '{tag}' after {waited_s:.1f} s although all ranks are alive"
-            " and at the same exchange; suspect the network (make `timeout` over twice an outage)"
+            " and at the same exchange; suspect the network (`timeout` must exceed twice an outage)"
         }
 
     def _failure(self, tag: str, waited_s: float, cause: str, found: Verdict) -> RuntimeError:
@@ -534,7 +511,7 @@ class PeerWatch:
         verdict = monitor.verdict
         lost = {} if isinstance(verdict, str) else verdict
         if self.rank == _STORE_RANK and monitor.has_readers(lost):
-            # The store ends with this process: the others get two heartbeats to read the verdict.
+            # the store ends with this process: give the others two heartbeats to read the verdict
             spent_s = time.monotonic() - monitor.verdict_s
             time.sleep(max(0.0, 2 * HEARTBEAT_SECONDS - spent_s))
         if isinstance(verdict, str):
@@ -557,9 +534,9 @@ class _StopWaitingError(RuntimeError):
 
 
 def job_store() -> Any:
-    """Return a new client of the job's TCPStore; None if the process group has a different store.
+    """Return a new client of the job's TCPStore; None if the process group has another store.
 
-    A client of its own, because a call may block it for as long as the store hangs.
+    A separate client, because a call blocks it for as long as the store hangs.
     """
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
@@ -571,11 +548,11 @@ def job_store() -> Any:
         store.port,
         is_master=False,
         wait_for_workers=False,
-        timeout=_CONNECT,
-        # some builds of torch lack libuv, such as Debian's
+        timeout=_CONNECT_TIMEOUT,
+        # some builds of torch, such as Debian's, lack libuv
         use_libuv=store.libuvBackend,  # type: ignore[attr-defined]
     )
-    # A call that gives up in the middle of an outage would leave half a reply in the connection.
+    # a call that timed out during an outage would leave half a reply in the connection
     client.set_timeout(timedelta(days=30))
     return client
 
@@ -595,5 +572,5 @@ def _has_ended(work: dist.Work) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait(_SLICE)  # it may have ended well just after the slice
+        work.wait(_SLICE)  # it may have succeeded just after the slice
     return True

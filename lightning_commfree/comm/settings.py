@@ -1,4 +1,4 @@
-"""Checks that the settings of all algorithms share, with the same error texts."""
+"""Checks that all algorithms' settings share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
-    """Check that `value` is a whole number of at least `least`.
-
-    Args:
-        name: name of the setting.
-        value: its value.
-        least: the smallest legal value.
-        meaning: end of the error's sentence that explains `least`.
+    """Check that `value` is an int of at least `least`; `meaning` ends the error's sentence.
 
     Raises:
         TypeError: it is not an int.

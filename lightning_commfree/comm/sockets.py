@@ -1,17 +1,13 @@
-"""Sockets of a rank: choose the network interface for gloo, and close sockets on fork.
+"""A rank's sockets: choose the network interface for gloo, and close sockets on fork.
 
-*Interface.* gloo listens on the address that this host's name resolves to, which on Debian is
-127.0.1.1 and cannot be reached from other machines. The interface with the route to the main
-machine is a better choice. Asking the kernel for that route sends nothing.
+gloo listens on the address that this host's name resolves to, which on Debian is 127.0.1.1 and
+cannot be reached from other machines. `choose_interface` finds the interface with the route to the
+main machine instead. Asking the kernel for that route sends nothing.
 
-*Close-on-fork.*
-
-1. Data loader workers are forked from a rank and inherit its open sockets.
-2. The rank is killed. A busy worker survives it for a while, and the kernel keeps the rank's
-   connections open. The other ranks' collectives do not fail; they wait.
-
-So children of `multiprocessing`, data loader workers among them, close the sockets that the rank
-had opened to other ranks. Children of a bare `os.fork` do not.
+Data loader workers are forked from a rank and inherit its open sockets. If the rank is killed, a
+busy worker survives it for a while and keeps the rank's connections open, so the other ranks'
+collectives wait instead of failing. `CloseOnFork` closes the inherited sockets in children of
+`multiprocessing`, data loader workers among them, but not in children of a bare `os.fork`.
 """
 
 from __future__ import annotations
@@ -28,26 +24,22 @@ from ipaddress import ip_address
 from multiprocessing import util
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # asks the kernel for an interface's IPv4
+_SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # ioctl for an interface's IPv4 address
 
 
 class GlooInterface:
-    """gloo's network interface in the environment of this process: set it, and restore it later."""
+    """Set gloo's network interface in the environment of this process, and restore it later."""
 
     def __init__(self) -> None:
         self._before: str | None = None
         self._changed = False
 
-    def select(self, meeting_point: str) -> None:
-        """Set the interface, unless the user has set one; see `choose_interface`.
-
-        Raises:
-            ValueError: several interfaces are possible, or none.
-        """
+    def select(self, main_address: str) -> None:
+        """Set the interface unless the user has set one; raise like `choose_interface`."""
         self.restore()
         if os.environ.get(VARIABLE):
             return
-        name = choose_interface(meeting_point)
+        name = choose_interface(main_address)
         if name is not None:
             self._before, self._changed = os.environ.get(VARIABLE), True
             os.environ[VARIABLE] = name
@@ -61,34 +53,31 @@ class GlooInterface:
             self._changed = False
 
 
-def choose_interface(meeting_point: str) -> str | None:
+def choose_interface(main_address: str) -> str | None:
     """Choose the network interface for gloo in a job on several machines.
 
-    Args:
-        meeting_point: address or host name of the main machine, as in `MASTER_ADDR`.
-
-    Returns:
-        The interface's name; None if gloo's own choice can be reached from other machines.
+    Returns its name; None if gloo's own choice can be reached from other machines. `main_address`
+    is the main machine's address or host name, as in `MASTER_ADDR`.
 
     Raises:
         ValueError: several interfaces are possible, or none.
     """
     addresses = {name: interface_address(name) for _, name in socket.if_nameindex()}
-    mine = _address_towards(meeting_point)
+    mine = _address_towards(main_address)
     for name, address in addresses.items():
         if address is not None and address == mine and not ip_address(address).is_loopback:
             return name
-    # On the main machine the route to itself is the loopback interface.
+    # the main machine's route to itself is the loopback interface
     if any(not ip_address(address).is_loopback for address in host_addresses()):
         return None
     others = [n for n, a in addresses.items() if a is not None and not ip_address(a).is_loopback]
     if len(others) == 1:
         return others[0]
     raise ValueError(
-        f"Cannot choose the network interface by which host {socket.gethostname()} reaches the"
-        f" other hosts: its name and {meeting_point!r} resolve to the host itself, and its"
-        f" interfaces are: {', '.join(others) or 'none with an IPv4 address'}. On every host, set"
-        f" {VARIABLE} to the interface that leads to the others."
+        f"Cannot choose the network interface of host {socket.gethostname()}: neither its own name"
+        f" nor the route to {main_address!r} identifies one. Its interfaces are:"
+        f" {', '.join(others) or 'none with an IPv4 address'}. On every host, set {VARIABLE} to the"
+        " interface that connects to the others."
     )
 
 
@@ -96,18 +85,18 @@ def connection_error(error: Exception) -> str:
     """Return an error message for ranks on several machines that cannot connect."""
     return (
         f"The ranks cannot connect to each other ({str(error).strip()}). On this host gloo listens"
-        f" on {os.environ.get(VARIABLE) or 'the address of the host name'}. That may be the wrong"
-        f" interface, or a firewall blocks it. On every host, set {VARIABLE} to the interface that"
-        " leads to the others; `ip address` lists them."
+        f" on {os.environ.get(VARIABLE) or 'the address of the host name'}, which may be the wrong"
+        f" interface or blocked by a firewall. On every host, set {VARIABLE} to the interface that"
+        " connects to the others; `ip address` lists them."
     )
 
 
 def interface_address(name: str) -> str | None:
     """Return the first IPv4 address of an interface, or None if it has none."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", name.encode()[:15])
-        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR.get(sys.platform, 0), request)
-        return socket.inet_ntoa(answer[20:24])  # a sockaddr_in behind 16 bytes of name
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR.get(sys.platform, 0), request)
+        return socket.inet_ntoa(answer[20:24])  # a sockaddr_in after 16 bytes of name
     return None
 
 
@@ -120,9 +109,9 @@ def host_addresses() -> list[str]:
 
 
 def _address_towards(host: str) -> str | None:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect((host, 9))  # looks up a route; connecting a datagram socket sends nothing
-        return str(asking.getsockname()[0])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # looks up a route; connecting a datagram socket sends nothing
+        return str(probe.getsockname()[0])
     return None
 
 
@@ -133,7 +122,7 @@ class CloseOnFork:
     """Set of TCP sockets that forked children close."""
 
     def __init__(self) -> None:
-        self._inodes: dict[int, int] = {}  # by descriptor; the inode tells whether it was reused
+        self._inodes: dict[int, int] = {}  # by descriptor, to detect one that was reused
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -148,7 +137,7 @@ class CloseOnFork:
             self._inodes |= new
 
     def _close(self) -> None:
-        """Close the registered sockets in a child; the parent keeps its own."""
+        """Close the registered sockets; runs in a forked child, and the parent keeps its own."""
         for descriptor, inode in self._inodes.items():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
@@ -159,7 +148,7 @@ def _tcp_sockets() -> dict[int, int]:
     """Return the inodes of this process's TCP sockets, by descriptor."""
     found = {}
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
-        with suppress(OSError):  # closed in the meantime, as the descriptor of the listing itself
+        with suppress(OSError):  # closed in the meantime, like the listing's own descriptor
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode) and _is_tcp(int(name)):
                 found[int(name)] = status.st_ino
@@ -168,7 +157,4 @@ def _tcp_sockets() -> dict[int, int]:
 
 def _is_tcp(descriptor: int) -> bool:
     with socket.socket(fileno=os.dup(descriptor)) as copy:
-        return copy.type == socket.SOCK_STREAM and copy.family in (
-            socket.AF_INET,
-            socket.AF_INET6,
-        )
+        return copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)

@@ -39,8 +39,7 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.background import Background, Staging
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.exchange import MessageLayout, Route, routes
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import MessageLayout, Route, View, routes
 from lightning_commfree.diloco.codec import BLOCK, Codec, chunks, decode_all
 from lightning_commfree.diloco.outer import WITHIN_TAG
 

@@ -27,9 +27,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.digest import digest
-from lightning_commfree.comm.exchange import ordered_sum
+from lightning_commfree.comm.exchange import View, ordered_sum
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.comm.view import View
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.model.shards import local_tensor
 

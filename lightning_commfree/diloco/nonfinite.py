@@ -136,8 +136,9 @@ def refuse_to_save(
     if faults:
         raise AgreedError(
             f"The weights are not finite ({NONFINITE_VALUES}) after inner step {step} on"
-            f" {', '.join(faults)}. All ranks stop, and no checkpoint is written: the previous one"
-            " is the last good one. Lower the learning rate or check that rank's batches."
+            f" {', '.join(faults)}. All ranks are stopping, and no checkpoint is written: the"
+            " previous one is the last good one. Lower the learning rate or check that rank's"
+            " batches."
         )
 
 

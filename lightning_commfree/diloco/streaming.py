@@ -32,7 +32,7 @@ from torch.profiler import record_function
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.view import Membership, View
+from lightning_commfree.comm.exchange import Membership, View
 from lightning_commfree.diloco.codec import codec_of, warm_up
 from lightning_commfree.diloco.exchange import (
     JOINED_BITS,

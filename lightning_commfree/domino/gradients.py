@@ -192,8 +192,8 @@ def refuse_nonfinite(
 
     if found := _named(channel, text, group_size):
         raise AgreedError(
-            f"Gradients are not finite before step {step}: {found}. All ranks stop, with all"
-            " parameters as they were before the step. Check the batch of that tensor group, or"
+            f"Gradients are not finite before step {step}: {found}. All ranks are stopping, with"
+            " all parameters as they were before the step. Check the batch of that tensor group, or"
             " lower the learning rate, and resume from the last checkpoint."
         )
 

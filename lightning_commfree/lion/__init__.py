@@ -17,7 +17,7 @@ symbol     name here                unit               default       source
 =========  =======================  =================  ============  ===============================
 n          `View.size`              workers            the world     section 3
 g_i, m_i   `grad`, `momentum`       fp32               --            Algorithm 1
-c_i        direction                fp32               --            Algorithm 1; votes by its sign
+c_i        direction                fp32               --            Algorithm 1; sign is the vote
 Delta      `PackedDelta`            -1 to 1            --            equation 4: majority, average
 eta        `lr`                     step of a          1e-4          arXiv:2302.06675: 3 to 10 times
                                     parameter                        less than AdamW's
@@ -33,10 +33,9 @@ Read in this order:
 
 Departures from the paper:
 
-- Ties and zeros: sign(0) is exactly 0. The paper counts one bit per parameter; the second bit that
-  zeros need is sent only if there is a zero or a tie. With `ties="random"` one bit is enough for
-  even n too.
-- A parameter without a gradient on any worker stays unchanged, without decay, as with any torch
+- Ties and zeros: sign(0) is exactly 0. The paper counts one bit per parameter; we send a second bit
+  only if there is a zero or a tie. With `ties="random"` one bit suffices for even n too.
+- A parameter that has no gradient on any worker is neither moved nor decayed, as with any torch
   optimizer. If only some workers have a gradient, the others vote zero and keep their momenta.
 - Momenta can be averaged every few steps (arXiv:2411.16462); off by default.
 """

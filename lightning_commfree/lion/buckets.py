@@ -1,8 +1,4 @@
-"""Group parameters into buckets; one exchange carries the votes on one bucket.
-
-Buckets are filled in reverse order of use, so that during backward the first bucket is complete
-while the others' gradients are still being computed. A parameter is never split.
-"""
+"""Group parameters into buckets; one exchange carries the votes on one bucket."""
 
 from __future__ import annotations
 
@@ -11,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-_MOST = 1 << 22  # parameters: 512 KiB per bit plane, 42 ms at 100 Mbit/s
-_LEAST = 1 << 18  # parameters: below it the latency dominates an exchange
-_WANTED = 16  # buckets, so that little is left to send when backward ends
+_MAX_NUMEL = 1 << 22  # parameters: 512 KiB per bit plane, 42 ms at 100 Mbit/s
+_MIN_NUMEL = 1 << 18  # parameters: below it the latency dominates an exchange
+_TARGET_BUCKETS = 16  # buckets, so that little is left to send when backward ends
 
 
 @dataclass(frozen=True)
@@ -31,16 +27,17 @@ class Bucket:
 def split_into_buckets(
     parameters: Sequence[tuple[str, nn.Parameter]], shards: int, numel: int | None = None
 ) -> list[Bucket]:
-    """Split parameters into buckets, in the order in which backward completes them.
+    """Group parameters into buckets in the order in which backward completes them.
+
+    A parameter is never split, and a bucket never spans two devices.
 
     Args:
         parameters: names and parameters, in order of use in forward.
-        shards: number of shards that a bucket's planes are split into; planes are padded so that
-            shards are whole 8-byte words.
+        shards: number of shards that a bucket's planes are split into, each of whole 8-byte words.
         numel: minimum number of values in a full bucket; None: depends on the model's size.
     """
     total = sum(p.numel() for _, p in parameters)
-    full = min(max(total // _WANTED, _LEAST), _MOST) if numel is None else numel
+    full = min(max(total // _TARGET_BUCKETS, _MIN_NUMEL), _MAX_NUMEL) if numel is None else numel
     buckets: list[Bucket] = []
     filling: list[tuple[str, nn.Parameter]] = []
     size = 0
@@ -51,10 +48,11 @@ def split_into_buckets(
             starts.append(starts[-1] + parameter.numel())
         values = starts.pop()
         names, members = zip(*filling, strict=True)
-        # rounded up, so that every shard of a plane is a whole number of 8-byte words
+        # pad so that every shard of a plane is a whole number of 8-byte words
         plane_bytes = max(-(-values // (64 * shards)), 1) * 8 * shards
         buckets.append(Bucket(len(buckets), members, names, tuple(starts), values, plane_bytes))
 
+    # reverse order of use: backward can send the first bucket while it computes the other gradients
     for name, parameter in reversed(parameters):
         same_device = not filling or filling[0][1].device == parameter.device
         if filling and (size >= full or not same_device):

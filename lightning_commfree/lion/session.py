@@ -1,7 +1,4 @@
-"""The `DistributedLion` optimizers that vote with other workers for the length of a fit.
-
-All workers compare parameters, their order and their groups before they vote.
-"""
+"""Run the votes of a fit's `DistributedLion` optimizers: Distributed Lion between replicas."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.job import ReplicaChannels
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
@@ -28,13 +25,10 @@ from lightning_commfree.model.replication import averaged_buffers
 def agree_on_parameters(
     channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: str
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return an optimizer's named parameters in module order, after checking that all ranks agree.
+    """Check that all ranks optimize the same parameters in the same groups; collective.
 
-    Args:
-        channel: channel over all ranks; collective.
-        module: the module that contains the parameters.
-        groups: `param_groups` of the optimizer.
-        optimizer: which one it is.
+    Returns:
+        The optimizer's parameters in module order, with their names in `module`.
 
     Raises:
         ValueError: some parameters are not in the module, or names, groups or hyperparameters
@@ -44,9 +38,9 @@ def agree_on_parameters(
     named = [(name, p) for name, p in module.named_parameters() if p in group_of]
     if len(named) < len(group_of):
         raise ValueError(
-            f"{len(group_of) - len(named)} parameters of `DistributedLion` belong to no submodule"
-            " of the LightningModule, so the ranks cannot compare them by name. Register them in"
-            " the module, or remove them from the optimizer."
+            f"{len(group_of) - len(named)} parameters of `DistributedLion` are not registered in"
+            " the LightningModule, so ranks cannot match them by name. Register them, or remove"
+            " them from the optimizer."
         )
 
     fingerprint = {"optimizer": optimizer}
@@ -63,32 +57,30 @@ def agree_on_parameters(
 
 
 BUFFERS_TAG = "buffers"
-# entries of a rank's own state that belong to the worker, even if it resumes on another rank
+# entries of a rank's saved state that a worker takes along when it resumes on another rank
 _WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
-_DDP = repr("ddp")  # `inside` setting with which every rank of a node has all momenta
+_DDP = repr("ddp")  # fingerprint of the `inside` setting with which every rank has all momenta
 
 
 class VotingSession:
-    """Run the votes of `DistributedLion` optimizers, also when their parameters change.
+    """Run the votes of `DistributedLion` optimizers for one fit; collective over all ranks.
 
-    Each optimizer has its own voting, which runs when it steps. Several of them, with manual
-    optimization, must step in the same order on all ranks.
-
-    Collective over all ranks.
+    Each optimizer has a `Voting`, which runs when the optimizer steps. Several optimizers (manual
+    optimization) must step in the same order on all ranks.
 
     Args:
         module: the module that contains the parameters.
         optimizers: this rank's optimizers.
         settings: settings of the vote.
         channels: channels between all ranks, the workers, and the ranks of this worker.
-        overlaps: whether votes may start during backward: nothing changes the gradients after it.
+        overlaps: whether votes may start during backward. Nothing may change gradients after that.
 
     Attributes:
-        stream_ended: whether any worker's data stream ended with the last step; the same on all.
-        votings: the current votes, by optimizer.
+        stream_ended: whether some worker's data stream ended with the last step; the same on all.
+        votings: one per optimizer.
 
     Raises:
-        ValueError: the ranks have different parameters, or in a different order or groups.
+        ValueError: parameters, their order or their groups differ between ranks.
     """
 
     name, replicas = "Distributed Lion", True
@@ -105,14 +97,14 @@ class VotingSession:
         self._module, self._lions, self._settings = module, optimizers, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
-        self._averaged = self._trainable()  # names of parameters that DDP averages within a node
+        self._averaged = self._trainable()  # names of the parameters that DDP averages in a node
         self.stream_ended = False
         self.votings = [self._join(i) for i, _ in enumerate(optimizers)]
 
     # -- in a step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Send two flags with the votes of every step; see `stop` and `stream_ends` of `Voting`."""
+        """Set functions that return this rank's two flags, sent with the votes of every step."""
         for voting in self.votings:
             voting.stop, voting.stream_ends = stop, stream_ends
 
@@ -126,31 +118,29 @@ class VotingSession:
         for i, lion in enumerate(self._lions):
             before = self.votings[i]
             if not lion.is_voted_on or lion.voting is not before:
-                # the user has added parameters to the optimizer
+                # the user added parameters to the optimizer: join again with all of them
                 self.votings[i] = self._join(i)
                 self.votings[i].load_state_dict(before.state_dict())
                 self.send_flags(before.stop, before.stream_ends)
         if self._settings.node_size > 1:
-            self._check_thawed()
+            self._refuse_unfrozen()
         with ExitStack() as stack:
             for voting in self.votings if self._overlaps else ():
                 stack.enter_context(voting.during_backward())
             yield
 
     def after_step(self, stop: bool) -> bool:
-        """Return whether any worker wanted to stop, by its flag in the step (`send_flags`)."""
+        """Return whether some worker's flag in this step (`send_flags`) asked all to stop."""
         del stop
         stop_agreed = any(voting.stop_agreed for voting in self.votings)
         self.stream_ended = any(voting.stream_ended for voting in self.votings)
-        for voting in self.votings:  # the next step may not be one of all optimizers
+        # clear: not every optimizer takes part in the next step
+        for voting in self.votings:
             voting.stop_agreed = voting.stream_ended = False
         return stop_agreed
 
     def figures(self) -> dict[str, float]:
-        """Return metrics of the votes by name, for logging; shares are those of the last step.
-
-        With several optimizers the names end with the optimizer's number.
-        """
+        """Return metrics for logging; with several optimizers, names end with their number."""
         several = len(self.votings) > 1
         return {
             f"lion/{name}{f'_{i}' if several else ''}": figure
@@ -159,23 +149,21 @@ class VotingSession:
         }
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the bytes that this rank sends per cycle, by tag, and the steps of a cycle.
-
-        This assumes that every optimizer takes one step per batch.
-        """
+        """Return the bytes that this rank sends per cycle, by tag, and the steps in a cycle."""
+        # by formula, for optimizers that all step once per batch
         cycles = [voting.cycle() for voting in self.votings]
         return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]
 
     # -- outside of steps
 
     def follow_parameters(self) -> None:
-        """Update master copies from parameters that were written to."""
+        """Update the master copies of parameters that were written to."""
         for lion in self._lions:
             lion.follow_parameters()
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Average the persistent floating-point buffers over all ranks."""
+        """Average the persistent floating-point buffers over all ranks; collective."""
         for buffer, mean in averaged_buffers(self._module, self._channels.world, BUFFERS_TAG):
             buffer.copy_(mean)
 
@@ -202,37 +190,37 @@ class VotingSession:
         """Resume with a different number of ranks: workers keep momenta, new ones get the mean.
 
         Args:
-            was: the settings of the save.
-            ranks: the number of ranks that saved it.
-            load: returns the saved states of some ranks.
+            was: fingerprint of the settings at the save.
+            ranks: number of ranks that saved the checkpoint.
+            load: loads the saved states of the given ranks; empty if they are missing.
 
         Returns:
             This rank's state and a sentence about it; None if no momenta can be used.
         """
-        size, divided = int(was["node_size"]), was.get("inside", _DDP) != _DDP
+        size, sharded = int(was["node_size"]), was.get("inside", _DDP) != _DDP
         now = self._settings.fingerprint()
-        if divided and any(was[name] != now[name] for name in ("node_size", "inside")):
-            return None  # these ranks hold other shards
-        place = self._channels.within.rank if divided else 0
+        if sharded and any(was[name] != now[name] for name in ("node_size", "inside")):
+            return None  # these ranks hold different shards
+        rank_in_worker = self._channels.within.rank if sharded else 0
         workers, view = ranks // size, self._view
-        wanted = [view.rank] if view.rank < workers else range(workers)
+        sources = [view.rank] if view.rank < workers else range(workers)
 
         # ranks are numbered worker by worker
-        found = load(worker * size + place for worker in wanted)
+        found = load(worker * size + rank_in_worker for worker in sources)
         if not found:
             return None
         own = {name: found[0][name] for name in _WORKER_STATE if name in found[0]}
         if len(found) > 1:
-            states = zip(*(one["optimizers"] for one in found), strict=True)
+            states = zip(*(state["optimizers"] for state in found), strict=True)
             own["optimizers"] = [mean_momenta(of_workers) for of_workers in states]
 
         message = "every worker continues with its own momentum"
         if view.size > workers:
-            message += f", workers from {workers} on with the mean of all"
+            message += f", and workers from index {workers} start with the mean of all momenta"
         return own, message
 
     def close(self) -> None:
-        """Stop voting: the optimizers are plain Lion again."""
+        """Stop voting and make the optimizers plain Lion again."""
         for lion in self._lions:
             lion.leave()
 
@@ -242,61 +230,51 @@ class VotingSession:
         lion, which = self._lions[i], f"{i + 1} of {len(self._lions)}"
         world, groups = self._channels.world, lion.param_groups
         named = agree_on_parameters(world, self._module, groups, which)
-        within, divided = self._channels.within, self._settings.inside != "ddp"
-        node, others = (None, within) if divided else (within, None)
-        if self._settings.node_size == 1:
-            node = None
-        return lion.join(named, self._view, self._settings, node, others)
+        within, sharded = self._channels.within, self._settings.inside != "ddp"
+        node = within if not sharded and self._settings.node_size > 1 else None
+        shard_peers = within if sharded else None
+        return lion.join(named, self._view, self._settings, node, shard_peers)
 
     def _trainable(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
 
-    def _check_thawed(self) -> None:
-        """Check that DDP averages all trained parameters, not only those trainable at the start."""
+    def _refuse_unfrozen(self) -> None:
+        # DDP averages only the gradients of parameters that were trainable when it was set up
         if late := sorted(self._trainable() - self._averaged):
             raise RuntimeError(
-                f"The parameters {late} became trainable after the fit had begun, so with"
+                f"The parameters {late} became trainable during the fit. With"
                 f" `node_size={self._settings.node_size}` their gradients are not averaged within a"
                 " node. Make them trainable before `fit`, or use `node_size=1`."
             )
 
 
 def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[DistributedLion]:
-    """Return the optimizers of a training.
-
-    Args:
-        strategy: its name, for the message.
-        optimizers: the optimizers of the training.
-
-    Raises:
-        TypeError: one of them is not a `DistributedLion`.
-    """
+    """Return `optimizers` if all are `DistributedLion`, else raise `TypeError`."""
     for optimizer in optimizers:
         if not isinstance(optimizer, DistributedLion):
             raise TypeError(
-                f"`{strategy}` requires `DistributedLion`, because other optimizers cannot use"
-                f" votes, but `configure_optimizers` returned `{type(optimizer).__name__}`."
-                " Return `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
-                " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller and a weight decay"
-                " as much larger than AdamW's, or use the strategy `ddp`."
+                f"`{strategy}` requires `DistributedLion`, but `configure_optimizers` returned"
+                f" `{type(optimizer).__name__}`, which cannot step by votes. Return"
+                " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
+                " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than AdamW's and a"
+                " weight decay larger by the same factor, or use the strategy `ddp`."
             )
     return cast(list[DistributedLion], [*optimizers])
 
 
 def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
-    """Check that optimizer states that were loaded from a checkpoint have momenta.
+    """Check that the checkpoint that `lions` have loaded contains momenta.
 
     Args:
-        lions: the optimizers that loaded them. One that has not stepped yet has none.
-        step: number of steps after which the checkpoint was saved.
+        lions: the optimizers, after loading their states.
+        step: number of steps after which the checkpoint was saved; at 0 there are no momenta yet.
 
     Raises:
-        ValueError: it has none, although it was saved after `step` > 0 steps.
+        ValueError: no optimizer has a momentum, although `step` > 0.
     """
     if step and not any("momentum" in own for lion in lions for own in lion.state.values()):
         raise ValueError(
-            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum,"
-            " so it was saved by an optimizer other than `DistributedLion`. Resume with that"
-            " optimizer, or load only the weights: `load_from_checkpoint`, then `fit` without"
-            " `ckpt_path`."
+            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum:"
+            " it is from another optimizer than `DistributedLion`. Resume with that optimizer, or"
+            " load only the weights: `load_from_checkpoint`, then `fit` without `ckpt_path`."
         )

@@ -16,7 +16,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class LionSettings:
-    """Settings of the vote; `DistributedLionStrategy` documents each of them.
+    """Settings of the vote, described in `DistributedLionStrategy`.
 
     Raises:
         ValueError: a value is out of range.
@@ -28,7 +28,7 @@ class LionSettings:
     momentum_sync_every: int = 0
     nonfinite: str = "raise"
     node_size: int = 1
-    inside: Any = "ddp"  # a name, or Domino settings, whose class this package must not import
+    inside: Any = "ddp"  # a name, or Domino settings (`lion` must not import their class)
     check_drift_every: int = 100
 
     def __post_init__(self) -> None:
@@ -44,5 +44,5 @@ class LionSettings:
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal on all ranks, as text."""
+        """Return all settings as text, to compare between ranks."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

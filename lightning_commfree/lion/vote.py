@@ -11,12 +11,11 @@ average      (P - M) / n                    P in ceil(log2(n + 1)) bits; where s
                                             zero, P - M + n in ceil(log2(2 n + 1)) bits
 ============ ============================== ====================================================
 
-Votes are counted without unpacking, 64 parameters per word, with carry-save adders. A *plane*
-contains one bit per parameter, as int64 words; all planes share one layout. A list of planes is one
-binary number per parameter, least significant digit first. Every operation is bitwise, so nothing
-depends on the machine's byte order, and runs on the planes' device.
+Votes are counted in packed form, 64 parameters per word, with carry-save adders. A *plane* contains
+one bit per parameter, as int64 words. A list of planes is one binary number per parameter, least
+significant digit first. All operations are bitwise, so byte order does not matter.
 
-W: workers, B: int64 words per plane, D: planes of a result, N: parameters.
+Shapes: W workers, B int64 words per plane, D planes in a result, N parameters.
 """
 
 from __future__ import annotations
@@ -44,13 +43,11 @@ class PackedDelta(NamedTuple):
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
     def read(self, start: int, out: Tensor, workspace: Tensor | None = None) -> Tensor:
-        """Write Delta of N consecutive parameters to `out` (floating point, shape (N,)), return it.
-
-        Only the final division rounds.
+        """Write Delta of N consecutive values to `out` and return it; only the division rounds.
 
         Args:
-            start: index of the first parameter.
-            out: the destination.
+            start: index of the first value.
+            out: floating point, shape (N,).
             workspace: uint8, shape (2, N) or larger, to save allocations.
         """
         size = out.numel()
@@ -84,37 +81,36 @@ class PackedDelta(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Result of counting the votes on one shard."""
+    """Votes on one shard, counted."""
 
     planes: Tensor  # (D, B), int64: always sent back
     weights: tuple[int, ...]
-    rest: Tensor | None  # (B,), int64: another plane, of weight 1, sent back only if present
+    ties: Tensor | None  # (B,), int64, weight 1: sent back only if a majority has ties
 
 
 class Majority:
     """Majority rule: Delta = sign(P - M).
 
-    The random bits of `draw` break ties, except where no worker votes at all. Without it ties do
-    not move a parameter.
+    With `draw`, random bits break ties, except where no worker votes. Without it a tie gives 0.
     """
 
     def __init__(self, draw: Draw | None = None) -> None:
         self._draw = draw
 
     def offset(self, workers: int) -> int:
-        """Return `PackedDelta.offset`: 1, as the planes encode sign + 1."""
+        """Return `PackedDelta.offset`: 1, because the planes encode sign + 1."""
         del workers
         return 1
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compare the votes for plus with those for minus, on one shard.
+        """Compare the votes for plus with the votes for minus on one shard.
 
         Args:
             plus_WB: int64, bits of c > 0.
             nonzero_WB: int64, bits of c != 0; None: no worker has a zero.
-            valid_B: int64, set for parameters, clear for padding.
+            valid_B: int64, bits that are not padding.
             shard: index of the shard in the bucket.
         """
         workers = plus_WB.shape[0]
@@ -136,7 +132,7 @@ class Majority:
         return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of the planes Delta > 0 and Delta = 0, which add up to sign + 1."""
+        """Return the weights of the planes Delta > 0 and Delta = 0, whose sum is sign + 1."""
         del workers, zeros
         return (2, 1)
 
@@ -149,13 +145,13 @@ class Average:
     """Average rule: Delta = (P - M) / n."""
 
     def offset(self, workers: int) -> int:
-        """Return `PackedDelta.offset`: n, as the planes encode P - M + n."""
+        """Return `PackedDelta.offset`: n, because the planes encode P - M + n."""
         return workers
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Count the votes for plus or, if there are zeros, P - M + n."""
+        """Compute P - M + n, which is 2 P if no worker has a zero; shapes as in `Majority`."""
         del valid_B, shard  # the result for padding is never read
         workers = plus_WB.shape[0]
         digits = count_ones(plus_WB)
@@ -167,12 +163,12 @@ class Average:
         return Shard(torch.stack(digits[: len(weights)]), weights, None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the powers of two up to the largest possible sum."""
+        """Return the weights of the binary digits of the largest possible sum."""
         lowest, most = (1, 2 * workers) if zeros else (2, workers)
         return tuple(lowest << i for i in range(most.bit_length()))
 
     def expected_planes(self, workers: int) -> int:
-        """Return the number of binary digits of the sum."""
+        """Return the number of planes if no worker has a zero."""
         return len(self.weights(workers, zeros=False))
 
 
@@ -190,16 +186,9 @@ def _any_of(flags_WB: Tensor) -> Tensor:
 
 
 def count_ones(flags_WB: Tensor) -> list[Tensor]:
-    """Count the set bits at every position.
-
-    Args:
-        flags_WB: int64, shape (W, B), one plane per worker.
-
-    Returns:
-        The counts, as floor(log2 W) + 1 planes of shape (B,).
-    """
+    """Count the set bits of W planes at every position; return floor(log2 W) + 1 planes."""
     digits: list[Tensor] = []
-    waiting = list(flags_WB.unbind(0))  # planes of the same weight that are still to be added
+    waiting = list(flags_WB.unbind(0))  # planes of the current weight that are not yet added
     while waiting:
         carries = []
         while len(waiting) >= 3:

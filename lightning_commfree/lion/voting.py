@@ -1,16 +1,11 @@
 """Optimizer step of a worker: launch ballots, wait for the results, apply them.
 
-1. *Launch*: cast a bucket's ballot and send it, as soon as its last gradient has been computed (if
-   overlap with backward is allowed) or at the step. Buckets are sent in the same order on all
-   workers.
-2. *Land*: wait for the results of all buckets. Nothing is changed before, so an error that stops
-   the run leaves parameters and momenta as they were.
-3. *Apply*: every worker steps by the results. Momenta are averaged from time to time, if requested.
+1. *Launch*: cast a bucket's ballot and send it, during backward as soon as the bucket's last
+   gradient is ready (if overlap is allowed), else at the step.
+2. *Land*: wait for the results of all buckets.
+3. *Apply*: update parameters and momenta. Every `momentum_sync_every` steps, average the momenta.
 
-Ballots are in CPU memory, and a background thread exchanges them (`ballot`).
-
-`Voting` runs the steps, and `BucketVote` is the vote on one bucket. `refusal` creates the error for
-a step that must not be taken. `vote_shares` computes metrics from packed planes on demand.
+A background thread exchanges the ballots, which are in CPU memory (`ballot`).
 """
 
 from __future__ import annotations
@@ -31,8 +26,8 @@ from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.liveness import AgreedError
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import (
     DOWN_TAG,
     NODE_TAG,
@@ -50,8 +45,8 @@ from lightning_commfree.lion.ballot import (
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule, compare_to
-from lightning_commfree.lion.worker import TAG as MOMENTUM_TAG
 from lightning_commfree.lion.worker import (
+    MOMENTUM_TAG,
     LionParam,
     average_momenta,
     cast_ballot,
@@ -68,11 +63,11 @@ class BallotInFlight(NamedTuple):
 
     ballot: Ballot
     pending: Pending[VoteResult]
-    gradients: list[tuple[Tensor | None, int]]  # of the ballot, with version counters
+    gradients: list[tuple[Tensor | None, int]]  # at the launch, with version counters
 
 
-class CastVote(NamedTuple):
-    """This worker's ballot on a bucket, and the result; packed, in host memory."""
+class PackedVote(NamedTuple):
+    """This worker's ballot on a bucket and the result, both packed and in host memory."""
 
     valid: Tensor  # uint8, shape (bucket.plane_bytes,): bits that are not padding
     ballot: Ballot
@@ -80,24 +75,25 @@ class CastVote(NamedTuple):
 
 
 class Voting:
-    """Votes of one worker with the others, step after step.
+    """One worker's part in the votes on all buckets, for many steps.
 
     Args:
         parameters: names and parameters, in order of use in forward; the same on all workers.
         members: returns parameters with their current state and group.
         view: the workers, with a channel for CPU tensors.
         settings: settings of the vote.
-        node: channel between the ranks of a worker that cast one ballot together; None: one rank.
-        others: channel between the ranks of this worker that vote on other shards of its
-            parameters. They stop after the same step, and all refuse a step that one refuses.
+        node: channel between the ranks of this worker if they cast one ballot together.
+        shard_peers: channel between the ranks of this worker if they vote on different shards. All
+            of them stop after the same step and refuse a step that one of them refuses.
         bucket_numel: `numel` of `split_into_buckets`.
 
     Attributes:
-        step: number of steps that have been voted on.
-        stop: called for every ballot: whether this worker wants all workers to stop.
-        stop_agreed: whether any worker wanted to stop at the last step; the same on all workers.
-        stream_ends: called for every ballot: whether this worker's data stream ends with the step.
-        stream_ended: whether any worker's stream ended with the last step; the same on all workers.
+        step: number of completed steps.
+        stop: called per ballot; returns whether this worker asks all workers to stop.
+        stop_agreed: whether some worker asked in the last step; the same on all workers.
+        stream_ends: called per ballot; returns whether this worker's data stream ends with the
+            step.
+        stream_ended: whether some worker's stream ended with the last step; the same on all.
         abstentions: number of times that a worker abstained on a bucket because of NaN or Inf.
     """
 
@@ -108,11 +104,11 @@ class Voting:
         view: View,
         settings: LionSettings,
         node: Channel | None = None,
-        others: Channel | None = None,
+        shard_peers: Channel | None = None,
         bucket_numel: int | None = None,
     ) -> None:
         self.settings, self.view, self.node = settings, view, node
-        self._others = others
+        self._shard_peers = shard_peers
         shards = view.size * (node.size if node else 1)
         self.buckets = split_into_buckets(parameters, shards, bucket_numel)
 
@@ -127,10 +123,10 @@ class Voting:
         self._background = Background(view.channel.ledger)
         self._votes = [BucketVote(bucket, view, settings, node) for bucket in self.buckets]
         self._flights: list[BallotInFlight] = []
-        self._awaited: list[set[nn.Parameter]] = []  # per bucket, missing gradients
+        self._awaited: list[set[nn.Parameter]] = []  # per bucket, parameters without a gradient yet
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._begun = (self.step, self._sent())  # where `bits_per_parameter` begins to count
+        self._counted_from = (self.step, self._sent())  # where `bits_per_parameter` begins to count
 
     # -- a step
 
@@ -140,6 +136,7 @@ class Voting:
         Raises:
             RuntimeError: a gradient is not finite with `nonfinite="raise"`, or the workers'
                 parameters or hyperparameters differ. Raised on all workers, before any change.
+            RuntimeError: a gradient changed after its vote was launched, on this worker only.
         """
         while len(self._flights) < len(self.buckets):  # those that backward has not launched
             self._launch(len(self._flights))
@@ -147,6 +144,7 @@ class Voting:
         for vote, flight in zip(self._votes, flights, strict=True):
             vote.check_gradients(flight)
 
+        # all results are here before any is applied: a refused step leaves the model as it was
         results = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
         summaries = [result.summary for result in results]
         raises = self.settings.nonfinite == "raise"
@@ -154,8 +152,7 @@ class Voting:
         stop, ended = any(s.stop for s in summaries), any(s.stream_ends for s in summaries)
         self.stop_agreed, self.stream_ended, refused = self._on_any_shard([stop, ended, refused])
         if refused:
-            here = raises, self.view, self.node or self._others
-            raise refusal(self.step + 1, self.buckets, results, self._members, *here)
+            raise self._refusal(results)
 
         for vote, flight, result in zip(self._votes, flights, results, strict=True):
             vote.apply(self._members(vote.bucket.parameters), flight, result)
@@ -171,7 +168,7 @@ class Voting:
     def during_backward(self) -> Iterator[None]:
         """Launch buckets as their gradients become ready, in a `with` block around a backward.
 
-        It must be the step's last backward, and nothing may change the gradients before the step.
+        It must be the last backward of a step; nothing may change the gradients before the step.
         """
         for parameter in self._bucket_of:
             if parameter.requires_grad and parameter not in self._hooks:
@@ -185,10 +182,10 @@ class Voting:
             self._awaited = []
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        if not self._awaited:  # gradients still accumulate, or there is no overlap
+        if not self._awaited:  # outside `during_backward`: gradients accumulate, or no overlap
             return
         self._awaited[self._bucket_of[parameter]].discard(parameter)
-        # by index, even if a later bucket is complete: the order must be the same on all workers
+        # by index, even if a later bucket is ready: the order must be the same on all workers
         while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
             self._launch(len(self._flights))
 
@@ -200,10 +197,58 @@ class Voting:
 
     def _on_any_shard(self, flags: list[bool]) -> list[bool]:
         """Return, per flag, whether any rank of this worker has set it."""
-        if self._others is None or self._others.size == 1:
+        peers = self._shard_peers
+        if peers is None or peers.size == 1:
             return flags
-        mine = torch.tensor(flags, dtype=torch.uint8, device=self._others.device)
-        return self._others.all_gather(mine, NODE_TAG).wait().cpu().bool().any(0).tolist()
+        mine = torch.tensor(flags, dtype=torch.uint8, device=peers.device)
+        return peers.all_gather(mine, NODE_TAG).wait().cpu().bool().any(0).tolist()
+
+    def _refusal(self, results: Sequence[VoteResult]) -> RuntimeError:
+        """Return the error for a step that was refused on all workers."""
+        step = self.step + 1
+        for bucket, (summary, _) in zip(self.buckets, results, strict=True):
+            names = bucket.names
+            if summary.hyperparameters_differ:
+                here = "; ".join(hyperparameters(self._members(bucket.parameters)))
+                return AgreedError(
+                    "The workers have different learning rates, betas or weight decay before step"
+                    f" {step} (for {names[0]!r} and possibly others), so the same votes would make"
+                    f" their parameters diverge. On this rank: {here}. No parameter was changed."
+                    " Set the same values on all ranks: a scheduler that monitors a metric needs"
+                    " one that is logged per epoch with `sync_dist=True`."
+                )
+
+            if summary.parameters_differ:
+                return AgreedError(
+                    f"The workers' parameters differ before step {step}, including"
+                    f" {', '.join(map(repr, names[:5]))}. Only votes may change them: look for code"
+                    " that writes to parameters on only some ranks."
+                )
+
+            if summary.faults and self.settings.nonfinite == "raise":
+                worker, i = summary.faults[0]
+                more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
+                return AgreedError(
+                    f"The gradient of {names[i]!r} on {self._ranks_of(worker)} contains NaN or"
+                    f" Inf{more}, before step {step}. All ranks are stopping; no parameter was"
+                    " changed. Lower the learning rate or check the batches there;"
+                    " `nonfinite='abstain'` would leave such a worker out of the vote."
+                )
+
+        return AgreedError(
+            "Another rank, which votes on a different shard of this worker's parameters, rejected"
+            f" step {step}. See that rank's error for the reason. All ranks are stopping; no"
+            " parameter was changed."
+        )
+
+    def _ranks_of(self, worker: int) -> str:
+        rank = self.view.channel.ranks[worker]
+        # gradients are averaged over them, with shards too, so any may be the source
+        ranks = self.node or self._shard_peers
+        if ranks is None:
+            return f"rank {rank}"
+        first = rank - ranks.rank
+        return f"ranks {first} to {first + ranks.size - 1}"
 
     def close(self) -> None:
         """Remove the hooks and stop the background thread."""
@@ -214,50 +259,47 @@ class Voting:
 
     @property
     def parameters(self) -> Set[nn.Parameter]:
-        """The parameters that are voted on."""
+        """Parameters that the votes cover."""
         return self._bucket_of.keys()
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for an exact resume, besides parameters and optimizer state."""
+        """Return the state that an exact resume needs besides parameters and optimizer state."""
         return {"step": self.step, "abstentions": self.abstentions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         self.step, self.abstentions = state["step"], state["abstentions"]
-        self._begun = (self.step, self._sent())
+        self._counted_from = (self.step, self._sent())
 
     # -- bytes and metrics
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes per step that this rank sends without zeros and momentum sync, by formula."""
+        """Bytes that this rank sends per step, by formula, without zeros and momentum syncs."""
         return sum(vote.bytes_by_tag.total() for vote in self._votes)
 
     def cycle(self) -> tuple[Counter[str], int]:
-        """Return the bytes by tag from one momentum sync to the next, and the steps in between.
+        """Return the bytes sent per cycle, by tag and formula, and the steps in a cycle.
 
-        By the formulas of `bytes_per_step`.
+        A cycle ends with a momentum sync; without momentum syncs it is one step.
         """
         every = max(self.settings.momentum_sync_every, 1)
-        sent: Counter[str] = Counter()
-        for vote in self._votes:
-            for tag, num_bytes in vote.bytes_by_tag.items():
-                sent[tag] += every * num_bytes
-
+        per_step = sum((vote.bytes_by_tag for vote in self._votes), Counter[str]())
+        sent = Counter({tag: every * num_bytes for tag, num_bytes in per_step.items()})
         if self.settings.momentum_sync_every:
             members = (self._members(bucket.parameters) for bucket in self.buckets)
             sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.view, self.node) for m in members)
         return sent, every
 
     def shares(self) -> dict[str, float]:
-        """Return the shares of ties, zeros and agreement in the last step; see `vote_shares`."""
+        """Return the shares of ties, zeros and agreement in the last step (`vote_shares`)."""
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
         """Return the mean bits that this rank sent per parameter and step, votes and results."""
-        since, before = self._begun
+        since, before = self._counted_from
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before
 
@@ -265,7 +307,7 @@ class Voting:
         return {name: 8 * sent[tag] / max(voted, 1) for tag, name in names.items()}
 
     def figures(self) -> dict[str, float]:
-        """Return metrics by name, for logging; shares are those of the last step."""
+        """Return metrics by name, for logging."""
         abstentions = {"abstentions": float(self.abstentions)}
         return {**self.shares(), **self.bits_per_parameter(), **abstentions}
 
@@ -278,14 +320,14 @@ class BucketVote:
     """Vote on one bucket, repeated every step.
 
     Attributes:
-        latest: the vote of the last step; None before the first.
+        latest: vote of the last step; None before the first step.
     """
 
     def __init__(
         self, bucket: Bucket, view: View, settings: LionSettings, node: Channel | None
     ) -> None:
         self.bucket = bucket
-        self.latest: CastVote | None = None
+        self.latest: PackedVote | None = None
         self._valid = torch.zeros(bucket.plane_bytes, dtype=torch.uint8)
         pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool), 0, self._valid)
         self._valid_on_device = self._valid.to(bucket.parameters[0].device)
@@ -297,7 +339,7 @@ class BucketVote:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this rank sends for a vote without zeros, by formula."""
+        """Bytes that this rank sends per vote, by tag and formula, if no worker has a zero."""
         return self._exchange.bytes_by_tag
 
     def launch(
@@ -305,45 +347,41 @@ class BucketVote:
     ) -> BallotInFlight:
         """Cast the ballot and start its exchange.
 
-        `step` counts earlier steps. `flags` are this worker's, as `write_header` takes them.
+        `step` is the number of completed steps; `flags` is as in `write_header`.
         """
         self._step = step
         with record_function(f"launch vote #{self.bucket.index}"):
-            # hashes travel with the ballot: workers that differ would move apart unnoticed
+            # hashes travel with the ballot: workers that differ would diverge unnoticed
             every = self._settings.check_drift_every
             due = every and step % every == 0
             tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
-            value = join_digests(tuning, _digest(self.bucket) if due else 0)
+            hashes = join_digests(tuning, _digest(self.bucket) if due else 0)
 
-            raw = cast_ballot(self.bucket, members, self._valid_on_device, flags, value)
+            raw = cast_ballot(self.bucket, members, self._valid_on_device, flags, hashes)
             host, wait_for_host = to_host(raw)
             head = header_bytes(len(self.bucket.parameters))
             ballot = Ballot(host[:head], *host[head:].view(2, -1))
 
-            task = partial(self._carry, ballot, wait_for_host)
+            task = partial(self._exchange_ballot, ballot, wait_for_host)
             alone = self._view.size == 1 and self._node is None  # nothing is sent
             pending = Pending(task) if alone else background.submit(task, WAIT_TAG, wait_for_host)
             return BallotInFlight(ballot, pending, self._gradients())
 
     def check_gradients(self, flight: BallotInFlight) -> None:
-        """Check that no gradient has changed since the ballot was cast.
-
-        Raises:
-            RuntimeError: a gradient has changed.
-        """
+        """Raise `RuntimeError` if a gradient has changed since the ballot was cast."""
         for name, voted, now in zip(
             self.bucket.names, flight.gradients, self._gradients(), strict=True
         ):
             if voted[0] is not now[0] or voted[1] != now[1]:
                 raise RuntimeError(
-                    f"The gradient of {name!r} changed after its vote had begun. Either some code"
-                    " writes to gradients between backward and the optimizer step, or backward"
+                    f"The gradient of {name!r} changed after its vote was launched. Either some"
+                    " code writes to gradients between backward and the optimizer step, or backward"
                     " computes them more than once, as reentrant activation checkpointing does."
                     " Pass `overlap=False`."
                 )
 
     def land(self, flight: BallotInFlight) -> VoteResult:
-        """Wait for the result, without changing anything yet."""
+        """Wait for the result; nothing is changed yet."""
         with record_function(f"land vote #{self.bucket.index}"):
             return flight.pending.wait()
 
@@ -356,11 +394,11 @@ class BucketVote:
         with record_function(f"apply vote #{self.bucket.index}"):
             on_device = delta.to(self.bucket.parameters[0].device)
             take_step(self.bucket, members, on_device, summary.with_gradient, abstained)
-        self.latest = CastVote(self._valid, flight.ballot, delta)
+        self.latest = PackedVote(self._valid, flight.ballot, delta)
 
     # -- inside
 
-    def _carry(self, ballot: Ballot, wait_for_host: Callable[[], None]) -> VoteResult:
+    def _exchange_ballot(self, ballot: Ballot, wait_for_host: Callable[[], None]) -> VoteResult:
         wait_for_host()
         return self._exchange.run(ballot, refuse_faults=self._settings.nonfinite == "raise")
 
@@ -380,19 +418,17 @@ class BucketVote:
         if self._node is None:
             return make(plane_bytes=self.bucket.plane_bytes, valid=self._valid)
 
-        part = self._valid.view(self._node.size, -1)[self._node.rank]
-        inner = make(plane_bytes=part.numel(), valid=part)
+        own_slice = self._valid.view(self._node.size, -1)[self._node.rank]
+        inner = make(plane_bytes=own_slice.numel(), valid=own_slice)
         return NodeBallotExchange(inner, self._node, self._rule, self._view.size)
 
     def _draw(self, shard: int, words: int) -> Tensor:
-        """Return random words that depend only on the step and on their position.
-
-        All workers that count the same words draw the same, and a resumed run draws what an
-        uninterrupted one would.
-        """
-        part = self._node.rank if self._node else 0
-        position = f"{self._step} {self.bucket.index} {part} {shard}"
-        # the generator uses only 32 bits of a seed
+        """Draw random int64 words for a shard."""
+        # seeded by step and position only: all workers that count a shard draw the same words, and
+        # so does a resumed run
+        node_rank = self._node.rank if self._node else 0
+        position = f"{self._step} {self.bucket.index} {node_rank} {shard}"
+        # crc32, because the generator uses only 32 bits of a seed
         generator = torch.Generator().manual_seed(zlib.crc32(position.encode()))
         raw = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
         return raw.view(torch.int64)
@@ -402,86 +438,22 @@ def _digest(bucket: Bucket) -> Tensor:
     return mix_digests(torch.stack([digest(p.contiguous()) for p in bucket.parameters]))
 
 
-def refusal(
-    step: int,
-    buckets: Sequence[Bucket],
-    results: Sequence[VoteResult],
-    members: Callable[[Sequence[nn.Parameter]], list[LionParam]],
-    faults: bool,
-    view: View,
-    worker: Channel | None,
-) -> RuntimeError:
-    """Return the error for step number `step`, which must not be taken.
-
-    Args:
-        step: counted from 1.
-        buckets: all buckets.
-        results: the result of the vote on each bucket.
-        members: as in `Voting`.
-        faults: whether NaN or Inf is a reason.
-        view: the workers.
-        worker: channel between the ranks of this worker; None if it is one rank.
-    """
-    for bucket, (summary, _) in zip(buckets, results, strict=True):
-        names = bucket.names
-        if summary.hyperparameters_differ:
-            here = "; ".join(hyperparameters(members(bucket.parameters)))
-            return AgreedError(
-                "The workers have different learning rates, betas or weight decay before step"
-                f" {step} (for {names[0]!r} and possibly others). Applying the same votes would"
-                f" make their parameters diverge. On this rank: {here}. No parameter was changed."
-                " Set the same values on all ranks: a scheduler that monitors a metric needs one"
-                " that is logged per epoch with `sync_dist=True`."
-            )
-
-        if summary.parameters_differ:
-            return AgreedError(
-                f"The workers' parameters differ before step {step}, including"
-                f" {', '.join(map(repr, names[:5]))}. Only votes may change them: look for code"
-                " that writes to parameters on only some ranks."
-            )
-
-        if summary.faults and faults:
-            faulty, i = summary.faults[0]
-            more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
-            return AgreedError(
-                f"The gradient of {names[i]!r} on {_ranks_of(faulty, view, worker)} contains NaN or"
-                f" Inf{more}, before step {step}. All ranks stop; no parameter was changed. Lower"
-                " the learning rate or check the batches there; `nonfinite='abstain'` would leave"
-                " such a worker out of the vote."
-            )
-
-    return AgreedError(
-        "Another rank, which votes on a different shard of this worker's parameters, rejected step"
-        f" {step}. See that rank's error for the reason. All ranks stop; no parameter was changed."
-    )
-
-
-def _ranks_of(faulty: int, view: View, worker: Channel | None) -> str:
-    """Return the ranks of a worker: gradients are averaged over them, so any may be the source."""
-    rank = view.channel.ranks[faulty]
-    if worker is None or worker.size == 1:
-        return f"rank {rank}"
-    first = rank - worker.rank
-    return f"ranks {first} to {first + worker.size - 1}"
-
-
-def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:
-    """Compute shares of the parameters, from 0 to 1, from one step's votes on all buckets.
+def vote_shares(votes: Iterable[PackedVote]) -> dict[str, float]:
+    """Compute statistics of one step's votes on all buckets, as shares from 0 to 1.
 
     Returns:
-        `ties`: Delta is 0. `zeros`: this worker's vote is 0. `agreement`: Delta has the sign of
-        this worker's vote, among nonzero votes.
+        `ties`: share of parameters whose Delta is 0. `zeros`: share of this worker's votes that are
+        0. `agreement`: share of its nonzero votes whose sign Delta has.
     """
     parameters = moved = voted = agreed = 0
     for valid, ballot, delta in votes:
         positive, negative = (plane & valid for plane in _signs(delta))
         minus = ballot.nonzero & ~ballot.plus
 
-        parameters += _ones(valid)
-        moved += _ones(positive | negative)
-        voted += _ones(ballot.nonzero)
-        agreed += _ones((positive & ballot.plus) | (negative & minus))
+        parameters += _popcount(valid)
+        moved += _popcount(positive | negative)
+        voted += _popcount(ballot.nonzero)
+        agreed += _popcount((positive & ballot.plus) | (negative & minus))
 
     return {
         "ties": 1 - moved / max(parameters, 1),
@@ -493,16 +465,16 @@ def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:
 def _signs(delta: PackedDelta) -> tuple[Tensor, Tensor]:
     """Return the planes of Delta > 0 and Delta < 0."""
     by_weight = dict(zip(delta.weights, delta.planes, strict=True))
-    nothing = torch.zeros_like(delta.planes[0])
-    digits = [by_weight.get(1 << i, nothing) for i in range(max(delta.weights).bit_length())]
+    zero = torch.zeros_like(delta.planes[0])
+    digits = [by_weight.get(1 << i, zero) for i in range(max(delta.weights).bit_length())]
 
     greater, equal = compare_to(digits, delta.offset)
     return greater, ~(greater | equal)
 
 
-def _ones(plane: Tensor) -> int:
-    """Return the number of set bits in a uint8 plane."""
-    return int(_ONES[plane.int()].sum())
+def _popcount(plane: Tensor) -> int:
+    """Count the set bits in a uint8 plane."""
+    return int(_BITS_SET[plane.int()].sum())
 
 
-_ONES = torch.tensor([byte.bit_count() for byte in range(256)])
+_BITS_SET = torch.tensor([byte.bit_count() for byte in range(256)])  # per byte value

@@ -4,12 +4,12 @@
     m <- b2 m + (1 - b2) g       from the worker's own gradient
     x <- x (1 - lr wd) - lr Delta
 
-The arithmetic is in fp32 (fp64 for fp64 parameters), whatever dtypes gradients and parameters have,
-and every operation rounds once: no fused multiply-add, so that the result does not depend on device
-or layout. On a CPU the work is done in chunks that stay in its cache.
+The arithmetic is in fp32 (fp64 for fp64 parameters) for any gradient dtype, and every operation
+rounds once: there is no fused multiply-add, so the result does not depend on device or layout. CPUs
+work in chunks that fit into the cache.
 
-Momenta are not exchanged and drift apart, unless they are averaged from time to time
-(`average_momenta`, after arXiv:2411.16462).
+Momenta are never exchanged and drift apart, unless `average_momenta` (after arXiv:2411.16462)
+averages them from time to time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import Route, ordered_sum
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import Route, View, ordered_sum
 from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.vote import PackedDelta
@@ -39,21 +38,21 @@ State = dict[str, Any]  # optimizer state of one parameter
 
 
 class LionParam(NamedTuple):
-    """A parameter with its optimizer state and its parameter group."""
+    """Parameter with its optimizer state and its parameter group."""
 
     parameter: nn.Parameter
     state: State  # "momentum", and "master" if the parameter has less than 32 bits
-    group: dict[str, Any]  # "lr", "betas" and "weight_decay", read at every use
+    group: dict[str, Any]  # "lr", "betas" and "weight_decay", which may change between steps
 
 
-def fill_state(state: State, held: Tensor) -> State:
-    """Create the missing entries of a parameter's state; `held` is its full or local tensor."""
-    exact = torch.promote_types(held.dtype, torch.float32)
-    like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
+def fill_state(state: State, local: Tensor) -> State:
+    """Add what is missing to the state of a parameter; `local` is this rank's full or shard."""
+    dtype = torch.promote_types(local.dtype, torch.float32)
+    zeros = partial(torch.zeros_like, dtype=dtype, memory_format=torch.contiguous_format)
     if "momentum" not in state:
-        state["momentum"] = like(held)
-    if exact != held.dtype and "master" not in state:
-        state["master"] = like(held).copy_(held)
+        state["momentum"] = zeros(local)
+    if dtype != local.dtype and "master" not in state:
+        state["master"] = zeros(local).copy_(local)
     return state
 
 
@@ -64,19 +63,17 @@ def copy_state(state: State, saved: State, device: torch.device) -> None:
             state[key] = local_tensor(value).to(device, copy=True)
 
 
-def update_master(state: State, held: Tensor) -> None:
-    """Update a master copy from a parameter that was written to.
-
-    Values that still equal the rounded master copy keep their full precision.
-    """
+def update_master(state: State, local: Tensor) -> None:
+    """Update the master copy, if any, of a parameter that was written to."""
     master = state.get("master")
     if master is not None:
-        same = master.to(held.dtype) == held
-        master.copy_(torch.where(same, master, held.to(master.dtype)))
+        # values that were not written to keep their full precision
+        same = master.to(local.dtype) == local
+        master.copy_(torch.where(same, master, local.to(master.dtype)))
 
 
 def hyperparameters(members: list[LionParam]) -> list[str]:
-    """Return hyperparameters that must be equal on all workers, as text, one entry per group."""
+    """Format the hyperparameters that must be equal on all workers, one text per group."""
     groups = {id(member.group): member.group for member in members}.values()
     return [
         f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
@@ -88,17 +85,20 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
 def cast_ballot(
     bucket: Bucket, members: list[LionParam], valid: Tensor, flags: int, digest: Tensor | int
 ) -> Tensor:
-    """Return a worker's ballot on one bucket, without changing its state.
+    """Compute a worker's ballot on one bucket; changes no state.
 
     Args:
         bucket: the bucket.
-        members: its parameters, in its order.
+        members: the bucket's parameters, in its order.
         valid: uint8, shape (bucket.plane_bytes,): bits that are not padding.
         flags: as in `write_header`.
         digest: as in `write_header`.
 
     Returns:
         Header, plane c > 0 and plane c != 0 in one buffer, uint8, on the parameters' device.
+
+    Raises:
+        TypeError: a gradient is sparse.
     """
     count = len(bucket.parameters)
     head = header_bytes(count)
@@ -113,17 +113,17 @@ def cast_ballot(
             continue
         if gradient.is_sparse:
             raise TypeError(
-                f"The gradient of {bucket.names[i]!r} is sparse, but a vote needs a dense one. Use"
-                " `sparse=False` in its `nn.Embedding`."
+                f"The gradient of {bucket.names[i]!r} is sparse, but votes require dense gradients."
+                " Use `sparse=False` in its `nn.Embedding`."
             )
-        signs.begin()
+        signs.begin_parameter()
         for offset, direction in _directions(member, gradient):
             pack_bits_part(signs.positive(direction), bucket.starts[i] + offset, plus)
         marks[i] = HAS_GRADIENT + NONFINITE * signs.nonfinite
 
     zeros, abstains = bucket.numel - signs.voters, (marks & NONFINITE).any()
-    if valid.device.type != "cpu" or zeros:  # on a GPU reading `zeros` would make the host wait
-        # computed a second time: keeping the directions would take 4 bytes per parameter
+    if valid.device.type != "cpu" or zeros:  # on a GPU, reading `zeros` would make the host wait
+        # compute the directions again: keeping them would take 4 bytes per parameter
         for i, member in enumerate(members):
             if member.parameter.grad is not None:
                 for offset, direction in _directions(member, member.parameter.grad):
@@ -136,11 +136,11 @@ def cast_ballot(
 
 
 class _Signs:
-    """Signs of directions, computed in few passes over a chunk.
+    """Signs of directions, and statistics of them, computed in few passes over memory.
 
     Attributes:
-        voters: number of nonzero directions so far, int64.
-        nonfinite: whether any was NaN or Inf since `begin`, bool.
+        voters: int64, 0-d: number of nonzero directions so far.
+        nonfinite: bool, 0-d: whether a direction was NaN or Inf since `begin_parameter`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -150,8 +150,8 @@ class _Signs:
         self._signs = torch.empty(0, device=device)
         self._codes = torch.empty(0, dtype=torch.int8, device=device)
 
-    def begin(self) -> None:
-        """Reset `nonfinite` for the next parameter."""
+    def begin_parameter(self) -> None:
+        """Reset `nonfinite`."""
         self.nonfinite = torch.zeros_like(self.nonfinite)
 
     def positive(self, direction: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class _Signs:
             self.nonfinite |= ~torch.stack(torch.aminmax(direction)).isfinite().all()
             return direction > 0
 
-        # on a CPU torch's comparisons are not vectorized, but `sign` and `dot` are
+        # on a CPU, torch vectorizes `sign` and `dot`, but not comparisons
         size = direction.numel()
         if self._codes.numel() < size or self._signs.dtype != direction.dtype:
             self._signs, self._codes = torch.empty_like(direction), self._codes.new_empty(size)
@@ -181,22 +181,27 @@ def take_step(
     bucket: Bucket,
     members: list[LionParam],
     delta: PackedDelta,
-    moved: tuple[bool, ...],
+    with_gradient: tuple[bool, ...],
     abstained: bool,
 ) -> None:
-    """Update the parameters of a bucket, and this worker's momenta.
+    """Update the parameters of a bucket and this worker's momenta.
 
-    `moved` tells per parameter whether any worker has a gradient; the others stay unchanged. A
-    worker that abstained on the bucket keeps its momenta, which would become NaN.
+    Args:
+        bucket: the bucket.
+        members: the bucket's parameters, in its order.
+        delta: result of the vote, on the parameters' device.
+        with_gradient: per parameter, whether any worker has a gradient; if not, it is not updated.
+        abstained: whether this worker abstained.
     """
-    for start, member, moves in zip(bucket.starts, members, moved, strict=True):
-        if moves:
-            _move(member, delta, start)
+    for start, member, has_gradient in zip(bucket.starts, members, with_gradient, strict=True):
+        if has_gradient:
+            _update_parameter(member, delta, start)
+        # the gradient of a worker that abstained has NaN or Inf, which must not reach the momentum
         if member.parameter.grad is not None and not abstained:
             _update_momentum(member, member.parameter.grad)
 
 
-def _move(member: LionParam, delta: PackedDelta, start: int) -> None:
+def _update_parameter(member: LionParam, delta: PackedDelta, start: int) -> None:
     lr, decay = float(member.group["lr"]), float(member.group["weight_decay"])
     parameter = member.parameter.detach()
     values = flat(member.state.get("master", parameter))
@@ -208,7 +213,7 @@ def _move(member: LionParam, delta: PackedDelta, start: int) -> None:
         signs = delta.read(start + offset, deltas[: chunk.numel()], workspace)
         if lr * decay:
             chunk.mul_(1 - lr * decay)
-        if delta.offset == 1:  # lr times -1, 0 or 1 is exact, fused or not
+        if delta.offset == 1:  # lr times -1, 0 or 1 is exact, so fusing does not change the result
             chunk.sub_(signs, alpha=lr)
         else:
             chunk.sub_(signs.mul_(lr))
@@ -229,7 +234,7 @@ def _update_momentum(member: LionParam, gradient: Tensor) -> None:
 
 
 def _directions(member: LionParam, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index of the first value, direction c) per chunk; valid until the next one."""
+    """Yield (index of the first value, direction c) per chunk; its tensor is reused."""
     beta = member.group["betas"][0]
     momenta, gradients = member.state["momentum"].view(-1), flat(gradient)
     size = min(_chunk_size(gradients), gradients.numel())
@@ -243,14 +248,14 @@ def _directions(member: LionParam, gradient: Tensor) -> Iterator[tuple[int, Tens
 
 
 def _scale(values: Tensor, factor: float, out: Tensor) -> Tensor:
-    """Write `values` times `factor` to `out`, in the precision of `out`."""
+    """Write `values` times `factor` to `out`, computed in the precision of `out`."""
     if values.dtype == out.dtype:
         return torch.mul(values, factor, out=out)
     return out.copy_(values).mul_(factor)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the values in index order: a view if the tensor is contiguous."""
+    """Return the values in 1-d, as a view if the tensor is contiguous."""
     return tensor.detach().contiguous().view(-1)
 
 
@@ -264,25 +269,26 @@ def _chunk_size(values: Tensor) -> int:
     return _CHUNK if values.device.type == "cpu" else _DEVICE_CHUNK
 
 
-TAG = "momentum"
+MOMENTUM_TAG = "momentum"
 
 
 def average_momenta(members: Sequence[LionParam], view: View, node: Channel | None = None) -> None:
     """Replace the momenta of some parameters by their mean over the workers; blocks.
 
-    Always in two phases: each worker averages one shard, in worker order, and sends the result to
-    all. This sends as many bytes as a ring all-reduce, with the same bits on all workers. If the
-    ranks of `node` hold the same momenta, each rank averages a slice.
+    If the ranks of `node` hold the same momenta, each of them averages a slice.
     """
     momenta = [member.state["momentum"].view(-1) for member in members]
     values = torch.cat([momentum.to(view.channel.device) for momentum in momenta])
 
-    parts, mine = (node.size, node.rank) if node else (1, 0)
-    shards = view.size * parts
-    padded = pad(values, (0, -values.numel() % shards)).view(parts, view.size, -1)
-    mean = _mean(padded[mine], view)
+    slices, own_slice = (node.size, node.rank) if node else (1, 0)
+    shards = view.size * slices
+    padded = pad(values, (0, -values.numel() % shards)).view(slices, view.size, -1)
+    # two phases, in worker order: as many bytes as a ring all-reduce, but the same bits everywhere
+    route = Route(view, two_phase=True)
+    total = ordered_sum(route.up(padded[own_slice], MOMENTUM_TAG).wait())
+    mean = route.down(total / view.size, MOMENTUM_TAG).wait().flatten()
     if node is not None:
-        mean = node.all_gather(mean.to(node.device), TAG).wait()
+        mean = node.all_gather(mean.to(node.device), MOMENTUM_TAG).wait()
 
     sizes = [momentum.numel() for momentum in momenta]
     means = torch.split(mean.flatten()[: values.numel()], sizes)
@@ -291,17 +297,17 @@ def average_momenta(members: Sequence[LionParam], view: View, node: Channel | No
 
 
 def momentum_bytes(members: Sequence[LionParam], view: View, node: Channel | None = None) -> int:
-    """Return the bytes that this rank sends to other workers in `average_momenta`."""
-    parts = node.size if node else 1
+    """Compute the bytes that this rank sends to other workers in `average_momenta`."""
+    slices = node.size if node else 1
     numel = sum(member.parameter.numel() for member in members)
     widest = max(member.state["momentum"].element_size() for member in members)
-    shard_bytes = -(-numel // (view.size * parts)) * widest
+    shard_bytes = -(-numel // (view.size * slices)) * widest
     route = Route(view, two_phase=True)
     return route.bytes_up(shard_bytes) + route.bytes_down(shard_bytes)
 
 
 def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first of several optimizer states, with the mean of all their momenta."""
+    """Return a copy of the first optimizer state with the mean of all momenta."""
     first = {**states[0], "state": dict(states[0]["state"])}
 
     for index, state in first["state"].items():
@@ -314,8 +320,7 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
     """Check that a saved state holds a momentum of the right shape and dtype per parameter.
 
     Args:
-        state: "state" of a `DistributedLion.state_dict()`, by parameter index. Parameters that have
-            never been stepped have no entry.
+        state: "state" of a `DistributedLion.state_dict()`, by parameter index.
         parameters: the parameters to load it for, by index.
 
     Raises:
@@ -323,29 +328,22 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
     """
     for index, parameter in parameters.items():
         own = state.get(index)
-        if not own:
+        if not own:  # never stepped
             continue
 
         momentum = own.get("momentum")
-        exact = torch.promote_types(parameter.dtype, torch.float32)
-        wanted = f"{exact} of shape {list(parameter.shape)}"
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
         if not isinstance(momentum, Tensor):
-            found = f"it has {', '.join(map(repr, own))}"
-        elif momentum.shape != parameter.shape or momentum.dtype != exact:
-            found = f"it has {momentum.dtype} of shape {list(momentum.shape)}"
+            found = f"only {', '.join(map(repr, own))}"
+        elif momentum.shape != parameter.shape or momentum.dtype != dtype:
+            found = f"{momentum.dtype} of shape {list(momentum.shape)}"
         else:
             continue
 
         raise ValueError(
             "The optimizer state was not saved by `DistributedLion` for this model: parameter"
-            f" {index} needs a momentum of {wanted}, but {found}. Resume with the model, precision"
-            " and optimizer of the save, or load only the weights: `load_state_dict` or"
-            " `load_from_checkpoint`, then `fit` without `ckpt_path`."
+            f" {index} needs a momentum ({dtype} of shape {list(parameter.shape)}), but the state"
+            f" has {found}. Resume with the same model, precision and optimizer as at the save, or"
+            " load only the weights: `load_state_dict` or `load_from_checkpoint`, then `fit`"
+            " without `ckpt_path`."
         )
-
-
-def _mean(values_WS: Tensor, view: View) -> Tensor:
-    """Return the mean of all workers' values, shape (W * S,); collective."""
-    route = Route(view, two_phase=True)
-    total = ordered_sum(route.up(values_WS, TAG).wait())
-    return route.down(total / view.size, TAG).wait().flatten()

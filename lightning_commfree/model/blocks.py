@@ -1,8 +1,8 @@
-"""Find the transformer blocks of a model: the repeated modules that most of it consists of.
+"""Find the transformer blocks of a model, the repeated modules that make up most of it.
 
-Blocks are the elements of lists such as `transformer.h` of GPT-2, `model.layers` of Llama,
-`encoder.block` and `decoder.block` of T5: in every outermost `ModuleList` or `Sequential` that has
-at least two children, all of the same class, each child is a block.
+In every outermost `ModuleList` or `Sequential` with at least two children, all of the same class,
+each child is a block: `transformer.h` of GPT-2, `model.layers` of Llama, `encoder.block` and
+`decoder.block` of T5.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
         ValueError: `module` has no submodule of one of these classes.
     """
     found: list[str] = []
-    kinds: set[str] = set()
+    seen: set[str] = set()
     for name, child in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if name and type(child).__name__ in classes and not inside:
             found.append(name)
-            kinds.add(type(child).__name__)
-    if lacking := [name for name in classes if name not in kinds]:
+            seen.add(type(child).__name__)
+    if missing := [name for name in classes if name not in seen]:
         known = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ValueError(
-            f"`units` lists {', '.join(map(repr, lacking))}, but `{type(module).__name__}` has no"
-            " module of that class outside another unit. Choose from its classes:"
+            f"`units` contains {', '.join(map(repr, missing))}, but `{type(module).__name__}` has"
+            " no submodule of that class (or only inside another unit). Choose from its classes:"
             f" {', '.join(known)}."
         )
     return found

@@ -1,7 +1,4 @@
-"""Shard a module over the ranks of a replica, unit by unit, with FSDP2's `fully_shard`.
-
-The parameters become `DTensor`s; see `shards`.
-"""
+"""Shard a module over the ranks of a replica, unit by unit, with FSDP2's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -69,24 +66,22 @@ class FSDPSettings:
 
 
 def why_unavailable() -> str | None:
-    """Return the reason why this torch release cannot shard a module, or None if it can.
-
-    Older releases keep the outermost unit gathered after a forward, regardless of the arguments,
-    and do not run on CPUs.
-    """
+    """Return the reason why this torch release cannot shard a module, or None if it can."""
+    # Older releases keep the outermost unit gathered after a forward, regardless of the arguments,
+    # and do not run on CPUs.
     if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None:
         return None
     return (
-        f"the `fully_shard` of torch {torch.__version__} is too old. Install a newer torch (2.13 is"
+        f"`fully_shard` of torch {torch.__version__} is too old. Install a newer torch (2.13 is"
         " tested)"
     )
 
 
 def refuse_wrapped(strategy: str, module: nn.Module) -> None:
-    """Check that a model that is to be sharded is neither compiled nor wrapped for DDP or FSDP.
+    """Check that a module to be sharded is neither compiled nor wrapped for DDP or FSDP.
 
     Raises:
-        ValueError: one of its modules is.
+        ValueError: it or a submodule is.
     """
     for name, child in module.named_modules():
         kind = type(child).__name__
@@ -110,15 +105,15 @@ def apply_fsdp(
     """Shard a module's parameters over the ranks of a replica.
 
     Every block is a unit, and the rest of the model is another one. A unit is gathered for its
-    forward and its backward; backward averages its gradients over the replica. The module stays
-    sharded, and needs `group` as long as it lives.
+    forward and its backward; backward averages its gradients over the replica. The parameters
+    become `DTensor`s. The module stays sharded, and needs `group` as long as it lives.
 
     Args:
         module: the plain module, on any device; the same on all ranks of the replica.
         group: the process group of the replica.
         device: device of the shards; a unit is moved there before it is sharded.
-        materializer: initializes a module on `meta`, one unit at a time, so that no rank ever
-            holds the full model.
+        materializer: initializes a module on `meta`, one unit at a time, so that no rank ever holds
+            the full model.
         units: class names of the units; empty: the transformer blocks.
 
     Raises:
@@ -128,12 +123,10 @@ def apply_fsdp(
     names = outermost(module, units) if units else list(block_names(module))
     _refuse_parameters(module, names)
     ties = _ties(module)
-    # Explicit, because by default the outermost unit stays gathered after a forward without a
-    # backward: the training step after a validation would use the validation's weights.
-    how: dict[str, Any] = {
-        "mesh": DeviceMesh.from_group(group, device.type),
-        "reshard_after_forward": True,
-    }
+    # By default, the outermost unit stays gathered after a forward without a backward: the training
+    # step after a validation would use the validation's weights.
+    how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, device.type)}
+    how["reshard_after_forward"] = True
     for name in names:
         block = module.get_submodule(name)
         if materializer is not None:
@@ -143,7 +136,7 @@ def apply_fsdp(
 
     if materializer is not None:
         materializer.materialize_rest()
-        # each occurrence of a tied parameter got its own values: tie them again
+        # each occurrence of a tied parameter got its own values, so tie them again
         for first, *others in ties:
             for owner, name in others:
                 setattr(owner, name, getattr(*first))
@@ -151,16 +144,16 @@ def apply_fsdp(
     for step in _STEPS:  # FSDP2 would gather the root's parameters only for `forward`
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
-    for model in module.modules():  # models of transformers and peft may be submodules
-        _refuse_save_pretrained(model)
+    _refuse_save_pretrained(module)
+
+
+_CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
 
 
 def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
     """Check that FSDP2 can train all parameters; its own errors come late and name none.
 
-    Args:
-        module: the plain module.
-        units: names of the submodules that are gathered on their own.
+    `units` are the names of the submodules that are gathered on their own.
 
     Raises:
         ValueError: a parameter is empty, has sparse gradients, or has another dtype than its unit.
@@ -176,8 +169,7 @@ def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
             if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
                 why = f"has sparse gradients. Use `sparse=False` in its `{type(owner).__name__}`"
                 raise ValueError(f"{_CANNOT_TRAIN} {name!r}, which {why}.")
-            inside = [unit for unit in units if f"{name}.".startswith(f"{unit}.")]
-            unit = inside[0] if inside else ""
+            unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
             dtypes.setdefault(unit, {}).setdefault(parameter.dtype, name)
     for examples in dtypes.values():
         if len(examples) > 1:
@@ -189,12 +181,10 @@ def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
             )
 
 
-_CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
-
-
-def _refuse_save_pretrained(model: nn.Module) -> None:
-    if isinstance(getattr(model, "save_pretrained", None), MethodType):
-        vars(model)["save_pretrained"] = _refuse_to_save
+def _refuse_save_pretrained(module: nn.Module) -> None:
+    for model in module.modules():  # models of transformers and peft may be submodules
+        if isinstance(getattr(model, "save_pretrained", None), MethodType):
+            vars(model)["save_pretrained"] = _refuse_to_save
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
@@ -216,7 +206,7 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Accumulate full gradients locally in a `with` block; the next backward reduces them."""
+    """Context manager that accumulates full gradients locally; the next backward reduces them."""
     assert isinstance(module, FSDPModule), "`apply_fsdp` must come first"
     module.set_requires_gradient_sync(False)
     try:
@@ -228,14 +218,14 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 def step_bytes(module: nn.Module) -> tuple[int, int]:
     """Return the bytes that this rank sends per step for all-gathers and for reduce-scatters.
 
-    Each of n ranks holds ceil(r / n) of a parameter's r rows, with padding. Parameters are gathered
-    twice, for forward and backward, and gradients of trained ones are reduce-scattered once. Each
-    of these sends a rank's rows to n - 1 others. Frozen units that no gradient passes through are
-    gathered once, but counted twice.
+    Parameters are gathered twice, for forward and backward, and gradients of trained ones are
+    reduce-scattered once. Frozen units that no gradient passes through are gathered once, but
+    counted twice.
     """
     gathered = scattered = 0
     for parameter in module.parameters():
         assert isinstance(parameter, DTensor), "`apply_fsdp` must come first"
+        # each of n ranks holds ceil(r / n) of a parameter's r rows, with padding
         rows, size = parameter.shape[0], parameter.device_mesh.size()
         numbers = -(-rows // size) * (parameter.numel() // max(rows, 1))
         sent = all_gather_bytes(numbers * parameter.element_size(), size)
@@ -244,21 +234,17 @@ def step_bytes(module: nn.Module) -> tuple[int, int]:
     return gathered, scattered
 
 
-def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -> None:
+def check_optimizers(optimizers: Iterable[Optimizer], replaced: Set[nn.Parameter]) -> None:
     """Check that the optimizers hold the sharded parameters, not the originals.
 
-    Args:
-        optimizers: the optimizers of the fit.
-        lost: the parameters that sharding has replaced in the module.
-
     Raises:
-        ValueError: an optimizer holds one of them.
+        ValueError: an optimizer holds one of `replaced`, the parameters from before sharding.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    count = sum(parameter in lost for group in groups for parameter in group["params"])
+    count = sum(parameter in replaced for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
             f"The optimizer still holds {count} parameters from before the model was sharded, so"
-            " they would not be trained. The optimizer or its parameter list was created before the"
-            " fit. Create both in `configure_optimizers`, from `self.parameters()`."
+            " they would not be trained. It or its parameter list was created before `fit`. Create"
+            " both in `configure_optimizers`, from `self.parameters()`."
         )

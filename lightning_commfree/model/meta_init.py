@@ -1,14 +1,13 @@
-"""Initialize a model that was built on the `meta` device layer by layer, while it is sharded.
+"""Initialize a model built on the `meta` device layer by layer, while it is sharded.
 
-1. A rank initializes one layer: from a Hugging Face folder (`from_pretrained_on_meta`), by the
-   model's own `_init_weights`, or by `reset_parameters`.
-2. It keeps its shards of that layer and drops the rest.
-3. It continues with the next layer.
+A rank initializes one layer, keeps its shards of it and drops the rest, then continues with the
+next one. So it never holds more than its shards of the model and one full layer, while
+`from_pretrained` reads the full model in every process. Values come from a Hugging Face folder
+(`from_pretrained_on_meta`), the model's own `_init_weights`, or `reset_parameters`.
 
-So a rank never holds more than its shards of the model and one full layer; `from_pretrained` would
-read the full model in every process. All ranks draw the same random numbers, for full layers, so
-the initial values do not depend on the number of ranks. They differ from those of a model that is
-not built on `meta`, which draws in another order.
+All ranks draw the same random numbers, for full layers, so initial values do not depend on the
+number of ranks. They differ from those of a model not built on `meta`, which draws in another
+order.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEAD = 1 << 16  # bytes at the start of a file: names, shapes and offsets of its tensors
+_SINGLE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEADER_BYTES = 1 << 16  # contains names, shapes and offsets of a file's tensors
 
 
 def from_pretrained_on_meta(
     model_class: Any, folder: str | Path, config: Any = None, **config_changes: Any
 ) -> Any:
-    """Build a model without values; a strategy reads them from `folder` while it shards the model.
+    """Build a model without values; a strategy reads them from `folder` while sharding the model.
 
     Use it in `configure_model` in place of `from_pretrained`, with `inside="fsdp"`,
     `inside="domino"` or `DominoTPStrategy`. No rank ever holds more than its shards and one unit or
@@ -65,7 +64,7 @@ def from_pretrained_on_meta(
 
 
 class SavedWeights:
-    """Tensors in a Hugging Face folder, looked up by the names that a model gives them.
+    """Tensors in a Hugging Face folder, looked up by their names in a model.
 
     Raises:
         ValueError: the folder contains no safetensors files.
@@ -73,29 +72,23 @@ class SavedWeights:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        one, index = self._folder / _ONE, self._folder / _INDEX
+        single, index = self._folder / _SINGLE_FILE, self._folder / _INDEX
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif one.is_file():
-            with _opened(one) as file:
-                files = dict.fromkeys(file.keys(), _ONE)
+        elif single.is_file():
+            with _opened(single) as file:
+                files = dict.fromkeys(file.keys(), _SINGLE_FILE)
         else:
             raise ValueError(
-                f"{str(folder)!r} has neither '{_ONE}' nor '{_INDEX}'. Pass a local folder"
+                f"{str(folder)!r} has neither '{_SINGLE_FILE}' nor '{_INDEX}'. Pass a local folder"
                 " written by `save_pretrained`, or the path returned by"
                 " `huggingface_hub.snapshot_download`."
             )
         self._files = files
 
     def check(self, model: Any) -> None:
-        """Check that the folder has a tensor for every parameter of a model.
-
-        Raises:
-            ValueError: it lacks a tensor.
-        """
-        lacking = [
-            names[0] for names in tensor_names(model).values() if not self.find(model, names)
-        ]
+        """Raise a `ValueError` unless the folder has a tensor for every parameter of a model."""
+        lacking = [n[0] for n in tensor_names(model).values() if not self.find(model, n)]
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ValueError(
@@ -106,13 +99,12 @@ class SavedWeights:
             )
 
     def find(self, model: Any, names: Iterable[str]) -> str | None:
-        """Return the name of a tensor in the folder, or None if the folder lacks it.
+        """Return the name in the folder of a tensor of `model`, or None if the folder lacks it.
 
-        Args:
-            model: the model that the tensor belongs to.
-            names: its names in the model; a tied tensor has several. The folder may have been saved
-                by a model with another head or none, so the base model's prefix is optional.
+        `names` are the tensor's names in the model; a tied tensor has several.
         """
+        # the folder may have been saved by a model with another head or none, so the base model's
+        # prefix is optional
         base = f"{getattr(model, 'base_model_prefix', '')}."
         for name in names:
             for known in (name, name.removeprefix(base), base + name):
@@ -121,7 +113,7 @@ class SavedWeights:
         return None
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor of that name, in host memory."""
+        """Return the tensor with this name, in host memory."""
         with _opened(self._folder / self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
@@ -132,7 +124,7 @@ class SavedWeights:
         for name in sorted(set(self._files.values())):
             path = self._folder / name
             with path.open("rb") as file:
-                found.update(f"{name} {path.stat().st_size} ".encode() + file.read(_HEAD))
+                found.update(f"{name} {path.stat().st_size} ".encode() + file.read(_HEADER_BYTES))
         return found.hexdigest()
 
 
@@ -152,7 +144,7 @@ def _opened(path: Path) -> Any:
 
 
 def meta_fingerprint(module: nn.Module) -> dict[str, str]:
-    """Return settings of the initialization that must be equal on all ranks, as text by name."""
+    """Return the initialization settings that must be equal on all ranks, as text by name."""
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]
     found = {"a model on the meta device": str(bool(on_meta(module)))}
@@ -169,9 +161,8 @@ class Materializer:
     """Initialize the layers of one model that are on `meta`.
 
     Args:
-        model: a transformers model, initialized by `_init_weights` or from the folder of
-            `from_pretrained_on_meta`; or a module that contains such models, whose other layers
-            have `reset_parameters` as torch's do.
+        model: a transformers model; or a module that contains such models, whose other layers have
+            `reset_parameters`, as torch's do.
         seed: random seed, the same on all ranks.
     """
 
@@ -192,7 +183,7 @@ class Materializer:
                     self._saved[tensor] = saved, name
 
     @property
-    def reads(self) -> bool:
+    def reads_folder(self) -> bool:
         """Whether some values are read from a folder."""
         return bool(self._saved)
 
@@ -202,16 +193,16 @@ class Materializer:
         Raises:
             ValueError: the model's `_init_weights` skips a tensor.
         """
-        self._give_values(list(_children_first(layer)))
+        self._initialize(list(_children_first(layer)))
 
     def materialize_rest(self) -> None:
         """Initialize all remaining layers of the model."""
         for module in _children_first(self._model):
-            self._give_values([module])
+            self._initialize([module])
 
     @torch.no_grad()
-    def _give_values(self, modules: list[nn.Module]) -> None:
-        made = [(module, *both) for module in modules for both in _make_room(module)]
+    def _initialize(self, modules: list[nn.Module]) -> None:
+        made = [(module, *both) for module in modules for both in _replace_meta_tensors(module)]
         drawn = [(module, new) for module, old, new in made if old not in self._saved]
         if drawn:
             with torch.random.fork_rng(devices=[]):
@@ -219,7 +210,7 @@ class Materializer:
                 for module in modules:
                     self._draw(module)
                 self._random = torch.get_rng_state()
-        # after drawing, which overwrites the values of a layer's children
+        # last: drawing overwrites the values of a layer's children
         for _, old, new in made:
             if old in self._saved:
                 saved, name = self._saved[old]
@@ -247,7 +238,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _replace_meta_tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Replace a module's own `meta` tensors with NaN; return the old and new tensors."""
     made: list[tuple[Tensor, Tensor]] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -262,7 +253,7 @@ def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
                     " the CPU, or use a newer transformers."
                 )
 
-            # NaN shows afterwards which values nothing has initialized
+            # NaN reveals values that nothing initializes
             new = torch.full_like(old, float("nan"), device="cpu")
             if isinstance(old, nn.Parameter):
                 tensors[name] = nn.Parameter(new, requires_grad=old.requires_grad)

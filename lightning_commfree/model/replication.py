@@ -30,13 +30,13 @@ def broadcast_initial_weights(
         channel: channel over all ranks.
         module: the model; names, shapes and dtypes must be the same on all ranks.
         fingerprint: other settings that must be equal, as text by name.
-        between: channel to the ranks that hold the same shards in other replicas, where ranks hold
-            shards; shards are copied from the first replica.
+        between: channel to the ranks that hold the same shards in other replicas, if the model is
+            sharded; shards are copied from the first replica.
 
     Raises:
         ValueError: the ranks differ; the same error on all of them.
     """
-    # first, because tensors of different shapes would make the broadcasts hang or mix them up
+    # first: with different shapes, the broadcasts would hang or mix up tensors
     check_agreement(channel, {**fingerprint, **_describe(module)})
     tensors = [*module.parameters(), *module.buffers()]
     take_first_rank(channel, (t for t in tensors if not is_shard(t)), START_TAG)
@@ -48,7 +48,7 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
     """Overwrite `tensors` with those of the channel's first rank; blocks.
 
     The tensors must have the same shapes, dtypes and order on all ranks; empty ones and those on
-    `meta` are skipped. The ranks compare hashes, 8 bytes per tensor, and send only the tensors that
+    `meta` are skipped. The ranks compare hashes, 8 bytes per tensor, and send only tensors that
     differ: none, if all ranks have loaded the same weights.
     """
     held = [local_tensor(tensor) for tensor in tensors if not tensor.is_meta]
@@ -64,7 +64,7 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
 
 
 def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> list[bool]:
-    """Return, per tensor, whether it differs from the channel's first rank's; collective.
+    """Return, per tensor, whether it differs from that of the channel's first rank; collective.
 
     The ranks must have the same number of tensors, in the same order; their sizes may differ.
     """
@@ -119,9 +119,9 @@ def averaged_buffers(
     if not buffers:
         return
 
-    # `cat` promotes to the widest dtype; with this one the sum is never in bf16
-    least = torch.zeros(0, dtype=torch.float32, device=channel.device)
-    flat = torch.cat([least, *(b.detach().reshape(-1).to(channel.device) for b in buffers)])
+    # `cat` promotes to the widest dtype: with this empty fp32 tensor, never to bf16
+    fp32 = torch.zeros(0, dtype=torch.float32, device=channel.device)
+    flat = torch.cat([fp32, *(b.detach().reshape(-1).to(channel.device) for b in buffers)])
     rows = channel.all_gather(flat, tag).wait()
     total = ordered_sum(rows)
 
@@ -134,11 +134,7 @@ def averaged_buffers(
 
 
 def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
-    """Check that the module has no SyncBatchNorm layer, which communicates in every forward.
-
-    Raises:
-        ValueError: it has one.
-    """
+    """Raise a `ValueError` if the module has a SyncBatchNorm layer."""
     if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
         raise ValueError(
             f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
@@ -150,8 +146,8 @@ def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
 class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
     """Gradient scaler with which all ranks skip the same steps; its errors name lost ranks.
 
-    A plain scaler checks only its own rank's gradients: one rank would skip a step, and the others
-    would wait for its messages. This one replaces `scaler` and keeps its scale and settings.
+    A plain scaler checks only its own rank's gradients: one rank would skip a step while the others
+    wait for its messages. This one replaces `scaler` and keeps its scale and settings.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: str, channel: Channel) -> None:
@@ -166,6 +162,6 @@ class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
         self._channel = channel
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, and agree on whether any rank found NaN or Inf."""
-        with self._channel.naming_lost("overflow"):
+        """Unscale the gradients, and agree with all ranks on whether any found NaN or Inf."""
+        with self._channel.peers.naming_lost("overflow"):
             super().unscale_(optimizer)

@@ -1,7 +1,7 @@
 """Sharded tensors: access this rank's shard, gather full tensors, and shard full tensors.
 
 The ranks of a replica may each hold a shard of a tensor. FSDP2's shards are `DTensor`s, split by
-rows. Domino's are plain tensors with a mark (`mark_shard`). Code that exchanges, saves or compares
+rows; Domino's are plain tensors with a mark (`mark_shard`). Code that exchanges, saves or compares
 tensors works on the rank's own memory (`local_tensor`). Checkpoints contain full tensors
 (`full_tensors`), from which each rank takes its shard on loading (`shard_like`).
 """
@@ -24,7 +24,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def mark_shard(parameter: nn.Parameter, is_shard: bool) -> None:
-    """Mark whether a plain parameter is only a shard, with the others on other ranks."""
+    """Mark whether a plain parameter is only one rank's shard."""
     parameter.is_shard_of_replica = is_shard  # type: ignore[attr-defined]
 
 
@@ -42,11 +42,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> Any:
     """Return a copy of nested dictionaries, lists and tuples with some values replaced.
 
-    Args:
-        value: the outermost container.
-        convert: takes a value and its dotted name; returns the value or a replacement. It is called
-            for containers too; the items of a container that it replaces are not visited.
-        name: dotted name of `value`.
+    `convert` takes a value and its dotted name, and returns the value or a replacement. It is
+    called for containers too; the items of a container that it replaces are not visited.
     """
     converted = convert(value, name)
     if converted is not value:
@@ -65,23 +62,21 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
 
 
 def full_tensors(state: Any, keep: bool) -> Any:
-    """Return a copy of nested containers with full tensors in host memory in place of shards.
+    """Copy nested containers, with full tensors in host memory in place of shards; collective.
 
-    Collective over the ranks that hold the shards. torch's `get_model_state_dict` would store a
-    tied weight once per name, and `get_optimizer_state_dict` takes an optimizer step to fill an
-    empty state, in which `DistributedLion` would vote.
-
-    Args:
-        state: nested containers; a tensor that occurs twice is gathered once.
-        keep: whether this rank needs the result; if not, its tensors are empty.
+    A tensor that occurs twice is gathered once. On ranks that do not `keep` the result, its tensors
+    are empty.
     """
+    # torch's `get_model_state_dict` would store a tied weight once per name, and
+    # `get_optimizer_state_dict` takes an optimizer step to fill an empty state, in which
+    # `DistributedLion` would vote
     gathered: dict[int, Tensor] = {}  # by the shard's id; `state` keeps the shards alive
 
     def gather(value: Any, _: str) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in gathered:
-            full = full_tensor(value)  # on all ranks: a gather needs each of them
+            full = full_tensor(value)  # collective, so even if not `keep`
             gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
         return gathered[id(value)]
 
@@ -89,11 +84,9 @@ def full_tensors(state: Any, keep: bool) -> Any:
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Return `values` sharded like `like`; unchanged if `like` is not sharded.
+    """Return `values`, a full tensor or this rank's shard of it, sharded like `like`.
 
-    Args:
-        values: the full tensor, on any device, or this rank's shard of it.
-        like: the tensor whose sharding to copy.
+    `values` is returned unchanged if `like` is not sharded.
 
     Raises:
         ValueError: the shape of `values` is neither the full one nor the shard's.
@@ -123,7 +116,7 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 class RowShards:
-    """Full states of a module that FSDP2 has sharded, and this rank's shards of such states."""
+    """Convert states of an FSDP2 module and its optimizers to full tensors and back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -138,11 +131,11 @@ class RowShards:
         }
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
-        """Return the module's full state in host memory, {} where `keep` is False; collective."""
+        """Return the module's full state in host memory, or {} if not `keep`; collective."""
         state = full_tensors(self.sharded_state_dict(), keep)
         return state if keep else {}
 
-    def gather_from_here(self, keep: bool) -> None:
+    def gather_in_state_dict(self, keep: bool) -> None:
         """Make the module's own `state_dict` return full tensors from now on."""
         # Lightning's launcher of forked ranks calls `state_dict` without asking the strategy
 
@@ -161,14 +154,11 @@ class RowShards:
         }
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, with `DTensor`s in place of plain local shards.
-
-        `DistributedLion` keeps plain tensors.
-        """
+        """Return an optimizer's state as `DTensor`s, even if it keeps plain local shards."""
         return _map_optimizer_state(optimizer, optimizer.state_dict(), shard_like)
 
     def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Return an optimizer's full state, {} where `keep` is False; collective."""
+        """Return an optimizer's full state, or {} if not `keep`; collective."""
         state: dict[str, Any] = full_tensors(self.sharded_optimizer_state(optimizer), keep)
         return state if keep else {}
 
@@ -182,24 +172,21 @@ class RowShards:
 def _map_optimizer_state(
     optimizer: Optimizer, state: Mapping[str, Any], convert: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Return an optimizer's `state_dict` with its tensors converted.
+    """Convert the tensors of an optimizer's `state_dict`, except scalars.
 
-    `convert` takes a tensor of the state, not a scalar, and the parameter that it belongs to.
+    `convert` takes a tensor and the parameter that it belongs to.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
-    # not strict: the optimizer itself refuses the state of another model
+    # not strict: the optimizer itself rejects the state of another model
     parameter_of = dict(zip(saved, parameters, strict=False))
-    return {
-        **state,
-        "state": {
-            index: {
+    converted: dict[Any, dict[str, Any]] = {}
+    for index, own in state["state"].items():
+        if index in parameter_of:
+            converted[index] = {
                 key: convert(value, parameter_of[index])
                 if isinstance(value, Tensor) and value.dim() > 0
                 else value
-                for key, value in own_state.items()
+                for key, value in own.items()
             }
-            for index, own_state in state["state"].items()
-            if index in parameter_of
-        },
-    }
+    return {**state, "state": converted}

@@ -1,7 +1,7 @@
-"""Swap the shared weights of all replicas into the module temporarily, then restore the local ones.
+"""Swap the replicas' shared weights into the module temporarily, then restore the local ones.
 
-Replicas that train apart have different local weights between two exchanges. Validations and
-checkpoints use the shared weights.
+Between two exchanges, replicas that train independently have different local weights. Validations
+and checkpoints use the shared weights.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from lightning_commfree.comm.digest import digest
 
 ADVICE = (
-    "It does so during validations and while a checkpoint is saved. Callbacks that put other"
-    " weights into the module for a validation are not supported, except for Lightning's"
-    " `WeightAveraging`: remove them, or average `outer_weights()` yourself."
+    "Callbacks that put other weights into the module for a validation are not supported, except"
+    " for Lightning's `WeightAveraging`: remove them, or average `outer_weights()` yourself."
 )
 
 
@@ -30,28 +29,22 @@ class SharedPart(Protocol):
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
         """Names of the parameters, and of the buffers."""
-        ...
 
     @property
     def local(self) -> list[Tensor]:
         """The module's own tensors, parameters before buffers."""
-        ...
 
     def outer(self) -> list[Tensor]:
         """Return the shared values, in the shapes and order of `local`."""
-        ...
 
     def show(self, shown: Tensor | None = None) -> None:
         """Copy the shared values (or `shown`, if given) into the module."""
-        ...
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module already contains the shared values; `buffers` too on demand."""
-        ...
+        """Return whether the module contains the shared parameters, and `buffers` too if asked."""
 
     def take_local(self) -> None:
-        """Set the shared values to the module's."""
-        ...
+        """Overwrite the shared values with the module's."""
 
 
 class SharedCopy:
@@ -99,30 +92,26 @@ class SharedCopy:
             own.copy_(value)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module already contains the shared values; `buffers` too on demand."""
+        """Return whether the module contains the shared parameters, and `buffers` too if asked."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
     def take_local(self) -> None:
-        """Set the shared values to the module's."""
+        """Overwrite the shared values with the module's."""
         self.load(self.local)
 
 
 class WeightSwap:
     """Swap between the local and the shared weights of a module.
 
-    Args:
-        parts: parts that together cover the model; the list may grow.
-
-    Attributes:
-        swapped_in: whether the module contains the shared weights now.
+    The `parts` together cover the model; the list may grow.
     """
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:
         self._parts = parts
-        self._aside: list[Tensor] = []  # the local weights
-        self._held: list[Tensor] = []  # hashes of the shared weights in the module
-        self.swapped_in = False
+        self._stashed: list[Tensor] = []  # the local weights
+        self._shared_hashes: list[Tensor] = []  # of the shared weights in the module
+        self.swapped_in = False  # whether the module contains the shared weights now
 
     @property
     def in_module(self) -> list[Tensor]:
@@ -132,7 +121,7 @@ class WeightSwap:
     @property
     def local(self) -> list[Tensor]:
         """The local weights, live or stashed, in the order of `in_module`."""
-        return self._aside if self.swapped_in else self.in_module
+        return self._stashed if self.swapped_in else self.in_module
 
     @torch.no_grad()
     def load_local(self, saved: Sequence[Tensor]) -> None:
@@ -142,20 +131,20 @@ class WeightSwap:
 
     @torch.no_grad()
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module contains the shared weights; averaged buffers on demand."""
+        """Return whether the module contains the shared parameters, and `buffers` too if asked."""
         return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()
     def take_local(self) -> None:
-        """Set the shared weights to the module's, before the first step."""
+        """Overwrite the shared weights with the module's, before the first step."""
         for part in self._parts:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
-        """Return the shared weights and averaged buffers by name; do not write to them.
+        """Return the shared weights and averaged buffers by name; collective within a replica.
 
-        They have the dtypes of the module's tensors and are on the device of the shared copy.
-        Collective within a replica.
+        They have the dtypes of the module's tensors and are on the device of the shared copy. Do
+        not write to them.
         """
         return {
             name: tensor
@@ -188,50 +177,46 @@ class WeightSwap:
     def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
         """Put the shared weights and averaged buffers into the module, unless already there.
 
-        Args:
-            shown: other values to put in instead, one entry per part, as its `show` takes them.
+        `shown` are other values to put in instead, one entry per part (see `SharedPart.show`).
         """
         if not self.swapped_in:
-            self._aside = [tensor.clone() for tensor in self.in_module]
+            self._stashed = [tensor.clone() for tensor in self.in_module]
             for p, part in enumerate(self._parts):
                 part.show(None if shown is None else shown[p])
-            # Hashes, as writes through `parameter.data` do not change the parameter's version.
-            self._held = self._hashes()
+            # hashes, because writes through `parameter.data` do not change a parameter's version
+            self._shared_hashes = self._hashes()
             self.swapped_in = True
 
     @torch.no_grad()
     def swap_out(self, check: bool = True) -> None:
         """Restore the local weights, bit for bit, unless the module already has them.
 
-        A buffer that was written to in between keeps its new values: a module may use it as a
-        counter during a validation.
-
-        Args:
-            check: whether to refuse writes to parameters.
-
         Raises:
-            RuntimeError: a parameter was written to in between. The local weights are restored
-                anyway.
+            RuntimeError: a parameter was written to in between (unless `check` is False). The local
+                weights are restored anyway.
         """
         if not self.swapped_in:
             return
         names = [
             (name, name in part.names[0]) for part in self._parts for name in chain(*part.names)
         ]
-        same = torch.stack(self._hashes()).eq(torch.stack(self._held)).tolist()
+        same = torch.stack(self._hashes()).eq(torch.stack(self._shared_hashes)).tolist()
         written = []
         for (name, trained), tensor, kept, is_same in zip(
-            names, self.in_module, self._aside, same, strict=True
+            names, self.in_module, self._stashed, same, strict=True
         ):
             if trained and not is_same:
                 written.append(name)
-            if trained or is_same:  # parameters always: training continues from the local weights
+            # A buffer that was written to keeps its new value: it may be a counter of validations.
+            # Parameters do not: training continues from the local weights.
+            if trained or is_same:
                 tensor.copy_(kept)
-        self._aside, self._held, self.swapped_in = [], [], False
+        self._stashed, self._shared_hashes, self.swapped_in = [], [], False
         if written and check:
             raise RuntimeError(
                 f"The parameters {written[:3]}{' and others' if written[3:] else ''} were modified"
-                f" while the module contained the outer weights. {ADVICE}"
+                " while the module contained the outer weights, as it does during validations and"
+                f" saves. {ADVICE}"
             )
 
     def _hashes(self) -> list[Tensor]:
@@ -239,20 +224,17 @@ class WeightSwap:
 
 
 class OuterView:
-    """View of a module in which the shared weights replace the local ones.
-
-    The shared weights are gathered once, at the first use.
-    """
+    """A module with the shared weights, gathered on first use, in place of the local ones."""
 
     def __init__(self, module: nn.Module, swap: WeightSwap) -> None:
         self._module, self._swap = module, swap
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters, with shared values where there are any; do not write to them."""
+        """Yield the parameters, with shared values where they exist; do not write to them."""
         return (self._values.get(name, own) for name, own in self._module.named_parameters())
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers, with shared values where there are any; do not write to them."""
+        """Yield the buffers, with shared values where they exist; do not write to them."""
         return (self._values.get(name, own) for name, own in self._module.named_buffers())
 
     def __getattr__(self, name: str) -> Any:

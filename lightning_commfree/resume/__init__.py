@@ -1,18 +1,11 @@
 """Checkpoints and exact resume, for any algorithm.
 
-A checkpoint is a Lightning checkpoint with full tensors, plus one entry: the state shared by all
-replicas, saved once, and rank 0's own state. Every other rank writes its own state to a file beside
-the checkpoint.
-
-    exact            contents of a checkpoint; saving, and resuming from it
-    rank_files       one file per rank, beside the checkpoint
-    own_tensors      untrained tensors that can differ between ranks
-    data_position    loaders, random numbers, half-accumulated gradients
-    loops            Lightning's loops, set back to the moment of the save
-    files            atomic writes, and checksums when reading
-    folders          checkpoints of large sharded models, as folders
-    checkpoint_io    Lightning's checkpoint plugins
-
-Nothing here is specific to an algorithm; private names of Lightning come from
-`lightning_internals`.
+exact            contents of a checkpoint; saving, and resuming from it
+rank_files       one file per rank, beside the checkpoint
+own_tensors      untrained tensors that can differ between ranks
+data_position    loaders, random numbers, half-accumulated gradients
+loops            Lightning's loops, set back to the moment of the save
+files            atomic writes, and checksums when reading
+folders          checkpoints of large sharded models, as folders
+checkpoint_io    Lightning's checkpoint plugins
 """

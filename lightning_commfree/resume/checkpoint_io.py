@@ -23,9 +23,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's `TorchCheckpointIO` with atomic writes; also reads checkpoint folders.
 
     Args:
-        maps: memory-map local files, and read tensors of a folder lazily, so that a rank that holds
-            shards reads only those. While a fit resumes from a file, it may be replaced or removed,
-            but not modified in place.
+        maps: memory-map local files and read tensors of a folder lazily, so that a rank reads only
+            its shards. While a fit resumes from a file, the file may be replaced or removed, but
+            not modified in place.
     """
 
     def __init__(self, maps: bool = False) -> None:
@@ -51,7 +51,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: FilePath, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint atomically; Lightning writes it if `path` is remote.
+        """Write a checkpoint atomically; a remote `path` is left to Lightning.
 
         Raises:
             RuntimeError: it cannot be written; an existing file is unchanged.
@@ -63,7 +63,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def with_atomic_writes(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
-    """Return the user's plugin or the default; wrapper plugins get the default as inner plugin."""
+    """Return the default plugin, or the user's; a user's wrapper gets the default to wrap."""
     if plugin is None:
         return AtomicCheckpointIO(maps)
     if hasattr(plugin, "checkpoint_io"):

@@ -1,14 +1,13 @@
 """Save and restore a rank's position in an epoch: random numbers, loaders, gradients.
 
-Lightning restores the loops (with help from `loops`), but not the random number generators, not the
-gradients of a half-accumulated optimizer step, and not the position of a loader without a
-`state_dict`: such a loader would start again with the epoch's first batches.
+Lightning restores the loops (with help from `loops`), but not the random number generators, the
+gradients of a half-accumulated optimizer step, or the position of a loader without a `state_dict`,
+which would start again with the epoch's first batches.
 
 A shuffling loader draws from the global generator or from its own (`DataLoader(generator=...)`):
 when its first batch is read or, with worker processes, when its iterator is made, which also seeds
-the workers. `EpochStart` records the generators at both moments. A resumed fit makes the iterator
-and reads the first batch with the same generator states, so order and workers' random numbers are
-the same.
+the workers. `EpochStart` records the generators at both moments, and a resumed fit repeats both
+with the same states.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the generator states that `random_state` returned."""
+    """Restore the states that `random_state` returned."""
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
@@ -74,22 +73,14 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def loader_generators(loaders: Iterable[object]) -> list[torch.Generator]:
-    """Return the loaders' own generators (`DataLoader(generator=...)`), without duplicates.
-
-    Generators of samplers are not included: each kind of sampler keeps its generator elsewhere.
-    """
+    """Return the loaders' own generators, without duplicates."""
+    # samplers' generators are not included: each kind of sampler keeps its own elsewhere
     given = (getattr(loader, "generator", None) for loader in loaders)
     return list(dict.fromkeys(one for one in given if isinstance(one, torch.Generator)))
 
 
-def generator_states(loaders: Iterable[object]) -> GeneratorStates:
-    """Return the states of the host's generators and of the loaders' own."""
-    generators = [generator.get_state() for generator in loader_generators(loaders)]
-    return {"random": random_state(torch.device("cpu")), "generators": generators}
-
-
 def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
-    """Restore the generator states that `generator_states` returned; do nothing for None."""
+    """Restore recorded generator states; do nothing for None."""
     if state is not None:
         set_random_state(state["random"], torch.device("cpu"))
         set_generators(state["generators"], loaders)
@@ -120,10 +111,7 @@ class EpochStart:
     2. Before the epoch's first batch is read.
 
     The restart of a shorter one of several loaders, in the middle of an epoch, is not recorded.
-
-    Args:
-        trainer: at the start of a fit, before it makes its loaders.
-        patches: receive wrappers of two methods of the Trainer's objects.
+    Create it before the Trainer makes its loaders; `patches` receives wrappers of two methods.
 
     Attributes:
         iterator: the states before this epoch's iterator was made; None: it is not made yet.
@@ -140,15 +128,15 @@ class EpochStart:
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         prepare, begin = strategy.process_dataloader, loop.on_run_start
 
-        def note_and_prepare(loader: object) -> object:
+        def record_and_prepare(loader: object) -> object:
             if trainer.training:  # else it is a validation loader
                 self._host = random_state(torch.device("cpu"))
                 self._prepared |= {own: own.get_state() for own in loader_generators([loader])}
             return prepare(loader)
 
-        def note_and_begin(fetcher: Any) -> None:
+        def record_and_begin(fetcher: Any) -> None:
             before, made = self._now(), fetcher.iterator
-            # cleared to find out whether `begin` makes a new one; in the first epoch it does not
+            # cleared to detect whether `begin` makes a new one; in the first epoch it does not
             fetcher.iterator = None
             begin(fetcher)
             is_new = fetcher.iterator is not None
@@ -161,8 +149,8 @@ class EpochStart:
             self.iterator = before if is_new else self._when_prepared()
             self.batch = self._now()
 
-        patches.put(strategy, "process_dataloader", note_and_prepare)
-        patches.put(loop, "on_run_start", note_and_begin)
+        patches.put(strategy, "process_dataloader", record_and_prepare)
+        patches.put(loop, "on_run_start", record_and_begin)
 
     def state_dict(self) -> dict[str, Any]:
         """Return both records (None if not made yet) and the current loader generators."""
@@ -170,16 +158,13 @@ class EpochStart:
         return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore the saved records.
-
-        Args:
-            state: the state that `state_dict` returned.
-            begun: whether the resumed fit begins in the middle of the recorded epoch.
-        """
+        """Restore the saved records; `begun`: the resumed fit begins within the recorded epoch."""
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
     def _now(self) -> GeneratorStates:
-        return generator_states(training_loaders(self._trainer))
+        own = loader_generators(training_loaders(self._trainer))
+        states = [generator.get_state() for generator in own]
+        return {"random": random_state(torch.device("cpu")), "generators": states}
 
     def _when_prepared(self) -> GeneratorStates | None:
         """Return the generator states when the first epoch's loaders were prepared."""
@@ -199,15 +184,9 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochStart) -> Any:
     """Return this rank's position in the training data.
 
-    Args:
-        trainer: the Trainer, during a fit.
-        checkpoint: Lightning's, as dumped on this rank.
-        begin: this Trainer's records.
-
-    Returns:
-        "loaders": states of loaders with a `state_dict`; None if they need pickle, so that
-        Lightning restores rank 0's. "ahead": prefetched batches (one, for data without a length);
-        None if they need pickle. "epoch_start" and "random": generator states.
+    "loaders": states of loaders with a `state_dict`; None if they need pickle, and Lightning then
+    restores rank 0's. "ahead": prefetched batches (one, for data without a length); None if they
+    need pickle. "epoch_start" and "random": generator states.
     """
     works = MID_EPOCH.works(trainer)
     ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
@@ -222,8 +201,8 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
 def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return the gradients of a half-accumulated optimizer step by parameter name, not copied.
 
-    Empty between two accumulations, when an optimizer step has used the gradients. With manual
-    optimization only the module knows whether it will use those that are there.
+    Empty between two accumulations. With manual optimization all gradients are returned, because
+    only the module knows whether it will use them.
     """
     module = trainer.lightning_module
     if module.automatic_optimization and not in_accumulation(trainer):
@@ -238,8 +217,8 @@ def not_saved(
     texts = needing_pickle(checkpoint, own, trainer.world_size)
     if in_accumulation(trainer) and not own["gradients"]:
         texts.append(
-            "the gradients of a half-accumulated optimizer step are lost: FSDP does not expose them"
-            " before the step"
+            "the gradients of a half-accumulated optimizer step are lost: FSDP exposes them only at"
+            " the step"
         )
     return texts + _skipped_schedulers(trainer)
 
@@ -286,22 +265,15 @@ def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
 def restore_data_position(
     trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]
 ) -> list[str]:
-    """Restore loops, loaders and RNG state, as the last step before training.
+    """Restore loops, loaders and random numbers, as the last step before training.
 
     1. Saved in the middle of an epoch: draw the epoch's order again from the recorded generator
        states, read and drop the batches that were trained on, then restore the generators.
     2. Saved at the end of an epoch, or after its last batch: restore the generators; Lightning
        makes the next epoch's iterator, which draws from them.
 
-    A loader with a `state_dict` restores its own position.
-
-    Args:
-        trainer: the Trainer, in `Strategy.on_train_start` of a resumed fit.
-        begin: this Trainer's records; receives the saved ones.
-        own: this rank's own state, with the entries of `data_state`.
-
-    Returns:
-        Messages about state that could not be restored.
+    A loader with a `state_dict` restores its own position. `own` has the entries of `data_state`;
+    `begin` takes over the saved records. Returns messages about state that could not be restored.
     """
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
@@ -346,14 +318,14 @@ def _restore_iterator(
         return []
     if fetcher.length is None:
         unknown = (
-            "the training data have neither a length nor a `state_dict`, so the fit starts again"
-            " with their first batch. Implement `state_dict` and `load_state_dict` in the loader"
+            "the training data have neither a length nor a `state_dict`, so the fit starts with"
+            " their first batch. Implement `state_dict` and `load_state_dict` in the loader"
         )
         return [unknown] if moment.batches else []
 
     for loader in loaders:
         if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
-            loader._iterator = None  # persistent workers, which `setup_data` seeded differently
+            loader._iterator = None  # its persistent workers were seeded before this restore
     set_generator_states(begin.iterator, loaders)
     iter(fetcher)
     set_generator_states(begin.batch, loaders)

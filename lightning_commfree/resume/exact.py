@@ -1,7 +1,6 @@
 """Exact resume: the contents of a checkpoint, and how each rank restores its own state.
 
-`ExactResume` belongs to a strategy, which calls its methods in the order in which they appear here.
-It adds one entry to a Lightning checkpoint:
+A checkpoint is Lightning's, with full tensors, and one more entry:
 
     checkpoint["lightning_commfree"] = {
         "ranks", "token", "folder",      # number of ranks, the save's id, folder of its rank files
@@ -37,7 +36,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
 
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
@@ -67,18 +65,13 @@ State = dict[str, Any]
 
 
 class Resumable(Protocol):
-    """The interface of an algorithm for saving and exact resume.
+    """The interface of an algorithm for saving and exact resume."""
 
-    Attributes:
-        name: the algorithm's name; a resume uses only states saved under the same name.
-        replicas: True if each replica has its own model, optimizers and untrained tensors. False if
-            all ranks hold shards of one model, which a checkpoint contains in full.
-        free_at_resume: names in `fingerprint` whose values may change at a resume.
-    """
-
-    name: str
+    name: str  # a resume uses only states saved under the same name
+    # True if each replica has its own model, optimizers and untrained tensors; False if all ranks
+    # hold shards of one model, which a checkpoint contains in full.
     replicas: bool = True
-    free_at_resume: frozenset[str] = frozenset()
+    free_at_resume: frozenset[str] = frozenset()  # `fingerprint` values that may change at a resume
 
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks and at an exact resume."""
@@ -93,9 +86,7 @@ class Resumable(Protocol):
     def load_state_dict(self, shared: State, own: State | None) -> None:
         """Restore the state that `state_dict` returned, before the first step.
 
-        Args:
-            shared: the state shared by all replicas.
-            own: this rank's own state; None for a replica that is new.
+        `own` is None for a new replica.
         """
 
     def adopt(
@@ -118,9 +109,9 @@ class Resumable(Protocol):
 
 @contextmanager
 def fail_together(ranks: Any) -> Iterator[None]:
-    """If the `with` block fails on any rank, raise an error on all ranks.
+    """If the `with` block fails on any rank, raise an error on all ranks; collective.
 
-    A rank that has not failed raises the error text of the first rank that has.
+    Ranks on which it succeeds raise the error text of the first rank on which it failed.
     """
     failure = None
     try:
@@ -146,14 +137,8 @@ class _Fit:
 class Save:
     """A checkpoint to resume from, with its rank files.
 
-    Args:
-        path: where the checkpoint was read.
-        checkpoint: the loaded checkpoint.
-        ranks: all ranks of the fit (`strategies.ranks.Ranks`).
-        weights_only: the argument of `Trainer.fit`; None means True.
-
-    Attributes:
-        entry: the checkpoint's entry `KEY`, empty if it has none.
+    `entry` is the checkpoint's entry `KEY`, empty if it has none; `weights_only` is the argument of
+    `Trainer.fit`, where None means True.
 
     Raises:
         RuntimeError: the entry was written by another version.
@@ -236,12 +221,7 @@ class Save:
 
 
 class ExactResume:
-    """Saves and restores each rank's own state.
-
-    Args:
-        strategy: the strategy that saves and resumes.
-        ranks: all ranks of the job (`strategies.ranks.Ranks`).
-    """
+    """Save and restore each rank's own state; `strategy` calls the methods in this order."""
 
     def __init__(self, strategy: Any, ranks: Any) -> None:
         self._strategy, self._ranks = strategy, ranks
@@ -251,7 +231,7 @@ class ExactResume:
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Start to record random generator states, before the first loader is made."""
+        """Start recording random generator states; call it before the first loader is made."""
         self._epoch_start = EpochStart(trainer, patches)
 
     # -- resuming
@@ -259,16 +239,13 @@ class ExactResume:
     def read(self, path: FilePath, checkpoint: State, weights_only: bool | None = None) -> None:
         """Read this rank's own state of a checkpoint that a fit resumes from; collective.
 
-        This rank's optimizer and scheduler states then replace rank 0's in `checkpoint`, because
-        Lightning restores them from there later.
-
         Raises:
             RuntimeError: a rank file is from another rank or save, or damaged; on all ranks.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if not fits or (self._fit is not None and not strategy.restore_checkpoint_after_setup):
-            return  # a user's hook loads a checkpoint; this is not a resume
+            return  # a user's hook loads a checkpoint; not a resume
         save = Save(path, checkpoint, self._ranks, weights_only)
         self._own = None
         if save.entry.get("ranks") == self._ranks.size:
@@ -279,10 +256,10 @@ class ExactResume:
             self._restore_own(self._fit, save)
 
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
-        """Begin a fit; if it resumes, restore this rank's own weights and tensors. Collective.
+        """Begin a fit in `setup`, after the optimizers are created; collective.
 
-        Called in `setup`, when module, optimizers, algorithm and layout (`inside`) exist. If
-        Lightning restores checkpoints after setup, `read` restores them instead.
+        If it resumes, restore this rank's own weights and tensors. If Lightning restores
+        checkpoints after setup, `read` does that instead.
         """
         tensors = OwnTensors(trainer.lightning_module, self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
@@ -290,7 +267,7 @@ class ExactResume:
             self._restore_own(self._fit, self._save)
 
     def restore_position(self) -> bool:
-        """Restore loops, position in the data and random numbers; called from `on_train_start`.
+        """Restore loops, position in the data and random numbers, in `on_train_start`.
 
         Returns:
             Whether any of this rank's own state was restored.
@@ -305,7 +282,9 @@ class ExactResume:
             restore_loops(fit.trainer)
             return bool(own)
         lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
-        _put_gradients(fit.trainer.lightning_module, own.get("gradients", {}))
+        for name, gradient in own.get("gradients", {}).items():
+            parameter = fit.trainer.lightning_module.get_parameter(name)
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
         if lost:
             rank_zero_warn(f"The resume is not exact in these respects: {'; '.join(lost)}.")
         return True
@@ -322,12 +301,12 @@ class ExactResume:
         own, checkpoint = self._own or {}, save.checkpoint
         self._own = {"shared": save.entry.get("shared"), **own} if own else {}
 
-        # Lightning restores these later, from the checkpoint, which contains rank 0's
+        # Lightning restores these later, from the checkpoint, which contains rank 0's states
         if own.get("schedulers"):
             checkpoint["lr_schedulers"] = own["schedulers"]
         if "optimizers" in own:
             checkpoint["optimizer_states"] = own["optimizers"]
-        if own.get("precision"):  # empty without a gradient scaler; a scaler refuses empty states
+        if own.get("precision"):  # empty without a gradient scaler, which rejects empty states
             plugin = type(self._strategy.precision_plugin).__qualname__
             checkpoint[plugin] = own["precision"]
         if not self._strategy.restore_checkpoint_after_setup:
@@ -335,7 +314,7 @@ class ExactResume:
 
     @staticmethod
     def _restore_weights(fit: _Fit, own: State) -> None:
-        # first, because the algorithm overwrites the tensors that it exchanges
+        # first: the algorithm overwrites the tensors that it exchanges
         fit.tensors.load(own.get("tensors", {}))
         if "algorithm" in own:
             fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
@@ -347,10 +326,7 @@ class ExactResume:
     def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
         """Write a checkpoint and, in a fit, the rank files; collective.
 
-        Args:
-            checkpoint: Lightning's; rank 0 adds the entry `KEY` to it.
-            filepath: rank 0's is used on all ranks.
-            options: options for the checkpoint plugin.
+        Rank 0's `filepath` is used on all ranks, and rank 0 adds the entry `KEY` to `checkpoint`.
 
         Raises:
             RuntimeError: a file cannot be written; on all ranks.
@@ -359,7 +335,7 @@ class ExactResume:
         if fit is None or "optimizer_states" not in checkpoint:  # weights only
             self._write(checkpoint, filepath, options)
             return
-        # names of saved and removed files may depend on a metric that differs between ranks
+        # rank 0's names: file names may depend on a metric that differs between ranks
         token = f"{fit.trainer.global_step}-{time.time_ns():x}"
         filepath, token, removed = ranks.broadcast((filepath, token, self._removed))
         # this save may reuse the path of a removed checkpoint
@@ -380,9 +356,10 @@ class ExactResume:
                 }
             else:
                 files.write(owner, own)
+        # after the rank files: if a process dies before this, the old checkpoint still has its own
         self._write(checkpoint, filepath, options)
-        # with an asynchronous plugin the new checkpoint may not be written yet: keep the rank files
-        # of the previous one until the next save
+        # an asynchronous plugin may not have written the new checkpoint yet: keep the rank files of
+        # the previous one until the next save
         files.remove_older(token, keep=int(writes_later(self._strategy.checkpoint_io)))
 
     def _state(self, fit: _Fit, checkpoint: State) -> tuple[State, State]:
@@ -407,7 +384,7 @@ class ExactResume:
                 "tensors": fit.tensors.state(strategy.channels),
             }
         if strategy.channels.within.rank:
-            own["shared"] = shared  # for this rank's shards; the checkpoint has rank 0's
+            own["shared"] = shared  # with this rank's shards; the checkpoint has rank 0's
         return shared, own
 
     def _write(self, checkpoint: State, filepath: FilePath, options: Any) -> None:
@@ -419,14 +396,14 @@ class ExactResume:
                     write_folder(checkpoint, filepath, strategy.channels.within)
                 return
             if strategy.is_global_zero and writes_later(strategy.checkpoint_io):
-                # Lightning before 2.6 does not copy, and would write tensors that changed meanwhile
+                # Lightning before 2.6 does not copy, and would write tensors that have changed
                 checkpoint = copy_to_cpu(checkpoint)
             DDPStrategy.save_checkpoint(strategy, checkpoint, filepath, options)
 
     # -- removing
 
     def remove(self, filepath: FilePath) -> None:
-        """Remove the rank files of a checkpoint. Called from `remove_checkpoint`.
+        """Remove a checkpoint's rank files, after `remove_checkpoint` has removed it.
 
         Files on other machines' disks are removed at the next save, or in `remove_leftovers`.
         """
@@ -445,12 +422,5 @@ class ExactResume:
         self._removed = []
 
     def end(self) -> None:
-        """Forget the fit. Called from `teardown`."""
+        """Forget the fit, in `teardown`."""
         self._fit = self._save = self._own = None
-
-
-def _put_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Restore the gradients of a half-accumulated step, before a resumed fit's first batch."""
-    for name, gradient in gradients.items():
-        parameter = module.get_parameter(name)
-        parameter.grad = gradient.to(parameter.device, parameter.dtype)

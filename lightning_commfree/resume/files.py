@@ -1,10 +1,9 @@
 """Atomic writing of checkpoint files, and verification when they are read.
 
-A file is written under a hidden name in the same folder, flushed to the disk, and renamed; then
-the folder is flushed. If the process is killed or the disk is full, the old file stays as it was.
-(Lightning writes below `$TMPDIR` and moves the file; across file systems the move is a copy over
-the old file.) The hidden name is always the same, so the next save replaces the leftovers of a
-killed one.
+A file is written under a hidden name in the same folder, flushed to the disk and renamed; then the
+folder is flushed. If the process is killed or the disk is full, the old file is unchanged.
+(Lightning writes to `$TMPDIR` and moves the file, which across file systems overwrites the old
+file.) The hidden name is always the same, so the next save replaces the leftovers of a killed one.
 
 `torch.save` writes a checksum (CRC-32) of every record, but `torch.load` ignores them.
 `verify_file` compares them, at about 0.3 s per GB in the page cache.
@@ -31,7 +30,7 @@ _FOLDER_BIT = 0x10  # in a zip record's attributes: the record is a folder
 
 
 def write_atomic(state: Any, path: FilePath) -> None:
-    """Write a file atomically with `torch.save`; missing parent folders are made.
+    """Write a file atomically with `torch.save`; creates missing parent folders.
 
     Args:
         state: tensors and other values, which must not change meanwhile.
@@ -55,6 +54,7 @@ def write_atomic(state: Any, path: FilePath) -> None:
         with half.open("wb") as file:
             sink.write_all(state, file)
         os.replace(half, target)
+        # the entries of new folders, too, must survive a power failure
         for folder in (target.parent, *(folder.parent for folder in new)):
             sync_folder(folder)
     except OSError as error:
@@ -68,8 +68,8 @@ def write_atomic(state: Any, path: FilePath) -> None:
 class _Sink:
     """A file object for `torch.save` that survives a full disk.
 
-    After an error it stops writing but keeps counting bytes. So torch finishes normally, without
-    its own error about a half-written file, and the message can say how much space is missing.
+    After an error it stops writing but keeps counting bytes. So torch finishes without an error of
+    its own about a half-written file, and the message can say how much space is missing.
     """
 
     def __init__(self) -> None:
@@ -78,11 +78,7 @@ class _Sink:
         self._error: OSError | None = None
 
     def write_all(self, state: Any, file: IO[bytes]) -> None:
-        """Write a state to the disk.
-
-        Raises:
-            OSError: the first error while writing.
-        """
+        """Write a state to the disk; raise the first `OSError` at the end."""
         self._write = file.write
         torch.save(state, cast("IO[bytes]", self))  # it calls `write` and `flush`
         if self._error is not None:
@@ -108,7 +104,7 @@ def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to the disk, so that a rename survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network file systems do not support it
+        with suppress(OSError):  # unsupported by some network file systems
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -136,9 +132,7 @@ def _megabytes(count: int) -> str:
 def read_verified(path: FilePath, weights_only: bool = True) -> Any:
     """Verify and read a file that `torch.save` wrote, with tensors on the CPU.
 
-    Args:
-        path: the file.
-        weights_only: refuse anything whose loading could run code.
+    With `weights_only`, objects whose loading could run code are refused.
 
     Raises:
         RuntimeError: the file is damaged, or contains objects that `weights_only` refuses.
@@ -176,9 +170,7 @@ def verified_reading(path: FilePath) -> Iterator[None]:
 
 
 def verify_file(path: FilePath) -> None:
-    """Verify the checksums of a file that `torch.save` wrote.
-
-    Other kinds of files, and files on remote file systems, are not checked.
+    """Verify the checksums of a local file that `torch.save` wrote; other files are not checked.
 
     Raises:
         RuntimeError: the file is damaged.
@@ -226,9 +218,9 @@ def local_path(path: FilePath) -> Path | None:
 
 
 def _is_archive(path: FilePath) -> bool:
-    """Return whether the file ends as a zip archive does; a truncated file does not."""
+    """Return whether the file ends like a zip archive; a truncated file does not."""
     with fsspec.open(str(path), "rb") as file:
         try:
             return zipfile.is_zipfile(file)
-        except zipfile.BadZipFile:  # its end is damaged
+        except zipfile.BadZipFile:  # damaged at the end
             return False

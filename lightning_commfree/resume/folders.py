@@ -1,7 +1,7 @@
 """Checkpoint folders: each rank of a replica writes its shards of a large model.
 
-Writing one file means that one rank gathers and writes everything. With FSDP, all ranks of the
-first replica can write their shards at once instead, by `torch.distributed.checkpoint`:
+A checkpoint file is gathered and written by one rank. With FSDP, all ranks of the first replica can
+write their shards in parallel instead, with `torch.distributed.checkpoint`:
 
     last.ckpt/checkpoint.pt    the checkpoint, with names in place of sharded tensors
     last.ckpt/.metadata        which file contains which shards of each tensor, by name
@@ -59,7 +59,7 @@ from lightning_commfree.resume.files import (
 REST, _METADATA = "checkpoint.pt", ".metadata"
 NAME = "in the folder"  # {NAME: name} replaces a sharded tensor in checkpoint.pt
 TOKEN = "lightning_commfree.token"  # key of a number that is unique to the save, in all its files
-# unpickling the metadata may construct only types of these modules, whose constructors are harmless
+# the only types that unpickling the metadata may construct; their constructors are harmless
 _DCP = "torch.distributed.checkpoint"
 _MODULES = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "torch")
 _ALSO = {
@@ -80,10 +80,8 @@ def is_folder(path: Path) -> bool:
 def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
-    Args:
-        checkpoint: this rank's checkpoint; on ranks other than the first, only its shards are used.
-        path: the folder; anything at this path is replaced.
-        channel: connects the ranks of the replica.
+    On ranks other than the first, only the checkpoint's shards are used. Anything at `path` is
+    replaced.
 
     Raises:
         RuntimeError: it cannot be written; an existing checkpoint is unchanged.
@@ -136,7 +134,7 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
 
 
 def _make_empty(folder: Path) -> str:
-    """Make an empty folder, replacing leftovers of a killed save; return an error text or ""."""
+    """Create an empty folder in place of a killed save's leftovers; return an error text or ""."""
     try:
         _remove(folder)
         folder.mkdir(parents=True)
@@ -206,10 +204,8 @@ def read_folder_tensors(state: Any) -> Any:
 def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> Any:
     """Read a checkpoint folder; not collective.
 
-    Args:
-        folder: the checkpoint.
-        weights_only: refuse anything whose loading could run code.
-        lazy: return `FolderTensor`s for sharded tensors, to be read later.
+    With `weights_only`, refuse objects whose loading could run code. With `lazy`, return
+    `FolderTensor`s in place of sharded tensors, to be read later.
 
     Raises:
         RuntimeError: it is damaged, or contains objects that `weights_only` refuses.
@@ -287,7 +283,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read a folder's metadata (which file contains which shards), without running code from it."""
+    """Read which file contains which shards, without running code from the metadata."""
     with (folder / _METADATA).open("rb") as file:
         metadata: Metadata = _Unpickler(file).load()
     return metadata

@@ -1,8 +1,8 @@
 """Set Lightning's loops back to the moment at which a checkpoint was written.
 
-Lightning restores the counters of its loops and derives the remaining work from them. Around the
-end of an epoch it gets that wrong: it skips or repeats steps. Here the loops are set so that a
-resumed fit does exactly what the saved fit did after the save:
+Lightning restores the counters of its loops and derives the remaining work from them. Near the end
+of an epoch it skips or repeats steps. Here the loops are set so that a resumed fit does exactly
+what the saved fit did after the save:
 
 ===================================  ===============================================================
 saved                                the resumed fit begins with
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
 
 def restore_loops(trainer: pl.Trainer) -> Moment:
-    """Restore Lightning's loops to their state at the save. Called from `on_train_start`."""
+    """Restore Lightning's loops to their state at the save, in `on_train_start`."""
     loop = trainer.fit_loop
     epochs, progress = loop.epoch_progress, loop.epoch_loop.batch_progress
     batch: Any = progress.current
@@ -56,7 +56,7 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
     )
     begun, over = loop.restarted_mid_epoch or in_hook, 0
     if begun:
-        # the only case in which `_FitLoop.reset` has already ended the epoch
+        # the only case in which Lightning's `_FitLoop.reset` has already ended the epoch
         over = (
             loop.restarted_mid_epoch
             and loop.epoch_loop.restarted_on_train_batch_end
@@ -76,22 +76,14 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
     if begun:
         _continue_after_batch(trainer, batch.processed, trained, in_hook)
     else:
-        _begin_epoch(trainer)
+        loop.on_iteration_done()
+        loop.epoch_loop.reset_restart_stage()
+        loop.epoch_loop.restarting = False  # the setter does the same for its child loops
     return Moment(epoch.processed, batch.processed, begun, trained, in_hook)
 
 
-def _begin_epoch(trainer: pl.Trainer) -> None:
-    loop = trainer.fit_loop
-    loop.on_iteration_done()
-    loop.epoch_loop.reset_restart_stage()
-    loop.epoch_loop.restarting = False  # the setter does the same for its child loops
-
-
 def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook: bool) -> None:
-    """Continue an epoch after its first `batches` batches.
-
-    If the save was in `on_train_batch_end`, a validation may be due right after it.
-    """
+    """Continue an epoch after its first `batches` batches."""
     restart_in_mid_epoch(trainer)
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for name in ("ready", "started", "completed"):
@@ -105,7 +97,8 @@ def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_h
         fetcher.reset()
         fetcher.iterator, fetcher.done = iter(()), True
 
-    # with a validation, Lightning runs the rest of the batch's end and counts the step itself
+    # A validation may be due right after a save in `on_train_batch_end`. With one, Lightning runs
+    # the rest of the batch's end and counts the step itself.
     if in_hook and not validate_first(trainer) and not accumulates(trainer):
         count_step(trainer)
 

@@ -1,9 +1,9 @@
 """Untrained tensors that can differ between ranks: mean teachers, counters, queues, caches.
 
-Hooks change such tensors. A checkpoint contains only rank 0's, and no non-persistent buffers. So
-each rank saves its persistent tensors that differ from rank 0's, and its non-persistent buffers
-that changed during the fit. Trained parameters and averaged floating-point buffers are not
-included: the strategy restores them.
+A checkpoint contains only rank 0's, and no non-persistent buffers. So each rank saves its
+persistent tensors that differ from rank 0's, and its non-persistent buffers that changed during the
+fit. Trained parameters and averaged floating-point buffers are not included: the strategy restores
+them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ TAG = "save"  # in the ledger
 
 
 class OwnTensors:
-    """The untrained tensors of one fit.
-
-    Args:
-        module: the same on all ranks: no rank has restored its own state yet.
-        optimizers: this rank's optimizers; the parameters that they train are excluded.
-    """
+    """The untrained tensors of one fit; created before any rank has restored its own state."""
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         self._module = module
@@ -40,8 +35,7 @@ class OwnTensors:
         """Return the tensors that this rank must save, without copying them; collective."""
         persistent, others = self._tensors()
         found: dict[str, Tensor] = {}
-        # A large frozen base model is the same on all ranks. Comparing digests, 8 bytes per tensor,
-        # keeps it out of the rank files.
+        # comparing digests keeps a large frozen base model, the same on all ranks, out of the files
         for channel, sharded in ((channels.world, False), (channels.between, True)):
             some = {name: one for name, one in persistent.items() if is_shard(one) == sharded}
             differ = differ_from_first(channel, list(some.values()), TAG)
@@ -54,9 +48,8 @@ class OwnTensors:
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore the tensors that `state` returned; replace buffers that now have another size."""
-        tensors = {
-            name: local_tensor(one) for kind in self._tensors() for name, one in kind.items()
-        }
+        persistent, others = self._tensors()
+        tensors = {name: local_tensor(one) for name, one in (persistent | others).items()}
         for name, saved in state.items():
             tensor = tensors.get(name)
             if tensor is not None and tensor.shape == saved.shape:

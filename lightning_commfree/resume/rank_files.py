@@ -7,16 +7,13 @@ rank 0's own state is in the checkpoint, and every other rank writes a file:
     checkpoints/last.ckpt                                   Lightning's, with rank 0's own state
     checkpoints/.commfree/last.ckpt/120-5f3a.../rank_3.pt   rank 3's own state, saved at step 120
 
-The `.commfree` folder is beside the checkpoints, so it is copied and moved together with them, and
-it is writable wherever they are. It is hidden: `ls`, `glob("*")` and `cp folder/*` skip it,
-`os.listdir` does not. A job of one rank has none.
+The `.commfree` folder is copied and moved together with the checkpoints. It is hidden: `ls`,
+`glob("*")` and `cp folder/*` skip it, `os.listdir` does not. A job of one rank has none.
 
 A checkpoint always matches its rank files, even if a process dies during a save: new rank files are
 complete before the checkpoint is replaced, and old ones are removed afterwards. Ranks without a
-shared disk write and read their file on their own machine.
-
-Every file contains its rank, the number of ranks and the token of its save. Files that were
-swapped, copied to another rank or left over from another save are refused by name.
+shared disk use a file on their own machine. Every file contains its rank, the number of ranks and
+the token of its save, so swapped or leftover files are refused.
 """
 
 from __future__ import annotations
@@ -52,8 +49,7 @@ class Owner(NamedTuple):
 class RankFiles:
     """The rank files of one checkpoint path, with a folder for each save to that path.
 
-    Args:
-        checkpoint_path: path of the `.ckpt`; local, or any URL that fsspec opens.
+    `checkpoint_path` is local, or any URL that fsspec opens.
     """
 
     def __init__(self, checkpoint_path: FilePath) -> None:
@@ -85,10 +81,8 @@ class RankFiles:
     def read(self, owner: Owner, folder: str, weights_only: bool = True) -> Any:
         """Read a rank's state; return None if its file is missing.
 
-        Args:
-            owner: the expected rank and save.
-            folder: folder recorded in the checkpoint, relative to the checkpoint's folder.
-            weights_only: refuse anything whose loading could run code.
+        `folder`, relative to the checkpoint's, is the one recorded in the checkpoint. With
+        `weights_only`, refuse objects whose loading could run code.
 
         Raises:
             RuntimeError: the file is from another rank or save, or damaged.
@@ -165,9 +159,7 @@ def local_tensors(state: Any) -> Any:
 def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
     """Copy the tensors of nested containers to CPU memory.
 
-    Args:
-        state: tensors and other values.
-        only: copy only tensors that share memory with one of these; None: copy all.
+    `only`: copy only tensors that share memory with one of these; None: copy all.
     """
     shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
     copies: dict[Any, Tensor] = {}  # tied tensors are copied, and later written, once

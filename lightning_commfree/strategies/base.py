@@ -1,14 +1,15 @@
 """Base of all strategies: the hooks in which Lightning calls them.
 
 Launchers, samplers, the `torch.compile` guard and device handling are those of Lightning's
-`DDPStrategy`. Its gradient wrapper is not used, nor its SIGTERM broadcast per batch. In a fit:
+`DDPStrategy`; its gradient wrapper and its SIGTERM broadcast per batch are not used. In a fit:
 
 1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
-   algorithm between replicas is made (`begin`); a resumed fit restores its state (`ExactResume`).
-2. Every optimizer step is Lightning's own, inside `FitSession.step`. When the step of the algorithm
-   is over (`clock`), it exchanges what is due.
+   algorithm between replicas is created (`begin`); a resumed fit restores its state
+   (`ExactResume`).
+2. Every optimizer step is Lightning's own, inside `FitSession.step`. After a step of the algorithm
+   (`clock`), the exchanges that are due run.
 3. At validations, checkpoints and the end, all ranks have taken the same number of steps
-   (`Stopping`), and the session puts the weights that they share into the module.
+   (`Stopping`), and the session swaps the shared weights into the module.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.job import PATIENCE, Member, ReplicaChannels
+from lightning_commfree.comm.job import DEFAULT_TIMEOUT, RankInfo, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
 from lightning_commfree.model.meta_init import on_meta
@@ -41,23 +43,22 @@ from lightning_commfree.strategies.evaluation import SharedEvaluation
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
 
 
 class ReplicaStrategy(DDPStrategy):
-    """Replicas of a model, kept together by an algorithm.
+    """Replicas of a model, synchronized by an algorithm.
 
-    A subclass returns the settings that must be equal on all ranks (`fingerprint`), makes the
+    A subclass returns the settings that must be equal on all ranks (`fingerprint`), creates the
     algorithm (`begin`) and names the `session_type` of its fits.
 
     Args:
         inside: layout of the model on the ranks of a replica.
-        **ddp_kwargs: arguments of `DDPStrategy`, without those of gradient synchronization.
+        **ddp_kwargs: arguments of `DDPStrategy`, except those about gradient synchronization.
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
-        group_ledger: bytes within a replica, by tag: not DDP's; FSDP's of training, by formulas.
+        group_ledger: bytes sent within a replica, by tag; not DDP's, and FSDP's by formula.
         session: the current fit.
         patches: functions that wrap methods of Lightning during a fit.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
@@ -68,7 +69,7 @@ class ReplicaStrategy(DDPStrategy):
     session_type: type[FitSession[Any]] = LocalWeightsSession
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
-        # two lines: LightningCLI follows the name `ddp_kwargs` up to DDP's own arguments
+        # LightningCLI follows the name `ddp_kwargs` to DDP's own arguments, so it must be kept
         ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
         super().__init__(**ddp_kwargs)
         self.inside, self.patches = inside, Patches()
@@ -77,9 +78,9 @@ class ReplicaStrategy(DDPStrategy):
         self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
         self._evaluation: SharedEvaluation
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._open_channels)
-        self._starts_by = ddp_kwargs.get("start_method", "popen")
-        self._orderly: Any = None
+        self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
+        self._launch_method = ddp_kwargs.get("start_method", "popen")
+        self._clean_launcher: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
 
@@ -89,7 +90,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Create the algorithm. Called when model and optimizers are set up and all ranks agree."""
+        """Create the algorithm; model and optimizers are set up and the ranks' settings agree."""
 
     @property
     def module(self) -> pl.LightningModule:
@@ -111,12 +112,12 @@ class ReplicaStrategy(DDPStrategy):
         return present(self._log, "the traffic is known from `on_fit_start` on").traffic
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's latest figures by name, the same as in the Trainer's loggers."""
+        """Return this rank's latest metrics by name, the same as in the Trainer's loggers."""
         return {} if self._log is None else self._log.figures()
 
-    def _open_channels(self, member: Member) -> ReplicaChannels:
-        mesh, ledgers = self.inside.mesh(member.size), (self.ledger, self.group_ledger)
-        return ReplicaChannels.open(mesh, member, ledgers, self.liveness)
+    def _open_channels(self, info: RankInfo) -> ReplicaChannels:
+        mesh, ledgers = self.inside.mesh(info.size), (self.ledger, self.group_ledger)
+        return ReplicaChannels.open(mesh, info, ledgers, self.liveness)
 
     @property
     @override
@@ -129,19 +130,21 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        if self._orderly is None:
+        if self._clean_launcher is None:
             check = self.inside.check_before_launch
-            self._orderly = with_clean_exits(super().launcher, self, self._starts_by, check)
-        return self._orderly
+            self._clean_launcher = with_clean_exits(
+                super().launcher, self, self._launch_method, check
+            )
+        return self._clean_launcher
 
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        return self._writer
+        return self._checkpoint_plugin
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._writer = with_atomic_writes(io, maps=self.inside.shards_model)
+        self._checkpoint_plugin = with_atomic_writes(io, maps=self.inside.shards_model)
 
     @override
     def setup_environment(self) -> None:
@@ -157,9 +160,10 @@ class ReplicaStrategy(DDPStrategy):
             return
         probe(trainer)
         self.inside.check(self, trainer)
-        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
-        clock = clock_for(self.module)
-        stopping = Stopping(trainer, self.ranks, clock, self.patches)
+        # before sharding
+        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        # before `super().setup` creates the schedulers, which may ask for the length of an epoch
+        stopping = Stopping(trainer, self.ranks, clock_for(self.module), self.patches)
         super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)
@@ -167,7 +171,6 @@ class ReplicaStrategy(DDPStrategy):
             trainer, self.ranks, between, stopping, self.patches, numel
         )
         self._log = self.session.log
-        # module, optimizers and algorithm are made, and take their states back
         self._resume.begin(trainer, self.session.between, self.inside)
 
     @override
@@ -182,7 +185,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        # after the hooks, whose random draws do not count
+        # after the hooks, which may draw random numbers
         resumed = self._resume.restore_position()
         self.inside.train_begins()
         self.session.begin(resumed)
@@ -249,15 +252,19 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.session.fit_ends()
-        # the last moment at which all ranks are at the same place
+        # the last point that all ranks reach together
         self._resume.remove_leftovers()
         super().on_train_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # also in the process that has forked the ranks, where there is no process group
+        # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
-            warn_unsaved()
+            rank_zero_warn(
+                "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different"
+                " steps. Earlier checkpoints are unchanged. To stop with a checkpoint, send"
+                " SIGTERM: all ranks then stop after the same step."
+            )
         super().on_exception(exception)
 
     @override
@@ -265,15 +272,15 @@ class ReplicaStrategy(DDPStrategy):
         session, self.session = self.session, OutsideOfFit()
         session.end()
         if self.lightning_module is not None and on_meta(self.lightning_module):
-            # an error ended the fit before the model had values; moving it to the CPU, as Lightning
-            # does, would raise another one and hide the first
+            # An error ended the fit before the model had values. Lightning moves it to the CPU,
+            # which would raise another error and hide the first.
             self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
         self.inside.release()
         self._resume.end()
         super().teardown()
         self.patches.remove()
         set_ddp_group(self, None)
-        self.ranks.leave()
+        self.ranks.leave()  # last: the calls above may be collective
 
     # -- Lightning's collectives; errors name lost ranks
 
@@ -322,7 +329,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not stopped_by_hand(self.lightning_module):
+        if not self.ranks.interrupted:
             self.session.check_save()
             self._resume.save(checkpoint, filepath, storage_options)
 

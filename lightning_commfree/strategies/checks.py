@@ -62,12 +62,12 @@ _DDP_KWARGS = (
     "start_method",
 )
 # Lightning or the strategy passes these to DDP
-_NOT_OF_THE_USER = {"module", "device_ids", "output_device", "process_group", "kwargs"}
+_INTERNAL_DDP_KWARGS = {"module", "device_ids", "output_device", "process_group", "kwargs"}
 
 # by name, because Lightning before 2.6 has no `WeightAveraging`
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
-_OF_PARTS = "it copies the full model before it is sharded"
-REPLICAS = {
+_COPIES_FULL = "it copies the full model before it is sharded"
+REFUSED_IF_LOCAL = {
     "LearningRateFinder": (
         "its trial steps would be counted and exchanged as steps of the fit. Run it, or"
         " `Tuner.lr_find`, with the strategy `ddp`, and use the learning rate it finds in this fit"
@@ -82,8 +82,8 @@ REPLICAS = {
         " each replica would compute masks from its own local weights"
     ),
 }
-PARTS = {
-    **dict.fromkeys(_AVERAGES, _OF_PARTS),
+REFUSED_IF_SHARDED = {
+    **dict.fromkeys(_AVERAGES, _COPIES_FULL),
     "ModelPruning": (
         "it would choose what to prune within each rank's shard instead of the full weight, and it"
         " renames parameters, so checkpoints could not be gathered"
@@ -92,15 +92,9 @@ PARTS = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Raise if the Trainer has unsupported callbacks, including those that `Tuner` adds.
+    """Raise a `ValueError` if the Trainer has a callback of a class in `reasons`, or a subclass.
 
-    Args:
-        trainer: the Trainer whose callbacks are checked.
-        strategy: name of the strategy, for messages.
-        reasons: reasons to refuse Lightning callbacks, by class name.
-
-    Raises:
-        ValueError: the Trainer has such a callback, or one of a derived class.
+    Callbacks that `Tuner` adds are included.
     """
     for name, reason in reasons.items():
         kind = getattr(callbacks, name, None)
@@ -114,46 +108,31 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
 
 
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
-    """Refuse validation intervals in time, which each rank would measure by its own clock.
+    """Raise a `ValueError` if validations are scheduled by time.
 
-    Lightning does not let the ranks agree on it, and one validates while the others train on.
-
-    Args:
-        strategy: its name.
-        trainer: the Trainer, during a fit.
-
-    Raises:
-        ValueError: the Trainer has a time for `val_check_interval`.
+    Each rank would measure the time by its own clock, so that one validates while others train.
     """
     seconds = validation_seconds(trainer)
     if seconds is not None and trainer.world_size > 1:
         raise ValueError(
-            f"`{strategy}` does not support a time as `val_check_interval` ({seconds:g} s here):"
-            " ranks would validate by their own clocks, after different steps. Set a number of"
-            " batches or a fraction of an epoch."
+            f"`{strategy}` does not support a time interval as `val_check_interval` (here"
+            f" {seconds:g} s): each rank would measure it by its own clock and validate after a"
+            " different step. Set a number of batches or a fraction of an epoch."
         )
 
 
 def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
-    """Refuse a compiled LightningModule where the model is to be sharded.
-
-    Raises:
-        ValueError: it is compiled.
-    """
+    """Raise a `ValueError` if the LightningModule, which is to be sharded, is compiled."""
     if is_compiled(module):
         raise ValueError(
             f"`{strategy}` does not support `torch.compile` of the LightningModule: Python code"
-            " between the layers of a sharded model launches its all-reduces, and the compiler"
-            " fails on it. Pass the uncompiled module to `fit`."
+            " between the layers of a sharded model launches its all-reduces, which the compiler"
+            " cannot handle. Pass the uncompiled module to `fit`."
         )
 
 
 def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> None:
-    """Refuse manual optimization, and with it several optimizers; `reason` is a clause.
-
-    Raises:
-        ValueError: the module calls its optimizers itself.
-    """
+    """Raise a `ValueError` for manual optimization, and so for several optimizers."""
     if not module.automatic_optimization:
         raise ValueError(
             f"`{strategy}` does not support manual optimization: {reason}. Set"
@@ -163,11 +142,7 @@ def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> Non
 
 
 def refuse_fp16(strategy: str, precision: Precision) -> None:
-    """Refuse fp16 gradient scaling for sharded models, where each rank would scale its own shard.
-
-    Raises:
-        ValueError: the Trainer's precision is fp16.
-    """
+    """Raise a `ValueError` for fp16: each rank of a sharded model would scale its own gradients."""
     fp16 = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if fp16 or str(precision.precision).startswith("16"):
         raise ValueError(
@@ -180,18 +155,9 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
 def check_ddp_kwargs(
     strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
-    """Refuse unknown arguments, and DDP's arguments if DDP is not used.
+    """Return the arguments that differ from DDP's defaults; refuse those that do not apply.
 
-    LightningCLI passes all arguments of DDP that a configuration omits, with their default values.
-    So arguments that equal DDP's defaults are dropped here.
-
-    Args:
-        strategy: the class of the strategy, which also has arguments of its own.
-        ddp_kwargs: the remaining arguments.
-        with_ddp: whether DDP averages gradients within replicas, so that its arguments apply.
-
-    Returns:
-        The arguments that differ from DDP's defaults.
+    `with_ddp`: DDP averages gradients within replicas, so that its own arguments apply.
 
     Raises:
         TypeError: an argument is unknown or does not apply.
@@ -206,7 +172,7 @@ def check_ddp_kwargs(
     legal: tuple[str, ...] = _DDP_KWARGS
     why = "DDP does not average its gradients, so of `DDPStrategy`'s arguments it"
     if with_ddp:
-        legal = tuple(defaults.keys() - _NOT_OF_THE_USER)
+        legal = tuple(defaults.keys() - _INTERNAL_DDP_KWARGS)
         why = "Of the arguments of `DDPStrategy` and `DistributedDataParallel` it"
     for name in said:
         if name not in legal:

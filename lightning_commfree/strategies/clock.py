@@ -1,9 +1,8 @@
 """Step counters: an optimizer step, or a whole batch under manual optimization.
 
-Algorithms communicate after a step, so all ranks must count the same steps. With
-automatic optimization a step is one step of the one optimizer. A LightningModule that steps its
-optimizers by hand (a GAN, PPO) may take several steps in a batch, and between two of them its
-weights are half updated: there a step is the whole batch.
+Algorithms communicate after a step, so all ranks must count the same steps. A LightningModule with
+manual optimization (a GAN, PPO) may step its optimizers several times in a batch, and in between
+its weights are half updated, so for it a step is the whole batch.
 """
 
 from __future__ import annotations
@@ -16,24 +15,18 @@ from typing_extensions import override
 
 
 class Clock(Protocol):
-    """Step counter of a fit.
+    """Step counter of a fit."""
 
-    Attributes:
-        steps: steps so far.
-        spans_batch: whether a step is a whole `training_step` and not one optimizer step.
-        uncounted: optimizer steps that `trainer.global_step` lacks when a step ends: Lightning
-            counts an optimizer step only after `Strategy.optimizer_step` has returned.
-    """
-
-    steps: int
-    spans_batch: bool
+    steps: int  # so far
+    spans_batch: bool  # whether a step is a whole `training_step`, not one optimizer step
+    # Optimizer steps that `trainer.global_step` lacks when a step ends: Lightning counts one only
+    # after `Strategy.optimizer_step` has returned.
     uncounted: int
 
     def tick(self, optimizer: Optimizer | None) -> bool:
         """Return whether a step has ended, and count it.
 
-        Args:
-            optimizer: the optimizer that has stepped; None at the end of a `training_step`.
+        `optimizer` is the one that has stepped; None at the end of a `training_step`.
         """
         ...
 

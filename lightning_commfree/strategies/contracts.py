@@ -1,9 +1,8 @@
 """The two parts of a strategy: a layout inside each replica, and an algorithm between replicas.
 
 *Inside* a replica, one or several ranks hold and compute one model. *Between* replicas, an
-algorithm exchanges weights, gradients or votes. `ReplicaStrategy` calls one of each in the
-Trainer's hooks: to add a strategy, write an algorithm or a layout, and a subclass that combines
-them.
+algorithm exchanges weights, gradients or votes. To add a strategy, write an algorithm or a layout,
+and a subclass of `ReplicaStrategy` that combines them.
 """
 
 from __future__ import annotations
@@ -23,30 +22,18 @@ from lightning_commfree.resume.exact import Resumable
 
 
 class Inside(Protocol):
-    """The layout of a model on the ranks of a replica.
+    """The layout of a model on the ranks of a replica."""
 
-    Attributes:
-        size: number of ranks in a replica.
-        uses_ddp: whether Lightning's DDP averages gradients within a replica; if so, the strategy
-            takes DDP's arguments.
-        shards_model: whether each rank holds shards of one model; if so, `prepare` moves them to
-            the device.
-        same_batch: whether the ranks of a replica must get the same batch.
-        restores_after_setup: whether the module can load a checkpoint's weights only after
-            `prepare`.
-    """
-
-    size: int
-    uses_ddp: bool = False
-    shards_model: bool = False
-    same_batch: bool = False
-    restores_after_setup: bool = False
+    size: int  # number of ranks in a replica
+    uses_ddp: bool = False  # DDP averages gradients within a replica, so its arguments apply
+    shards_model: bool = False  # each rank holds shards, which `prepare` moves to the device
+    same_batch: bool = False  # the ranks of a replica must get the same batch
+    restores_after_setup: bool = False  # a checkpoint's weights are loaded after `prepare`
 
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
         """Refuse unsupported settings in the launching process, before any rank starts.
 
-        Args:
-            trainer: the Trainer that launches; None if something else does.
+        `trainer` is None if something other than a Trainer launches.
         """
         return
 
@@ -55,9 +42,9 @@ class Inside(Protocol):
         ...
 
     def prepare(self, strategy: Any) -> None:
-        """Copy rank 0's weights to all ranks and prepare the model, before the optimizer is made.
+        """Copy rank 0's weights to all ranks and prepare the model; collective.
 
-        Collective.
+        Called before the optimizers are created.
 
         Raises:
             ValueError: settings or modules of the ranks differ; on all ranks.
@@ -73,7 +60,7 @@ class Inside(Protocol):
         ...
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check the optimizers, which have just been made.
+        """Check the optimizers, which have just been created.
 
         Raises:
             ValueError: they cannot train the prepared model's parameters.
@@ -91,9 +78,7 @@ class Inside(Protocol):
     def check_first(self, verb: str, batch: Any) -> None:
         """Check that the ranks of a replica get the same first batch.
 
-        Args:
-            verb: "train" or "validate".
-            batch: this rank's batch: tensors in nested containers.
+        `verb` is "train" or "validate".
 
         Raises:
             ValueError: the batches differ; on all ranks of the replica.
@@ -101,10 +86,9 @@ class Inside(Protocol):
         del verb, batch
 
     def after_backward(self, steps: bool) -> None:
-        """Combine gradients within the replica after a batch's backward; collective within it.
+        """Combine gradients after backward; collective within the replica.
 
-        Args:
-            steps: whether an optimizer step follows; if not, gradients accumulate.
+        `steps`: whether an optimizer step follows; if not, gradients accumulate.
         """
         del steps
 
@@ -139,19 +123,15 @@ class Inside(Protocol):
     def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state for a checkpoint; collective within a replica.
 
-        Rank 0 gets full tensors; or each rank gets its `DTensor`s, if `saves_folders`.
-
-        Args:
-            read: returns the state of the module as it is.
+        Rank 0 gets full tensors; or each rank gets its `DTensor`s, if `saves_folders`. `read`
+        returns the state of the module as it is.
         """
         return read()
 
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint; otherwise like `full_module_state`.
+        """Return an optimizer's state for a checkpoint, like `full_module_state`.
 
-        Args:
-            optimizer: an optimizer of the latest fit.
-            state: the optimizer's own `state_dict`.
+        `state` is the optimizer's own `state_dict`.
         """
         del optimizer
         return state
@@ -163,7 +143,7 @@ class Inside(Protocol):
     def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this rank's shards of the optimizers' states.
 
-        The given states are full, or this rank's shards already, if `ExactResume` restored them.
+        The given states are full, or this rank's shards already if `ExactResume` restored them.
         """
         return checkpoint
 
@@ -172,8 +152,7 @@ class Between(Resumable, Protocol):
     """An algorithm between replicas, for the duration of a fit.
 
     It is created when model and optimizers are set up and all ranks hold the same weights. Its
-    methods run on all ranks after the same step, so any of them may be collective. The methods for
-    checkpoints are in `Resumable`.
+    methods run on all ranks after the same step, so any of them may be collective.
     """
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -183,11 +162,8 @@ class Between(Resumable, Protocol):
     def after_step(self, stop: bool) -> bool:
         """Run the algorithm's communication after a step, as counted by the fit's clock.
 
-        Args:
-            stop: whether this rank wants to stop training; sent to the other ranks.
-
-        Returns:
-            Whether all ranks stop now; the same on all ranks.
+        `stop` is sent to the other ranks: whether this rank wants to stop training. Returns whether
+        all ranks stop now, the same on all of them.
         """
         ...
 
@@ -204,21 +180,17 @@ class Between(Resumable, Protocol):
 
 
 class LocalUpdates(Between, Protocol):
-    """An algorithm whose replicas train independently on local weights between exchanges.
+    """An algorithm whose replicas train independently on local weights between exchanges."""
 
-    Attributes:
-        step: number of steps that each replica has taken.
-        weight_swap: swaps the weights shared by all replicas into the module, and back.
-        stops_after: the step after which all replicas would know of a stop requested now; None if
-            unknown.
-    """
-
-    step: int
-    weight_swap: WeightSwap
+    step: int  # number of steps that each replica has taken
+    weight_swap: WeightSwap  # swaps the weights shared by all replicas in and out
 
     @property
     def stops_after(self) -> int | None:
-        """The step after which all ranks would know of a stop requested now (signal-safe)."""
+        """The step after which all ranks would know of a stop requested now; None if unknown.
+
+        Read in a signal handler.
+        """
         return None
 
     def finish(self, stop: bool) -> bool:
@@ -247,21 +219,16 @@ class LocalUpdates(Between, Protocol):
 
 
 class EveryStep(Between, Protocol):
-    """An algorithm that communicates in every step, so that all replicas hold the same weights.
+    """An algorithm that communicates in every step, so that all replicas hold the same weights."""
 
-    Attributes:
-        stream_ended: whether the data stream of any rank ended with the latest step; the same on
-            all ranks.
-    """
-
-    stream_ended: bool = False
+    stream_ended: bool = False  # any rank's stream ended with the latest step; same on all ranks
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
         """Set functions that return this rank's flags, to be sent in every step.
 
         Args:
-            stop: returns whether this rank wants to stop; `after_step` returns whether any does.
-            stream_ends: returns whether this rank's data stream ends with this step.
+            stop: whether this rank wants to stop; `after_step` returns whether any does.
+            stream_ends: whether this rank's data stream ends with this step.
         """
         ...
 

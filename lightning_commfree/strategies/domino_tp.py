@@ -12,12 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
-from lightning_commfree.domino import (
-    DominoSettings,
-    GradientMean,
-    looks_finite,
-    refuse_nonfinite,
-)
+from lightning_commfree.domino import DominoSettings, GradientMean, looks_finite, refuse_nonfinite
 from lightning_commfree.domino.data_parallel import FLAGS_TAG
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import present
@@ -161,9 +156,7 @@ class DominoTPStrategy(ReplicaStrategy):
 
         The forecast is by ledger tag, like the measured bytes in the ledger's phase `STEPS`. If the
         module computes its own loss from full logits, they are gathered instead of `tensor_loss`.
-
-        Args:
-            tokens_per_step: tokens in the batches of one tensor group per optimizer step.
+        `tokens_per_step` are the tokens of one tensor group per optimizer step.
         """
         trainer = self.module.trainer
         mixed = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None

@@ -1,9 +1,8 @@
 """State and hooks of one fit, from a strategy's `setup` to its `teardown`.
 
-`FitSession` has the parts that all strategies share. Three classes derive from it, one for each way
-in which ranks depend on each other: `local_weights` (they train apart), `lockstep` (they exchange
-something in every optimizer step) and `domino_tp` (they share a model, and need each other in every
-batch).
+`FitSession` has the parts that all strategies share. Its subclasses differ in how ranks depend on
+each other: they train independently (`local_weights`), exchange something in every optimizer step
+(`lockstep`), or share a model and communicate in every batch (`domino_tp`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,14 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
+from lightning_commfree.comm.ledger import (
+    END,
+    VALIDATION,
+    Ledger,
+    StepMeans,
+    Traffic,
+    ring_all_reduce_bytes,
+)
 from lightning_commfree.lightning_internals import Patches, add_to_rows
 from lightning_commfree.strategies.clock import PerOptimizerStep
 from lightning_commfree.strategies.contracts import Between
@@ -32,27 +38,15 @@ B = TypeVar("B", bound=Between)
 class FitSession(Generic[B]):
     """One fit of a strategy, with its methods in the order in which Lightning calls them.
 
-    Args:
-        trainer: the Trainer of the fit.
-        ranks: all ranks of the job.
-        between: the algorithm.
-        stopping: decides when the fit stops.
-        patches: receives the wrappers of Lightning's methods.
-        numel: number of trained values of the full model.
+    `numel` is the number of trained values of the full model.
 
     Raises:
         ValueError: the ranks have different algorithms; on all ranks.
-
-    Attributes:
-        between: the algorithm.
-        clock: step counter of the fit.
-        log: the figures of the fit.
-        computing: whether a training step is running.
-        accumulates: whether no optimizer step follows it.
     """
 
-    trains_apart = False  # ranks exchange nothing at most steps
-    computing = accumulates = False
+    trains_independently = False  # ranks exchange nothing at most steps
+    computing = False  # whether a training step is running
+    accumulates = False  # whether no optimizer step follows it
 
     def __init__(
         self,
@@ -69,19 +63,19 @@ class FitSession(Generic[B]):
         self.clock = stopping.clock
         check_agreement(self._world, between.fingerprint())
 
-        traffic = Traffic.of(numel, ranks.size, *between.cycle())
+        ddp_bytes = float(ring_all_reduce_bytes(4 * numel, ranks.size))
+        traffic = Traffic(*between.cycle(), ddp_bytes)
         self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
         stopping.sigterm.stops_after = self.stops_after
 
     def begin(self, resumed: bool) -> None:
         """Start training with the next batch; hooks may have changed the weights.
 
-        Args:
-            resumed: whether the algorithm's own state was restored.
+        `resumed`: whether the algorithm's own state was restored.
         """
         del resumed
         self.clock.steps = self.steps_before()
-        self._stopping.begin(self.trains_apart)
+        self._stopping.begin(self.trains_independently)
 
     def steps_before(self) -> int:
         """Return the number of steps before this fit was resumed, as the clock counts them."""
@@ -134,10 +128,7 @@ class FitSession(Generic[B]):
     def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
         """Wrap a step or a part of one; run the algorithm's communication after a whole step.
 
-        For algorithms and stopping, the number of steps is the number of ticks of the clock.
-
-        Args:
-            optimizer: the optimizer that steps; None for a `training_step`.
+        `optimizer` is the one that steps; None for a `training_step`.
         """
         if self.clock.spans_batch != (optimizer is None):  # a part of a step, or ahead of one
             yield
@@ -146,7 +137,9 @@ class FitSession(Generic[B]):
         self._stopping.step_begins()
         # the ranks of a replica exchange gradients inside the `with` block
         within = self._channels.within.size > 1
-        named = self._world.naming_lost("gradients", computing=True) if within else nullcontext()
+        named = (
+            self._world.peers.naming_lost("gradients", computing=True) if within else nullcontext()
+        )
         with self.between.stepping(), named:
             yield
         if not self.clock.tick(optimizer):  # no optimizer has stepped in this batch
@@ -162,8 +155,8 @@ class FitSession(Generic[B]):
     def stops_after(self) -> int | None:
         """Return the latest step after which all ranks know of a SIGTERM that arrives now.
 
-        None where it is unknown. By default ranks exchange something in every step, and the current
-        step may already have sent its flags.
+        None if unknown. By default ranks exchange something in every step, and the current step may
+        already have sent its flags.
         """
         return self.clock.steps + 2
 
@@ -189,7 +182,7 @@ class FitSession(Generic[B]):
         """Called after the last step of the fit."""
 
     def end(self) -> None:
-        """Release the resources of the algorithm; after a failed fit too."""
+        """Release the resources of the algorithm, also after a failed fit."""
         self.log.close()
         self.between.close()
 
@@ -223,23 +216,13 @@ class OutsideOfFit(FitSession[Any]):
 
 
 class FitLog:
-    """The figures of one fit, added to the rows that the Trainer's loggers receive.
+    """The metrics of one fit, added to the rows that the Trainer's loggers receive.
 
-    They are in those rows alone: `callback_metrics`, `logged_metrics` and what `validate` returns
-    are the user's, and a logger is called when it would be called without them. A row that follows
-    another one without a step between them has none. Those of the ledger are of training steps
-    alone, without the start, validations, checkpoints and the last exchange, and means over the
-    last whole cycles: as many as hold `log_every_n_steps`.
-
-    Args:
-        trainer: the Trainer, during a fit.
-        ledger: this rank's ledger.
-        traffic: forecast of the traffic per cycle, and of DDP's for comparison.
-        more: returns the algorithm's own figures; called after a step, when a row needs them.
-        patches: receives the wrapper of Lightning's method.
-
-    Attributes:
-        traffic: forecast of the traffic.
+    They are only in those rows, not in `callback_metrics`, `logged_metrics` or the results of
+    `validate`, and no logger is called for them alone. They are means over the latest complete
+    cycles that contain `log_every_n_steps`, of training steps only: without start, validations,
+    checkpoints and the last exchange. `more` returns the algorithm's own metrics; it is called when
+    a row needs them.
     """
 
     def __init__(
@@ -258,22 +241,22 @@ class FitLog:
         add_to_rows(trainer, patches, self._more_for)
 
     def after_step(self) -> None:
-        """Count a step. Called from `Strategy.optimizer_step`."""
+        """Count a step."""
         self._ledger.phase = END  # until the next step begins
         self._means.after_step()
 
     def figures(self) -> dict[str, float]:
-        """Return the current figures by name; after the fit, its last ones."""
+        """Return the current metrics by name; after the fit, its last ones."""
         if self._last is not None:
             return dict(self._last)
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
 
     def close(self) -> None:
-        """End the log with the fit; its figures stay readable."""
+        """End the log with the fit; its metrics stay readable."""
         self._last, self._more = self.figures(), dict
 
     def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the figures for a row of the loggers; {} without a step since the last row."""
+        """Return the metrics for a row of the loggers; {} without a step since the last row."""
         logs = self._trainer.loggers and self._trainer.training
         if not logs or self._means.steps == self._steps_in_rows:
             return {}

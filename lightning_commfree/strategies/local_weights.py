@@ -1,10 +1,9 @@
 """Fits in which each replica trains local weights and synchronizes only occasionally.
 
-- Validations and checkpoints use the shared weights; the local ones are restored afterwards.
-- Before the last validation and checkpoint of a fit the algorithm makes all ranks equal (`finish`).
-  If a callback decides to stop only after a checkpoint of the same step was written, that file
-  contains the shared weights from before `finish`.
-- Lightning's `WeightAveraging` averages the shared weights.
+Validations and checkpoints use the shared weights; the local ones are restored afterwards. Before
+the last validation and checkpoint of a fit the algorithm makes all ranks equal (`finish`). If a
+callback decides to stop only after a checkpoint of the same step was written, that file contains
+the shared weights from before `finish`.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.signals import stopped_by_hand
 from lightning_commfree.strategies.stopping import Stopping
 
 
 class LocalWeightsSession(FitSession[LocalUpdates]):
     """Fit session that validates, saves and ends with the shared weights."""
 
-    trains_apart = True
+    trains_independently = True
 
     def __init__(
         self,
@@ -51,9 +49,9 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         super().__init__(trainer, ranks, between, stopping, patches, numel)
         self._swap = between.weight_swap
         self._finished_at: int | None = None  # the step after which the algorithm has finished
-        self._trains = self._unready_said = False
-        self._put_averages_in = average_shared_weights(trainer, patches, self._swap)
-        self._settle_around_saves(patches)
+        self._trains = self._warned_unready = False
+        self._swap_in_averages = average_shared_weights(trainer, patches, self._swap)
+        self._wrap_save(patches)
 
     @property
     def finished(self) -> bool:
@@ -71,12 +69,12 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def begin(self, resumed: bool) -> None:
         differ = any(self._ranks.all_flags(not self._swap.local_equals_shared()))
         if differ and not resumed:
-            # a hook has written to the weights, maybe on one rank only: as under DDP, all ranks
-            # train, and share, what rank 0 has now
+            # a hook has changed the weights, maybe on one rank only: as under DDP, all ranks
+            # continue from rank 0's
             broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
             self._swap.take_local()
         if resumed and not differ:
-            # it may have been saved when a fit had ended: to finish again would move nothing
+            # it may have been saved at the end of a fit: finishing again is a no-op
             self._finished_at = self.between.step
         self._trains = True
         super().begin(resumed)
@@ -95,13 +93,11 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def validation_begins(self) -> None:
         super().validation_begins()
         if self._trains and self._stopping.no_step_follows():
-            self._finish()
+            self._finish()  # before the fit's last validation, so that it uses the final weights
         if not self._trainer.sanity_checking:
-            self._say_unready("validation")
+            self._warn_unready("validation")
         if self.finished and not self._swap.local_equals_shared(buffers=False):
-            raise RuntimeError(
-                f"Parameters were written to after the last step of the fit. {ADVICE}"
-            )
+            raise RuntimeError(f"Parameters were modified after the last step of the fit. {ADVICE}")
         if self._trains and not self.finished:
             self.between.average_moved()
         self._swap.swap_in(self._shown())
@@ -113,24 +109,24 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        with self._settled() as stays:
+        with self._with_shared_weights() as stays:
             state = read()
-            # what is frozen stays what it is: it may be large
+            # copy only the swapped weights: frozen ones do not change, and may be large
             return state if stays else copy_to_cpu(state, only=self._swap.in_module)
 
     @override
     def check_save(self) -> None:
         self.between.refuse_to_save(self._world)
-        self._say_unready("checkpoint")
+        self._warn_unready("checkpoint")
 
     @override
     def fit_ends(self) -> None:
         self._finish()
-        self._put_averages_in()
+        self._swap_in_averages()
 
     @override
     def end(self) -> None:
-        self._swap.swap_out(check=False)  # an exception may have come in the middle of a validation
+        self._swap.swap_out(check=False)  # an exception may have interrupted a validation
         interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
         if self._finished_at is None and not interrupted:
             self._swap.swap_in()  # a resumed fit had nothing left to train
@@ -149,15 +145,15 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         self._finished_at = self.between.step
 
     @contextmanager
-    def _settled(self) -> Iterator[bool]:
-        """Put the shared weights into the module in a `with` block, with no exchange in flight.
+    def _with_shared_weights(self) -> Iterator[bool]:
+        """Swap the shared weights in for a `with` block, with no exchange in flight.
 
-        Yields whether these weights stay in the module after the block.
+        Yields whether they were already swapped in, and so stay in the module afterwards.
         """
-        if stopped_by_hand(self._module):
+        if self._ranks.interrupted:
             yield True
             return
-        if self._trains and not self._saves_under_scores and self._stopping.no_step_follows():
+        if self._trains and not self._saves_by_metric and self._stopping.no_step_follows():
             self._finish()
         self.between.wait_in_flight()
         shown = self._shown()
@@ -166,7 +162,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             yield stays
 
     @property
-    def _saves_under_scores(self) -> bool:
+    def _saves_by_metric(self) -> bool:
         """Whether a `ModelCheckpoint` selects checkpoints by a monitored metric.
 
         The weights that had the score must be saved before `finish` changes them.
@@ -174,20 +170,17 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         savers = self._trainer.checkpoint_callbacks
         return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
 
-    def _settle_around_saves(self, patches: Patches) -> None:
-        """Swap in the shared weights before any hook that adds to a checkpoint.
-
-        `Trainer.save_checkpoint` calls them before the strategy. A divided model (`inside`) patches
-        the same method before this session is made, so its part runs inside this one's.
-        """
+    def _wrap_save(self, patches: Patches) -> None:
+        """Swap in the shared weights before any hook that adds to a checkpoint."""
+        # `Trainer.save_checkpoint` calls those hooks before the strategy
         save = self._trainer.save_checkpoint
 
-        def save_settled(*args: Any, **kwargs: Any) -> None:
+        def save_shared(*args: Any, **kwargs: Any) -> None:
             self._stopping.agree_here()
-            with self._settled():
+            with self._with_shared_weights():
                 save(*args, **kwargs)
 
-        patches.put(self._trainer, "save_checkpoint", save_settled)
+        patches.put(self._trainer, "save_checkpoint", save_shared)
 
     def _shown(self) -> Sequence[Tensor] | None:
         """Return the weights to use in place of the shared ones; None for the shared ones."""
@@ -195,10 +188,10 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             return None
         return self.between.shown()
 
-    def _say_unready(self, what: str) -> None:
-        text = None if self._unready_said else self.between.unready(what)
+    def _warn_unready(self, what: str) -> None:
+        text = None if self._warned_unready else self.between.unready(what)
         if text is not None:
-            self._unready_said = True
+            self._warned_unready = True
             rank_zero_warn(text)
 
 
@@ -211,15 +204,9 @@ def average_shared_weights(
 ) -> Callable[[], None]:
     """Make Lightning's `WeightAveraging` and its subclasses average the shared weights.
 
-    The local weights are each rank's own, so an average of them is too. Here such a callback is
-    updated as often as under DDP, with the shared weights of that moment. Everything else stays as
-    it is: it puts its average into the module for a validation and at the end of a fit, and into a
-    checkpoint, from which it continues.
-
-    Args:
-        trainer: the Trainer of the fit.
-        patches: receives the replacements of the callbacks' methods.
-        swap: holds the shared weights.
+    Each rank has its own local weights, so averages of those would differ too. Such a callback is
+    updated as often as under DDP, but sees the shared weights. Everything else is unchanged: it
+    swaps its average in for a validation and at the end of a fit, and saves it in checkpoints.
 
     Returns:
         A function that puts the averages into the module; call it after `finish`, which must see

@@ -2,9 +2,6 @@
 
 The exchange carries two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
 stream of unknown length ends with this step (`Stopping.stream_ends`).
-
-With manual optimization a LightningModule decides when which optimizer steps. If the ranks decided
-differently, they would wait for each other until the timeout, so they compare it first.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from typing_extensions import override
 from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
-from lightning_commfree.strategies.signals import stopped_by_hand
 
 TAG = "order"
 _NO_STEP = -1  # in place of an optimizer's number
@@ -38,7 +34,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def batch_begins(self) -> None:
-        # a stream may end with a batch in which no optimizer steps, so no vote can say it
+        # with manual optimization, a stream may end with a batch without a vote to carry the flag
         channel = self._world if self.clock.spans_batch else self._channels.within
         self._stopping.share_last_batch(channel)
 
@@ -68,7 +64,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if not stopped_by_hand(self._module):
+        if not self._ranks.interrupted:
             self.between.average_buffers()
         return read()
 
@@ -79,12 +75,12 @@ class LockstepSession(FitSession[EveryStep]):
     def _compare_order(self, optimizer: Optimizer | None) -> None:
         """Check that all ranks step the same optimizer next, under manual optimization; collective.
 
-        Args:
-            optimizer: the next optimizer to step; None: no other step follows in this batch.
+        `optimizer` is the next one to step; None: no other step follows in this batch.
 
         Raises:
             AgreedError: they do not; on all ranks.
         """
+        # with different orders, ranks would wait for each other until the timeout
         world, trainer = self._world, self._trainer
         if not self.clock.spans_batch or world.size == 1:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -9,35 +10,29 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_commfree.comm.job import (
-    Member,
+    RankInfo,
     ReplicaChannels,
     default_backend,
+    delay_exit,
     join_restarted_world,
-    leave_time_at_exit,
     waiting_for_all,
 )
 from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
-from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a job, as seen from this rank, during and outside a fit.
-
-    Args:
-        strategy: this rank's strategy.
-        timeout: timeout of an exchange.
-        open_channels: makes the process groups of this rank's channels; collective.
-    """
+    """All ranks of a job, as seen from this rank, during and outside a fit."""
 
     def __init__(
         self,
         strategy: DDPStrategy,
         timeout: timedelta,
-        open_channels: Callable[[Member], ReplicaChannels],
+        open_channels: Callable[[RankInfo], ReplicaChannels],
     ) -> None:
         self._strategy, self._timeout, self._open_channels = strategy, timeout, open_channels
         self._sockets, self._interface = CloseOnFork(), GlooInterface()
@@ -45,24 +40,24 @@ class Ranks:
 
     # -- from joining the job to leaving it
 
-    def join(self, lightnings: Callable[[], None]) -> None:
-        """Open Lightning's process group by calling `lightnings`, then open the channels.
+    def join(self, create_group: Callable[[], None]) -> None:
+        """Create Lightning's process group, then open the channels.
 
         Raises:
-            RuntimeError: machines cannot reach each other (the message names the setting), or
-                some ranks did not join within the timeout.
+            RuntimeError: machines cannot reach each other (the message names the setting), or some
+                ranks did not join within the timeout.
         """
-        member = self._member()
-        if member.main_address is not None:
-            self._interface.select(member.main_address)
-        leave_time_at_exit(hosts_store=member.rank == 0 and member.size > 1)
+        info = self._info()
+        if info.main_address is not None:
+            self._interface.select(info.main_address)
+        delay_exit(hosts_store=info.rank == 0 and info.size > 1)
         try:
-            # A rank's connections must break when it is killed, whatever it has forked off.
+            # a killed rank's connections must break, even if its forked workers survive it
             with self._sockets.opening():
-                join_restarted_world(member)
-                lightnings()
+                join_restarted_world(info)
+                create_group()
         except RuntimeError as error:
-            if member.main_address is not None and "gloo" in str(error).lower():
+            if info.main_address is not None and "gloo" in str(error).lower():
                 raise RuntimeError(connection_error(error)) from error
             raise
         self._open()
@@ -70,12 +65,12 @@ class Ranks:
     @contextmanager
     def with_channels(self) -> Iterator[ReplicaChannels]:
         """Context manager that keeps the channels open, also outside a fit; collective."""
-        opens = not self.is_open
+        was_closed = self._channels is None
         self._open()
         try:
             yield self.channels
         finally:
-            if opens:
+            if was_closed:
                 self.leave()
 
     def leave(self) -> None:
@@ -87,9 +82,9 @@ class Ranks:
 
     def _open(self) -> None:
         if self._channels is None:
-            member = self._member()
-            with waiting_for_all(member):
-                self._channels = self._open_channels(member)
+            info = self._info()
+            with waiting_for_all(info):
+                self._channels = self._open_channels(info)
 
     @property
     def channels(self) -> ReplicaChannels:
@@ -105,11 +100,6 @@ class Ranks:
         return self._channels
 
     @property
-    def is_open(self) -> bool:
-        """Whether the channels are open."""
-        return self._channels is not None
-
-    @property
     def rank(self) -> int:
         """This process's rank."""
         return self._strategy.global_rank
@@ -121,8 +111,15 @@ class Ranks:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C has stopped the ranks at different steps: a collective would not end."""
-        return stopped_by_hand(self._strategy.lightning_module)
+        """Whether Ctrl-C has stopped the ranks at different steps: collectives would hang."""
+        module = self._strategy.lightning_module
+        if module is None or not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            return False
+        try:
+            trainer = module.trainer
+        except RuntimeError:  # in the launching process, no Trainer is attached
+            return False
+        return trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
 
     # -- collectives of Lightning, over all ranks
 
@@ -130,8 +127,8 @@ class Ranks:
         """Context manager that names the lost ranks if a collective of Lightning fails in it."""
         if self._channels is None:
             return nullcontext()
-        # A tensor on the wrong device fails here too, and is no other rank's fault.
-        return self._channels.world.naming_lost(what, computing=True)
+        # `computing`: a tensor on the wrong device fails too, without any rank being lost
+        return self._channels.world.peers.naming_lost(what, computing=True)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a collective of Lightning; after Ctrl-C, return its first argument instead.
@@ -165,13 +162,13 @@ class Ranks:
         """Gather a flag from every rank, in rank order; collective."""
         return [bool(value) for value in self.all_values(int(mine))]
 
-    def _member(self) -> Member:
-        """Return this process's place in the job; Lightning sets its rank here."""
+    def _info(self) -> RankInfo:
+        """Return this process's rank in the job; also sets Lightning's ranks."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment
         device = strategy.root_device
-        return Member(
+        return RankInfo(
             strategy.global_rank,
             strategy.world_size,
             self._timeout,

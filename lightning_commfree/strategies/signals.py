@@ -1,6 +1,6 @@
-"""SIGTERM and Ctrl-C: signals that reach single ranks but must stop all of them.
+"""SIGTERM: a signal that reaches single ranks but must stop all of them.
 
-*SIGTERM* is a request to stop (`stopping`), which is sent with the next exchange. An example:
+It is a request to stop (`stopping`), which is sent with the next exchange. An example:
 
 1. Step 101: rank 1 receives SIGTERM and records it. No other rank knows; all ranks train.
 2. Step 125: a fragment is launched; rank 1's header has the stop flag.
@@ -9,12 +9,9 @@
    save checkpoints, and tears down.
 
 Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every batch instead: a round trip
-per batch on a slow link. The delay here is at most a launch interval plus the overlap, or in the
-first cycle, before the first launch, a full cycle plus the overlap. A job scheduler's grace period
-must be longer than that. The terminal shows the step after which all ranks will have stopped.
-
-*Ctrl-C* stops the ranks immediately, in different steps, so no checkpoint can be saved any more
-(`stopped_by_hand`).
+per batch on a slow link. The delay here is at most a launch interval plus the overlap, or before
+the first launch a full cycle plus the overlap. A job scheduler's grace period must be longer. The
+terminal shows the step after which all ranks will have stopped.
 """
 
 from __future__ import annotations
@@ -28,8 +25,6 @@ from contextlib import suppress
 from types import FrameType
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.lightning_internals import Patches, handle_signals, set_sigterm_received
 from lightning_commfree.strategies.clock import Clock
@@ -37,51 +32,16 @@ from lightning_commfree.strategies.clock import Clock
 log = logging.getLogger(__name__)
 
 
-def stopped_by_hand(module: pl.LightningModule | None) -> bool:
-    """Return whether Ctrl-C has interrupted the fit, so that a callback must not save.
-
-    The ranks are in different steps then, and a collective may wait forever.
-    """
-    if module is None or not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-        return False
-    try:
-        trainer = module.trainer
-    except RuntimeError:  # in the launching process the module is not attached to a Trainer
-        return False
-    return trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
-
-
-def warn_unsaved() -> None:
-    """Warn that no checkpoint is saved after Ctrl-C."""
-    rank_zero_warn(
-        "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different steps."
-        " Earlier checkpoints are unchanged. To stop with a checkpoint, send SIGTERM: all ranks"
-        " then stop after the same step."
-    )
-
-
 class DeferredSigterm:
-    """Handles SIGTERM on this rank; replaces Lightning's broadcast of SIGTERM.
+    """Handle SIGTERM, and SLURM's requeue signal like it; replaces Lightning's handlers.
 
-    SLURM's requeue signal is handled like SIGTERM. Lightning would save immediately, in the middle
-    of a step and of collectives.
-
-    It must be created in the process that trains, before Lightning registers its signal handlers:
-    in `Strategy.setup`. A job of one rank keeps Lightning's methods.
-
-    Args:
-        trainer: the Trainer of the fit.
-        clock: step counter of the fit.
-        patches: receives the replacements of Lightning's methods.
-
-    Attributes:
-        requested: whether this rank has received SIGTERM.
-        stops_after: returns the step after which all ranks would know of a SIGTERM received now;
-            None if unknown.
+    Create it before Lightning registers its signal handlers, in `Strategy.setup`, in the process
+    that trains. A job of one rank keeps Lightning's handlers.
     """
 
     def __init__(self, trainer: pl.Trainer, clock: Clock, patches: Patches) -> None:
-        self.requested = self._has_said = False
+        self.requested = self._has_said = False  # whether this rank has received SIGTERM
+        # returns the step after which all ranks would know of a SIGTERM received now, if known
         self.stops_after: Callable[[], int | None] = lambda: None
         self._trainer, self._clock = trainer, clock
         if trainer.world_size > 1:
@@ -94,12 +54,13 @@ class DeferredSigterm:
         set_sigterm_received(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        """Handle SLURM's signal ahead of a time limit as SIGTERM."""
+        """Handle SLURM's signal before a time limit like SIGTERM."""
+        # Lightning would save immediately, in the middle of a step and of collectives
         if self._trainer.local_rank == 0 and not self.requested:
             _write_now(
-                f"\nSignal {signum} is handled like SIGTERM: callbacks save what they save on"
-                " exceptions (`OnExceptionCheckpoint`). The job is not requeued automatically, as"
-                " Lightning would do: requeue it in the job script."
+                f"\nSignal {signum} is handled like SIGTERM: `OnExceptionCheckpoint` and similar"
+                " callbacks save. The job is not requeued automatically, as Lightning would do:"
+                " requeue it in the job script."
             )
         self._on_sigterm(signal.SIGTERM, frame)
 
@@ -108,7 +69,7 @@ class DeferredSigterm:
             return
         self.requested = True
         log.info("[rank %d] Received SIGTERM.", self._trainer.global_rank)
-        # one message per machine; none if SIGTERM comes from a failing rank that ends the others
+        # one message per machine; none if a failing rank ends the others with SIGTERM
         if self._trainer.local_rank == 0 and sys.exc_info()[1] is None:
             self._say(f"Received SIGTERM: all ranks stop together, {self._when()}.")
         launcher = self._trainer.strategy.launcher
@@ -119,7 +80,7 @@ class DeferredSigterm:
         done, last = self._clock.steps, self.stops_after()
         if last is None:
             return f"after their next exchange ({done} steps are done)"
-        # `max_steps` counts the steps of every optimizer, which a batch may have several of
+        # `max_steps` counts every optimizer's steps, of which a batch may have several
         if self._trainer.max_steps != -1 and not self._clock.spans_batch:
             last = min(last, self._trainer.max_steps)
         return f"after step {last} at the latest ({done} are done)"

@@ -1,25 +1,21 @@
 """Stop all ranks after the same step, whichever rank requests it.
 
 *Equal epochs*: every rank trains as many batches per epoch as the rank with the fewest. Lightning's
-own limit of an epoch is lowered, so progress bars, schedulers and validations follow it. So all
+own limit of an epoch is lowered, so progress bars, schedulers and validations follow it, and all
 ranks reach the same steps, validations, checkpoints and epoch ends without asking each other.
 
 *Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent as a
 flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
-(`agree_in_step`). Where all ranks are at the same place anyway (after a validation, at the end of
+(`agree_in_step`). Where all ranks are at the same point anyway (after a validation, at the end of
 an epoch and before a checkpoint), they agree at once on `should_stop` (`agree_here`). SIGTERM waits
-for the next step: Lightning leaves the fit from these places without another hook, and callbacks
+for the next step: Lightning leaves the fit from these points without another hook, and callbacks
 that save on SIGTERM expect `on_train_batch_end` first.
 
-*Streams* have no length, so their ranks cannot agree on one in advance:
-
-- Ranks that exchange something in every batch or step also send whether their data end
-  (`share_last_batch`, `end_epoch`). The epoch ends on all of them as soon as any rank runs out.
-- Ranks that train independently cannot report it in time. If their data end after different steps,
-  all raise an error that names the rank (`comm.epoch_ends`).
-
-The same error is raised where a loader with a length yields fewer batches than that, or a hook ends
-the epoch on some ranks only.
+*Streams* have no length to agree on in advance. Ranks that exchange something in every batch or
+step also send whether their data end (`share_last_batch`, `end_epoch`), and the epoch ends on all
+of them as soon as any rank runs out. Ranks that train independently cannot report it in time. If
+their data end after different steps, all raise an error that names the rank (`comm.epoch_ends`);
+also if a loader yields fewer batches than its length, or a hook ends the epoch on some ranks only.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ from lightning_commfree.lightning_internals import (
 )
 from lightning_commfree.strategies.clock import Clock
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand
+from lightning_commfree.strategies.signals import DeferredSigterm
 
 TAG = "last_batch"
 _SHOWN = 20  # ranks in a message
@@ -58,25 +54,15 @@ _SHOWN = 20  # ranks in a message
 class Stopping:
     """Stop decisions of a fit, the same on all ranks.
 
-    Create it before the optimizers: a scheduler may be created for the number of steps that the
-    Trainer estimates, which depends on the length of an epoch.
-
-    Args:
-        trainer: the Trainer of the fit.
-        ranks: all ranks of the job.
-        clock: step counter of the fit.
-        patches: receives the wrappers of the methods of Lightning's loops.
-
-    Attributes:
-        clock: step counter of the fit.
-        sigterm: handler of SIGTERM on this rank.
+    Create it before the optimizers: a scheduler may need the number of steps that the Trainer
+    estimates, which depends on the length of an epoch.
     """
 
     def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:
         self._trainer, self._ranks, self.clock = trainer, ranks, clock
         self._several = trainer.world_size > 1  # a single rank has no others to agree with
-        self._wish = self._agreed = self._trains = False
-        self._unsized = self._uneven_said = self._apart_on_streams = False
+        self._requested = self._agreed = self._trains = False
+        self._unsized = self._warned_uneven = self._independent_streams = False
         self._step = 0  # steps begun, or batches where a step spans one
         self._ends: EpochEnds | None = None
         self.sigterm = DeferredSigterm(trainer, clock, patches)
@@ -85,16 +71,15 @@ class Stopping:
 
     # -- called as a fit proceeds
 
-    def begin(self, trains_apart: bool) -> None:
-        """Start: training begins with the next batch.
+    def begin(self, trains_independently: bool) -> None:
+        """Start training with the next batch.
 
-        Args:
-            trains_apart: ranks exchange nothing in most steps, so they cannot report that their
-                data end.
+        `trains_independently`: ranks exchange nothing in most steps, so they cannot report that
+        their data end.
         """
         self._trains, self._step = True, self._trainer.global_step
         if self._several:
-            self._apart_on_streams = trains_apart and self._unsized
+            self._independent_streams = trains_independently and self._unsized
             self._ends = EpochEnds(self._ranks.channels.world.peers)
 
     def step_begins(self) -> None:
@@ -112,46 +97,43 @@ class Stopping:
     @property
     def wanted(self) -> bool:
         """Whether this rank requests a stop; to be sent with the next exchange."""
-        return self._wish or self.sigterm.requested
+        return self._requested or self.sigterm.requested
 
     def agree_in_step(self) -> None:
-        """Stop all ranks after the current step, as some rank requested in this step's exchange."""
+        """Stop all ranks after the current step; some rank's request came with its exchange."""
         if self._several:
-            self._agree(self._wish + 2 * self.sigterm.requested)
+            self._agree(self._requested + 2 * self.sigterm.requested)
 
     def agree_here(self) -> None:
         """Stop here if any rank requests it; collective, with all ranks at the same point."""
-        if self._trains and self._several and not stopped_by_hand(self._trainer.lightning_module):
-            self._hold()
-            self._agree(int(self._wish))
+        if self._trains and self._several and not self._ranks.interrupted:
+            self._defer_stop()
+            self._agree(int(self._requested))
 
     def no_step_follows(self, in_step: bool = False) -> bool:
         """Return whether the latest step is the last one, as far as is known now.
 
-        `Strategy.on_train_end` is the last hook of a fit: callbacks have validated and written
-        their last checkpoint by then. What must be in that checkpoint has to happen before, so the
-        end is foreseen wherever it can be. Lightning decides it in nested loops; here is the same
-        decision at one moment.
-
-        Args:
-            in_step: the step still runs, so the Trainer has not counted all of it.
+        With `in_step` the step is still running, so the Trainer has not counted all of it.
         """
+        # When Lightning calls the last hook of a fit (`on_train_end`), callbacks have already
+        # written their last checkpoint. So the end is predicted here, by the decisions of
+        # Lightning's loops.
         trainer, loop = self._trainer, self._trainer.fit_loop
         uncounted = self.clock.uncounted if in_step else 0
-        if self._leaves_now:
+        if self._exiting_by_sigterm:
             return False
         if trainer.max_steps != -1 and trainer.global_step + uncounted >= trainer.max_steps:
             return True
-        # a `should_stop` of this rank alone is a request that the others do not know yet
+        # `should_stop` of this rank alone is only a request, which other ranks do not know yet
         stops = self._agreed if self._several else trainer.should_stop
         if stops and may_stop_early(trainer, uncounted):
             return True
         epoch: Any = loop.epoch_progress.current
         if loop.max_epochs in (None, -1):
             return False
-        if epoch.started < epoch.ready:  # it begins; the counter of batches is the last epoch's
+        if epoch.started < epoch.ready:  # it begins; the batch counter is still the last epoch's
             return False
-        if in_step:  # within an epoch, which is processed when it has run through
+        if in_step:  # the current epoch is not counted as processed yet
             return epoch.processed >= loop.max_epochs - 1 and data_used_up(trainer)
         # `ready` counts the epochs begun; a fit resumed at an epoch's end counts one too few
         return epoch.ready >= loop.max_epochs and (
@@ -166,12 +148,9 @@ class Stopping:
         return self._unsized and is_last_batch(self._trainer)
 
     def share_last_batch(self, channel: Channel) -> None:
-        """End the epoch with this batch if any rank's stream does. Called before training it.
+        """End the epoch with this batch if any rank's stream does; called before training it.
 
-        For ranks that depend on each other in every batch.
-
-        Args:
-            channel: channel between these ranks.
+        `channel` connects ranks that depend on each other in every batch.
         """
         if not self._unsized or channel.size == 1:
             return
@@ -194,23 +173,19 @@ class Stopping:
             self._ends.end(self._epoch, self._step, out_of_data)
 
     def share_stream_end(self) -> None:
-        """End the epoch on all ranks if it ends on any. Called in the last step of a fit.
+        """End the epoch on all ranks if it ends on any; called in the last step of a fit.
 
         With `max_steps` the last step may be the end of some streams, after which Lightning
         validates.
         """
-        if self._apart_on_streams:
+        if self._independent_streams:
             self.check_epoch_ends()
             self.end_epoch()
 
     # -- inside
 
     def _follow_loops(self, patches: Patches) -> None:
-        """Wrap methods of Lightning's loops, at points for which Lightning has no hook.
-
-        Other code in this package that patches the same methods (`EpochStart`) did so before, so it
-        runs inside these.
-        """
+        """Wrap methods of Lightning's loops, at points for which Lightning has no hook."""
         fit = self._trainer.fit_loop
         epoch = fit.epoch_loop
         if EPOCHS.works(self._trainer):
@@ -222,44 +197,39 @@ class Stopping:
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
         before = data_fetcher(self._trainer)
         set_up()
-        if data_fetcher(self._trainer) is not before:  # the loaders were made, or reloaded
+        if data_fetcher(self._trainer) is not before:  # the loaders were created or reloaded
             self._equalize()
 
     def _start_epoch(self, start: Callable[..., None], *args: Any) -> None:
         start(*args)
         self._check_first_batch()
-        self._hold()  # else Lightning would end the epoch on this rank alone
+        self._defer_stop()  # else Lightning would end the epoch on this rank alone
 
     def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
         """Wrap the end of a batch, where Lightning may validate."""
-        if self._leaves_now:
+        if self._exiting_by_sigterm:
             raise SIGTERMException
-        if self._apart_on_streams and self._ends is not None:
-            if self.stream_ends:  # a validation follows, to which all ranks must come
+        if self._independent_streams and self._ends is not None:
+            if self.stream_ends:  # a validation follows, which all ranks must reach
                 self.check_epoch_ends(out_of_data=True)
             else:
                 self._ends.has_more(self._epoch, self._step)
-        self._hold()  # else Lightning would validate on this rank alone
+        self._defer_stop()  # else Lightning would validate on this rank alone
         finish(*args)
 
     def _finish_epoch(self, finish: Callable[[], None]) -> None:
-        """Wrap the end of an epoch, where Lightning calls `on_train_epoch_end`.
-
-        The hooks may set `trainer.should_stop`.
-        """
+        """Wrap the end of an epoch, where hooks may set `trainer.should_stop`."""
         self.check_epoch_ends()
         finish()
         self.agree_here()
-        if self._trainer.received_sigterm:  # as Lightning ends this method
+        if self._trainer.received_sigterm:  # Lightning's own check, repeated after `agree_here`
             raise SIGTERMException
 
     @property
-    def _leaves_now(self) -> bool:
-        """Whether all ranks exit by SIGTERM after this step, in which a stream may end.
-
-        Lightning would first validate where a stream ends, which may be on some ranks only.
-        """
-        return self._apart_on_streams and self._trainer.received_sigterm
+    def _exiting_by_sigterm(self) -> bool:
+        """Whether all ranks exit by SIGTERM after this step, in which a stream may end."""
+        # Lightning would first validate where a stream ends, maybe on some ranks only
+        return self._independent_streams and self._trainer.received_sigterm
 
     @property
     def _epoch(self) -> int:
@@ -275,9 +245,9 @@ class Stopping:
             return
         least = min(sized)
         limit_epochs(self._trainer, least)
-        if self._uneven_said:  # of the same loaders, before they were reloaded
+        if self._warned_uneven:  # before the loaders were reloaded
             return
-        self._uneven_said = True
+        self._warned_uneven = True
         shortest = counts.index(least)
         others = [(r, f"{n - least}" if n >= 0 else "the rest") for r, n in enumerate(counts)]
         left_out = [f"rank {rank} leaves out {some}" for rank, some in others if some != "0"]
@@ -308,8 +278,8 @@ class Stopping:
         if not last:
             return
         end_epoch_after_this_batch(self._trainer)
-        if len(last) < size and not self._uneven_said:
-            self._uneven_said = True
+        if len(last) < size and not self._warned_uneven:
+            self._warned_uneven = True
             rank_zero_warn(
                 f"{_named(last)} ran out of data at batch"
                 f" {self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._epoch}, so the"
@@ -317,34 +287,33 @@ class Stopping:
                 " runs out. To use all the data, give every rank the same number of batches."
             )
 
-    def _hold(self) -> None:
+    def _defer_stop(self) -> None:
         """Turn a `trainer.should_stop` set on this rank alone into a request."""
         trainer = self._trainer
         if trainer.should_stop and not self._agreed and may_stop_early(trainer):
-            self._wish, trainer.should_stop = True, False
+            self._requested, trainer.should_stop = True, False
 
-    def _agree(self, word: int) -> None:
+    def _agree(self, flags: int) -> None:
         """Stop after the latest step if any rank requests it; collective over all ranks.
 
-        Args:
-            word: bit 0: this rank requests a stop; bit 1: it received SIGTERM.
+        Bit 0 of `flags`: this rank requests a stop; bit 1: it received SIGTERM.
         """
         if self._agreed:
             return
-        said = self._ranks.all_values(word)
-        if any(word & 2 for word in said):
+        all_flags = self._ranks.all_values(flags)
+        if any(flags & 2 for flags in all_flags):
             self.sigterm.agree()
             return
-        wishes = [rank for rank, word in enumerate(said) if word]
-        if not wishes:
+        requesting = [rank for rank, flags in enumerate(all_flags) if flags]
+        if not requesting:
             return
         self._agreed = self._trainer.should_stop = True
-        if len(wishes) < len(said):
+        if len(requesting) < len(all_flags):
             rank_zero_warn(
-                f"{_named(wishes)} requested a stop (`trainer.should_stop`) but the other ranks did"
-                f" not. All ranks are stopping after step {self.clock.steps} with the same weights."
-                " Base the decision on something that is the same on all ranks, such as a metric"
-                " logged with `sync_dist=True`."
+                f"{_named(requesting)} requested a stop (`trainer.should_stop`) but the other ranks"
+                f" did not. All ranks are stopping after step {self.clock.steps} with the same"
+                " weights. Base the decision on something that is the same on all ranks, such as a"
+                " metric logged with `sync_dist=True`."
             )
 
 

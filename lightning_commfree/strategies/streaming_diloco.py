@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_commfree.comm.view import FixedMembership
+from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     Codec,
     DiLoCoSettings,
@@ -22,7 +22,7 @@ from lightning_commfree.diloco import (
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
-from lightning_commfree.strategies.checks import REPLICAS, refuse_callbacks
+from lightning_commfree.strategies.checks import REFUSED_IF_LOCAL, refuse_callbacks
 from lightning_commfree.strategies.inside import FSDPSettings, choose_layout, layout_name
 
 
@@ -172,7 +172,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
-        refuse_callbacks(trainer, type(self).__name__, REPLICAS)
+        refuse_callbacks(trainer, type(self).__name__, REFUSED_IF_LOCAL)
         settings = self.settings
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern

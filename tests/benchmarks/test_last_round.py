@@ -22,8 +22,8 @@ from benchmarks.last_round import runs
 from benchmarks.last_round.simulated import SimulatedDiLoCo, take_steps, train
 from benchmarks.quality.grid import Run, Size
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,

@@ -18,8 +18,8 @@ from benchmarks.lion_quality.grid import BETAS
 from benchmarks.lion_quality.simulated import simulated_lion_cosine, take_step, train
 from lightning_commfree import DistributedLion
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion import LionSettings
 from recipes.training.evaluation import token_loss
 from recipes.training.optimizer import lion_betas

@@ -23,7 +23,7 @@ def test_pack_vote_and_unpack_give_the_sign_of_the_sum() -> None:
         ops.pack(row, plane)
     ballots = planes.view(torch.int64)
     shard = ops.vote(ballots, torch.full(ballots.shape[1:], -1))
-    assert shard.rest is None
+    assert shard.ties is None
     out = torch.empty(numel)
     ops.unpack(PackedDelta(shard.planes.view(torch.uint8), shard.weights, 1), out)
     assert torch.equal(out, values.sign().sum(0).sign())
@@ -34,14 +34,14 @@ def test_the_compared_count_finds_the_same_signs(workers: int) -> None:
     ballots, valid = ops.ballots_of_a_share(1000, workers, CPU)
     assert ballots.shape == (workers, -(-1000 // (64 * workers)))
     shard = ops.vote(ballots, valid)
-    planes = shard.planes if shard.rest is None else torch.cat([shard.planes, shard.rest[None]])
-    weights = shard.weights if shard.rest is None else (*shard.weights, 1)
+    planes = shard.planes if shard.ties is None else torch.cat([shard.planes, shard.ties[None]])
+    weights = shard.weights if shard.ties is None else (*shard.weights, 1)
     deltas = torch.empty(64 * ballots.shape[1])
     PackedDelta(planes.view(torch.uint8), weights, 1).read(0, deltas)
     flags = torch.empty(deltas.shape, dtype=torch.uint8)
     sums = torch.empty(deltas.shape, dtype=torch.int16)
     assert torch.equal(ops.unpack_and_add(ballots, flags, sums), deltas.short())
-    assert (shard.rest is None) == (workers % 2 == 1), "a thousand random ballots tie"
+    assert (shard.ties is None) == (workers % 2 == 1), "a thousand random ballots tie"
 
 
 def test_the_page_has_every_operation(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_slow_rank_is_named_at_the_timeout() -> None:
     ):
         waiting = thread.submit(third.end, 0, 1)
         second.step_begins(0, 1)
-        with pytest.raises(PeerLostError, match="rank 1 has not come to the end of epoch 0"):
+        with pytest.raises(PeerLostError, match="rank 1 has not reached the end of epoch 0"):
             first.end(0, 1)
         assert isinstance(waiting.exception(5.0), PeerLostError)
 

@@ -40,7 +40,7 @@ def test_where_it_leads_nowhere_gloos_own_choice_or_the_only_one(
     address: str | None, host: pytest.MonkeyPatch
 ) -> None:
     towards(host, address)
-    text = "its interfaces are: eth0, eth1. On every host, set GLOO_SOCKET_IFNAME to"
+    text = "Its interfaces are: eth0, eth1. On every host, set GLOO_SOCKET_IFNAME to"
     with pytest.raises(ValueError, match=re.escape(text)):
         choose_interface("main")
     host.setattr(sockets, "interface_address", {**LAN, "eth1": None}.get)

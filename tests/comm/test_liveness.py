@@ -144,7 +144,7 @@ def lose_rank_1_in_a_barrier(rank: int, size: int) -> None:
     channel = world_channel(rank, size)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with channel.naming_lost("barrier"):
+    with channel.peers.naming_lost("barrier"):
         dist.barrier()
 
 
@@ -340,7 +340,7 @@ def lose_rank_1_unwatched(rank: int, size: int) -> Any:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(2):  # the first one may have got through to this rank
-        with channel.naming_lost("barrier"):
+        with channel.peers.naming_lost("barrier"):
             channel.all_reduce(torch.ones(1 << 22), "large").wait()
 
 

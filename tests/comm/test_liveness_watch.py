@@ -36,7 +36,7 @@ def test_a_broken_exchange_among_living_ranks_is_put_down_to_the_network() -> No
             watch.wait([Broken()], "t")
         assert "(Connection closed by peer): rank 0 gave up on 't'" in str(caught.value)
         assert "all ranks are alive" in str(caught.value)
-        assert "make `timeout` over twice an outage" in str(caught.value)
+        assert "`timeout` must exceed twice an outage" in str(caught.value)
         assert list(caught.value.ranks) == [0]
         with pytest.raises(PeerLostError, match="rank 0 gave up on 't'"):
             other.wait([Endless()], "u")
@@ -162,23 +162,23 @@ def test_a_collective_that_ends_just_in_time_has_ended() -> None:
 def test_an_error_of_a_computation_passes_unless_a_rank_is_lost() -> None:
     with watches(2) as (watch, other):
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match="^own$"), watch.naming("step", computing=True):
+        with pytest.raises(RuntimeError, match="^own$"), watch.naming_lost("step", computing=True):
             raise RuntimeError("own")
         assert took(start) < 0.8, "two heartbeats of all others clear them"
-        with watch.naming("step", computing=True):
+        with watch.naming_lost("step", computing=True):
             pass  # and no other rank was told of a loss
         other.close(owner=True)
         with (
             pytest.raises(PeerLostError, match="'step' failed.*reset.*rank 1 is gone"),
-            watch.naming("step", computing=True),
+            watch.naming_lost("step", computing=True),
         ):
             raise RuntimeError("Connection reset by peer")
     with watches(2) as (watch, other):
         other.close(owner=True)
         with (
             pytest.raises(PeerLostError, match="'barrier' failed.*rank 1 is gone") as caught,
-            watch.naming("step", computing=True),
-            watch.naming("barrier"),
+            watch.naming_lost("step", computing=True),
+            watch.naming_lost("barrier"),
         ):
             raise RuntimeError("Connection reset by peer")
         assert "'step'" not in str(caught.value), "it is named once"
@@ -187,7 +187,7 @@ def test_an_error_of_a_computation_passes_unless_a_rank_is_lost() -> None:
 def test_an_error_that_all_ranks_raise_blames_no_rank_that_has_left_by_it() -> None:
     with watches(2) as (watch, other):
         other.close(owner=True)
-        with pytest.raises(AgreedError, match="^not finite$"), watch.naming("step"):
+        with pytest.raises(AgreedError, match="^not finite$"), watch.naming_lost("step"):
             raise AgreedError("not finite")
 
 
@@ -222,7 +222,7 @@ def test_an_error_of_one_rank_ends_the_waits_of_all() -> None:
             watch.check("step")
         assert str(third.agreed("data of rank 2 ended")) == "data of rank 1 ended", "the first one"
         third.close(owner=True)
-        with pytest.raises(AgreedError, match="^data of rank 1 ended$"), watch.naming("step"):
+        with pytest.raises(AgreedError, match="^data of rank 1 ended$"), watch.naming_lost("step"):
             pytest.fail("no rank is called lost")
 
 

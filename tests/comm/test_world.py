@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning_commfree.comm import job
 
 job.time.sleep = lambda seconds: print(f"waited {seconds}")
-job.leave_time_at_exit(HOSTS)
-job.leave_time_at_exit(HOSTS)
+job.delay_exit(HOSTS)
+job.delay_exit(HOSTS)
 if JOINS:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 print("done")

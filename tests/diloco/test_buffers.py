@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.view import FixedMembership, View
+from lightning_commfree.comm.exchange import FixedMembership, View
 from lightning_commfree.diloco import (
     CODECS,
     DiLoCoSettings,

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.view import FixedMembership
+from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     CODECS,
     DiLoCoSettings,

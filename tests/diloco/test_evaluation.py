@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_commfree.comm.view import FixedMembership
+from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.job import DATA, REPLICA, replica_mesh
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
     CODECS,
     DiLoCoSettings,

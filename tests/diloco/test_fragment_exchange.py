@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.comm.background import Background, Staging
-from lightning_commfree.comm.exchange import routes
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import View, routes
 from lightning_commfree.diloco import codec as wire_module
 from lightning_commfree.diloco.codec import BLOCK, CODECS
 from lightning_commfree.diloco.exchange import (

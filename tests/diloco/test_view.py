@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.comm.channel import Pending
-from lightning_commfree.comm.view import FixedMembership, View
+from lightning_commfree.comm.exchange import FixedMembership, View
 from lightning_commfree.diloco import CODECS, StreamingDiLoCo, split_into_fragments
 from lightning_commfree.diloco.exchange import Flight, Header, cheaper_exchange
 from lightning_commfree.diloco.settings import DiLoCoSettings

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from examples.sign_codec import SignCodec
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.comm.view import FixedMembership
+from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import Codec, StreamingDiLoCo, split_into_fragments
 from lightning_commfree.diloco.codec import decode_all
 from lightning_commfree.diloco.exchange import FragmentExchange

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.exchange import Route
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import Route, View
 from lightning_commfree.lion.ballot import (
     Ballot,
     BallotExchange,

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule
@@ -186,7 +186,7 @@ def test_votes_are_counted_where_they_are(workers: int, name: str, tied: bool, z
         with walk.during("count"):
             shard = rule.count(planes[0], planes[1] if zeros else None, planes[2, 0], 0)
         assert is_walked(shard.planes)
-        assert shard.rest is None or is_walked(shard.rest)
+        assert shard.ties is None or is_walked(shard.ties)
     assert walk.asked() == expected
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings
 from tests.lion import training
 from tests.lion.threads import in_threads
@@ -64,7 +64,7 @@ def test_a_group_that_comes_later_must_be_joined_by_all() -> None:
         for parameter in (first, late):
             by_rank(channel, parameter)
         before = first.detach().clone()
-        with pytest.raises(RuntimeError, match="after it joined other workers.*Call `join`"):
+        with pytest.raises(RuntimeError, match="after it joined other workers.*call `join`"):
             lion.step()
         assert torch.equal(first, before)
         assert late.tolist() == [0.0, 0.0]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, mean_momenta
-from lightning_commfree.lion.worker import TAG, LionParam, average_momenta, momentum_bytes
+from lightning_commfree.lion.worker import MOMENTUM_TAG, LionParam, average_momenta, momentum_bytes
 from tests.lion import training
 from tests.lion.threads import in_nodes, in_threads
 from tests.lion.training import Worker, play
@@ -62,7 +62,7 @@ def test_the_mean_is_added_up_in_the_order_of_the_workers(workers: int, numels: 
         members = [member(momentum_of(channel.rank, *pair)) for pair in pairs]
         average_momenta(members, View.of(channel))
         momenta = [m.state["momentum"] for m in members]
-        return momenta, channel.sent[TAG], momentum_bytes(members, View.of(channel))
+        return momenta, channel.sent[MOMENTUM_TAG], momentum_bytes(members, View.of(channel))
 
     width = 8 if torch.float64 in dtypes else 4
     sent = 2 * (workers - 1) * math.ceil(sum(numels) / workers) * width
@@ -86,7 +86,7 @@ def test_ranks_of_a_node_share_the_work_and_the_momenta() -> None:
         average_momenta(members, View.of(channel), node)
         return (
             members[0].state["momentum"],
-            channel.sent[TAG],
+            channel.sent[MOMENTUM_TAG],
             momentum_bytes(members, View.of(channel), node),
         )
 
@@ -103,7 +103,7 @@ def test_a_cycle_is_what_is_sent_from_sync_to_sync(every: int) -> None:
     def worker(channel: Any) -> tuple[int, list[int], tuple[int, int]]:
         one = Worker(channel, LionSettings(momentum_sync_every=every))
         sent, steps = one.voting.cycle()
-        assert sent[TAG] == sync
+        assert sent[MOMENTUM_TAG] == sync
         foretold = sent.total(), steps
         run = one.train(2 * every, training.dense_gradients)
         return one.voting.bytes_per_step, run.sent, foretold

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings, Voting
 from tests.lion import training
 from tests.lion.threads import in_threads
 
-CHANGED = "changed after its vote had begun.*Pass `overlap=False`"
+CHANGED = "changed after its vote was launched.*Pass `overlap=False`"
 
 
 @pytest.fixture(autouse=True)

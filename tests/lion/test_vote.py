@@ -37,8 +37,8 @@ def random_votes(workers: int, seed: int, zeros: bool, numel: int = NUMEL) -> Te
 
 def delta(shard: Shard, offset: int, numel: int = NUMEL) -> Tensor:
     all_planes, weights = shard.planes, shard.weights
-    if shard.rest is not None:
-        all_planes = torch.cat([all_planes, shard.rest.unsqueeze(0)])
+    if shard.ties is not None:
+        all_planes = torch.cat([all_planes, shard.ties.unsqueeze(0)])
         weights = (*weights, 1)
     packed_delta = PackedDelta(all_planes.contiguous().view(torch.uint8), weights, offset)
     return packed_delta.read(0, torch.full((numel,), torch.nan))
@@ -85,7 +85,7 @@ def test_padding_is_no_tie(workers: int) -> None:
     plus, nonzero = planes(votes)
     for rule in (Majority(), Majority(never)):
         for given_nonzero in (None, nonzero):
-            assert rule.count(plus, given_nonzero, valid(70), 0).rest is None
+            assert rule.count(plus, given_nonzero, valid(70), 0).ties is None
 
 
 def test_a_draw_decides_contested_ties_and_nothing_else() -> None:

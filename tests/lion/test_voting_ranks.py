@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings
 from tests.lion import training
 from tests.lion.training import Run, Worker, assert_same, assert_same_steps, play

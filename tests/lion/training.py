@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, Voting, buckets
 from tests.lion.serial import SerialLion
 
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 def small_buckets(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(buckets, "_LEAST", 40)
+    patch.setattr(buckets, "_MIN_NUMEL", 40)
 
 
 def parameters() -> dict[str, nn.Parameter]:

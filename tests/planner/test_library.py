@@ -19,8 +19,8 @@ from commfree_planner import (
     exchange_bytes,
     payload_bytes,
 )
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import ring_all_reduce_bytes
-from lightning_commfree.comm.view import View
 from lightning_commfree.diloco import CODECS, Schedule, split_into_fragments
 from lightning_commfree.diloco.exchange import cheaper_exchange
 

@@ -21,8 +21,8 @@ from commfree_planner import (
     utilization,
 )
 from commfree_planner.bytes_sent import exchange_rounds, power_sgd_floats, vote_bytes
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import cheaper_ballot_exchange
 from lightning_commfree.lion.vote import Majority
 from tests.planner.trainings import TRAINING

@@ -116,7 +116,7 @@ def all_fits(rank: int, size: int) -> dict[Any, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         # several buckets for 200 parameters, so that some leave before others are ready
-        patch.setattr(buckets, "_LEAST", 40)
+        patch.setattr(buckets, "_MIN_NUMEL", 40)
         for vote, overlap in product(VOTES, (True, False)):
             found[vote, overlap] = fit(rank, size, vote=vote, overlap=overlap)
         if size == 4:

@@ -134,7 +134,7 @@ def test_a_callback_that_validates_with_weights_of_its_own_is_refused(played: An
     for rank in played:
         assert rank["average"].startswith("RuntimeError: The parameters ['embed.weight'")
         assert "average `outer_weights()` yourself" in rank["average"]
-        assert "written to after the last step of the fit" in rank["average at the end"]
+        assert "modified after the last step of the fit" in rank["average at the end"]
 
 
 def test_weights_written_in_on_fit_start_are_trained(played: Any) -> None:

@@ -80,13 +80,15 @@ def test_named_units_are_gathered_apart_and_train_as_copies_do(tmp_path: Path) -
         assert units == ["", "head", "first", "second"]
         assert_same(parts, ddp)
         assert_same(whole_model, ddp)
-        assert "`units` lists 'Stge', but `Staged` has no module of that class" in refused
+        assert "`units` contains 'Stge', but `Staged` has no submodule of that class" in refused
         assert "Choose from its classes: Head, Linear, ModuleList, Stage." in refused
 
 
 def test_one_unit_is_not_inside_of_another() -> None:
     assert outermost(Staged(), ["Stage"]) == ["first", "second"]
-    with pytest.raises(ValueError, match="lists 'Linear', but .* has no module of that class"):
+    with pytest.raises(
+        ValueError, match="contains 'Linear', but .* has no submodule of that class"
+    ):
         outermost(nn.Sequential(Head(2, 2)), ["Head", "Linear"])
 
 

@@ -117,7 +117,7 @@ def fit(rank: int, size: int, module: Tiny | None = None, **kwargs: Any) -> dict
 def many(rank: int, size: int) -> dict[str, Any]:
     outcomes = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "_LEAST", 40)
+        patch.setattr(buckets, "_MIN_NUMEL", 40)
         outcomes["same data"] = fit(rank, size, shard=0)
         outcomes["average, same data"] = fit(rank, size, shard=0, settings={"vote": "average"})
         outcomes["random ties, same data"] = fit(rank, size, shard=0, settings={"ties": "random"})

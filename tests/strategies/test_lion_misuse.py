@@ -128,19 +128,19 @@ CASES = [
         Other,
         {},
         "TypeError",
-        "requires `DistributedLion`, because other optimizers cannot use votes, but"
-        " `configure_optimizers` returned `AdamW`",
+        "requires `DistributedLion`, but"
+        " `configure_optimizers` returned `AdamW`, which cannot step by votes",
     ),
     (Reordered, {}, "ValueError", "parameter 0 of group 0 is head.weight on rank 1, embed.weight"),
     (OtherRate, {}, "ValueError", "lr of group 0 is 0.2 on rank 1, 0.1 on rank 0"),
-    (Foreign, {}, "ValueError", "1 parameters of `DistributedLion` belong to no submodule"),
-    (Complex, {}, "TypeError", "can only vote on real floating-point parameters"),
+    (Foreign, {}, "ValueError", "1 parameters of `DistributedLion` are not registered in"),
+    (Complex, {}, "TypeError", "supports only real floating-point parameters"),
     (Sparse, {}, "TypeError", "The gradient of 'table.weight' is sparse"),
     (
         Meddling,
         {},
         "RuntimeError",
-        "The gradient of 'head.weight' changed after its vote had begun",
+        "The gradient of 'head.weight' changed after its vote was launched",
     ),
     (Drifting, {"check_drift_every": 2}, "AgreedError", "parameters differ before step 5"),
     (

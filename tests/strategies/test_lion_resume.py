@@ -136,7 +136,7 @@ def test_other_numbers_of_workers(ranks: list[Any], folder: Path, tmp_path: Path
             assert_same(local[-1], outcomes[0][2][-1])
             if rank == 0:
                 assert f"it was saved by 4 ranks, but this fit has {size}" in said[0]
-                assert ("workers from 4 on with the mean of all" in said[0]) == (size == 5)
+                assert ("workers from index 4 start with the mean of all" in said[0]) == (size == 5)
     nodes = run_ranks(nodes_of_two, SIZE, tmp_path, tmp_path, path)
     for rank, (momenta, _, _) in enumerate(nodes):
         assert all(map(torch.equal, momenta, saved[rank // 2])), "a node is one worker"

@@ -182,7 +182,7 @@ def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
         assert "head.bias is float32 [1], trainable on rank 1, absent on rank 0" in shapes[1]
         assert "outer_optimizer is SGD {'lr': 0.5," in outer[1]
         assert timed[0] == "ValueError"
-        assert "does not support a time as `val_check_interval` (60 s here)" in timed[1]
+        assert "does not support a time interval as `val_check_interval` (here 60 s)" in timed[1]
         assert synced[0] == "ValueError"
         assert "does not support SyncBatchNorm, which exchanges statistics" in synced[1]
         assert good == ("", "no error")

@@ -1,8 +1,4 @@
-"""Layouts of a model on the ranks of a replica: DDP, FSDP or Domino.
-
-This file has the layout in which every rank holds the full model: one rank, or several with DDP.
-`fsdp` and `domino` have the layouts in which ranks hold shards of it.
-"""
+"""Layouts of a model on the ranks of a replica: DDP here; FSDP and Domino in their own modules."""
 
 from __future__ import annotations
 
@@ -31,9 +27,7 @@ if TYPE_CHECKING:
 class DataParallel(Inside):
     """The full model on every rank of a replica; DDP averages gradients within it.
 
-    Args:
-        size: number of ranks in a replica.
-        argument: the strategy's argument that sets `size`, for messages.
+    `argument` is the strategy's argument that sets `size`, for messages.
     """
 
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
@@ -84,13 +78,9 @@ def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSett
 def choose_layout(
     strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
 ) -> Inside:
-    """Return the layout for a strategy's argument `inside`.
+    """Return the layout for a strategy's argument `inside`, a name or settings.
 
-    Args:
-        strategy: the strategy that gets the layout.
-        inside: a name or settings.
-        size: number of ranks in a replica.
-        argument: the strategy's argument that sets `size`, for messages.
+    `argument` is the strategy's argument that sets `size`, for messages.
 
     Raises:
         ValueError: the name is unknown, or the layout needs a larger `size`.

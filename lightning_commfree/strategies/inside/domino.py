@@ -1,9 +1,7 @@
 """The layout of tensor parallelism with Domino's schedule: `DominoTPStrategy`, `inside="domino"`.
 
 The model is sharded before the optimizer is created, and full again on every rank after the fit.
-
-Between replicas, `DominoTPStrategy` averages gradients (`domino.data_parallel`). The algorithms of
-other strategies do not know Domino; they check whether a parameter is a shard
+Other strategies' algorithms do not know Domino; they check whether a parameter is a shard
 (`model.shards.is_shard`). All other parameters are the same on all ranks of the tensor group.
 """
 
@@ -47,14 +45,9 @@ _WHY_NOT_MANUAL = (
 class TensorParallel(ShardedReplica):
     """A layout that shards every layer over a tensor group.
 
-    Args:
-        strategy: the strategy that has this layout.
-        settings: Domino's.
-        argument: the strategy's argument that sets the size of a group, for messages.
-        outside: the mesh axis between groups: `REPLICA` for an algorithm that does not know Domino.
-
-    Attributes:
-        sharded: the sharded model, from `prepare` to `release`.
+    `argument` is the strategy's argument that sets the size of a group, for messages. `outside` is
+    the mesh axis between groups: `REPLICA` for an algorithm that does not know Domino. `sharded` is
+    the sharded model, from `prepare` to `release`.
     """
 
     same_batch = True
@@ -69,9 +62,8 @@ class TensorParallel(ShardedReplica):
         super().__init__(strategy, settings)
         self._argument, self._outside = argument, outside
         self.sharded: ShardedModule | None = None
-        self._left: OptimizerShards | None = (
-            None  # of the latest fit, whose optimizers stay sharded
-        )
+        # of the latest fit, whose optimizers stay sharded
+        self._last_optimizer_shards: OptimizerShards | None = None
         self._states_checked = False
 
     @property
@@ -135,11 +127,11 @@ class TensorParallel(ShardedReplica):
     def release(self) -> None:
         """Restore the full model on every rank; collective, except after Ctrl-C."""
         if self.sharded is not None:
-            self._left = None
+            self._last_optimizer_shards = None
             self.sharded.unmark_shards()
             if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
                 self.sharded.join()
-                self._left = self.sharded.optimizer_shards
+                self._last_optimizer_shards = self.sharded.optimizer_shards
             self.sharded = None
         super().release()
 
@@ -152,8 +144,8 @@ class TensorParallel(ShardedReplica):
 
     @override
     def train_begins(self) -> None:
-        # from here on the ranks of a tensor group must draw the same random numbers; a resumed fit
-        # has already restored its generators
+        # From here on the ranks of a tensor group must draw the same random numbers. A resumed fit
+        # has already restored its generators.
         strategy = self._strategy
         share_random_state(strategy.channels.within, strategy.module.device)
 
@@ -205,21 +197,21 @@ class TensorParallel(ShardedReplica):
 
     @override
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's full state on rank 0.
-
-        This works after a fit too: the optimizers of all ranks still have their shards then.
+        """Return an optimizer's full state on rank 0; also after a fit.
 
         Raises:
             ValueError: the optimizer keeps state that is not element-wise.
         """
         if self.sharded is not None and self.size > 1:
             check_states([optimizer], self.sharded.specs.keys())
-        if self.sharded is not None or self._left is None:
+        if self.sharded is not None or self._last_optimizer_shards is None:
             return super().full_optimizer_state(optimizer, state)
         if self._strategy.ranks.interrupted:
             return {}
         with self._strategy.ranks.with_channels() as channels:
-            return self._left.full_state_dict(optimizer, channels.within, self._keeps)
+            return self._last_optimizer_shards.full_state_dict(
+                optimizer, channels.within, self._keeps
+            )
 
 
 def _may_change(module: pl.LightningModule) -> bool:

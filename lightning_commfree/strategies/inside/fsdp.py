@@ -1,9 +1,7 @@
-"""The layout `inside="fsdp"`: a replica's model sharded by FSDP2 (`fully_shard`).
+"""The layout `inside="fsdp"`: a replica's model sharded by FSDP2 (`model.fsdp`).
 
-Every block of the model is a unit, and the rest of the model is one more. A unit's parameters are
-sharded by rows and gathered for its forward and backward. Its gradients are averaged over the
-replica, and each rank keeps its shard of them. As with Lightning's own strategies for sharded
-models, the module stays sharded after the fit, and `trainer.test` uses it in that state.
+As with Lightning's own strategies for sharded models, the module stays sharded after the fit, and
+`trainer.test` uses it in that state.
 """
 
 from __future__ import annotations
@@ -50,31 +48,23 @@ _WHY_NOT_MANUAL = (
 
 
 class FullyShard(ShardedReplica):
-    """A layout that shards parameters, gradients and optimizer state over a replica by FSDP2.
+    """A layout that shards parameters, gradients and optimizer state over a replica.
 
-    Args:
-        strategy: the strategy that has this layout.
-        size: number of ranks in a replica, 2 or more.
-        argument: the strategy's argument that sets `size`, for messages.
-        settings: the user's settings of FSDP.
+    `argument` is the strategy's argument that sets `size`, for messages.
 
     Raises:
         ValueError: torch is too old.
     """
 
     def __init__(
-        self,
-        strategy: ReplicaStrategy,
-        size: int,
-        argument: str,
-        settings: FSDPSettings,
+        self, strategy: ReplicaStrategy, size: int, argument: str, settings: FSDPSettings
     ) -> None:
         if why := why_unavailable():
-            raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or use 'ddp'.")
+            raise ValueError(f"`inside='fsdp'` is unavailable: {why}, or set `inside='ddp'`.")
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
         self._sharded: nn.Module | None = None
-        self._shared_over: Channel | None = None  # keeps the sockets of its group registered
+        self._kept: Channel | None = None  # of `_sharded`: forked workers close its sockets
         self._step_bytes, self._in_fit = (0, 0), False
 
     @property
@@ -91,7 +81,7 @@ class FullyShard(ShardedReplica):
         if limit is None or not self._in_fit:
             return False
         parameters = self._strategy.module.parameters()
-        # a user's own plugin writes files
+        # a user's own plugin always writes files
         ours = type(self._strategy.checkpoint_io) is AtomicCheckpointIO
         return ours and sum(p.numel() * p.itemsize for p in parameters) > limit
 
@@ -118,11 +108,12 @@ class FullyShard(ShardedReplica):
             broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         else:
             seed = self._start()
-            fill = Materializer(module, seed) if self._was_on_meta else None
+            materializer = Materializer(module, seed) if self._was_on_meta else None
             group = channels.within.keep_group()
-            apply_fsdp(module, group, device, fill, self._settings.units)
-            self._sharded, self._shared_over = module, channels.within
-            if fill is not None and fill.reads:  # ranks may have read values from different disks
+            apply_fsdp(module, group, device, materializer, self._settings.units)
+            self._sharded, self._kept = module, channels.within
+            # ranks may have read values from different disks
+            if materializer is not None and materializer.reads_folder:
                 broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         module.to(device)
 
@@ -133,22 +124,20 @@ class FullyShard(ShardedReplica):
 
     @override
     def release(self) -> None:
-        """Keep the module sharded, but let forked ranks return full weights to the launcher.
-
-        Lightning's launcher takes them from the module's `state_dict` after this.
-        """
+        """Keep the module sharded, but let forked ranks return full weights to the launcher."""
         super().release()
         self._in_fit = False
         states = self.states
+        # the launcher takes the weights from the module's `state_dict` after this
         if states is not None and isinstance(self._strategy.launcher, CleanExitLauncher):
-            states.gather_from_here(keep=self._strategy.local_rank == 0)
+            states.gather_in_state_dict(keep=self._strategy.local_rank == 0)
 
     @override
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
         if self.states is None:
             setup(trainer)
             return
-        # the same as Lightning's `setup`, but without broadcasting rank 0's shards to other ranks
+        # Lightning's `setup` without its broadcast of rank 0's shards to other ranks
         strategy = self._strategy
         assert strategy.accelerator is not None, "the Trainer has chosen one"
         strategy.accelerator.setup(trainer)
@@ -211,5 +200,5 @@ class FullyShard(ShardedReplica):
 
 
 def _read_like(value: Any, like: Any) -> Any:
-    """Read a value if it is a tensor in a folder: only the shard that `like` is, if it is one."""
+    """Read a value if it is a tensor in a folder: only the shard `like`, if that is one."""
     return value.read(like) if isinstance(value, FolderTensor) else value

@@ -22,7 +22,7 @@ from lightning_commfree.model.meta_init import meta_fingerprint, on_meta
 from lightning_commfree.model.replication import START_TAG, broadcast_initial_weights
 from lightning_commfree.resume.folders import read_folder_tensors
 from lightning_commfree.strategies.checks import (
-    PARTS,
+    REFUSED_IF_SHARDED,
     refuse_callbacks,
     refuse_fp16,
     refuse_timed_validation,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """Gathers full states from shards, and takes this rank's shards of full states.
+    """Gathers full states from shards, and takes this rank's shards from full states.
 
     Gathering is collective within a replica; ranks that do not `keep` the result get {}.
     """
@@ -57,9 +57,7 @@ class States(Protocol):
 class ShardedReplica(Inside):
     """A layout in which each rank of a replica holds shards of the model.
 
-    Args:
-        strategy: the strategy that has this layout.
-        settings: the layout's settings, the same on all ranks.
+    `settings` are the layout's, the same on all ranks.
     """
 
     shards_model = True
@@ -81,7 +79,7 @@ class ShardedReplica(Inside):
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """True for a meta-device model, which is too large to restore before sharding."""
+        """Whether the model is on `meta`: it has no values to restore before it is sharded."""
         module = self._strategy.lightning_module
         return self._was_on_meta or (module is not None and bool(on_meta(module)))
 
@@ -91,7 +89,7 @@ class ShardedReplica(Inside):
         refuse_timed_validation(name, trainer)
         refuse_fp16(name, strategy.precision_plugin)
         if self.size > 1:
-            refuse_callbacks(trainer, name, PARTS)
+            refuse_callbacks(trainer, name, REFUSED_IF_SHARDED)
 
     def _start(self) -> int:
         """Copy rank 0's full model to all ranks, and return a seed shared by all ranks."""

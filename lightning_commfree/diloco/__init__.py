@@ -42,18 +42,18 @@ Read in this order:
    `quantize_numba`.
 3. `outer`: a fragment's global copy and outer step. `exchange`: the mean over the replicas.
 4. `streaming`: the algorithm.
-5. Rare cases: `nonfinite` (a replica with NaN), `frozen` (parameters that are thawed, or that hooks
-   write to). `messages`: hints and warnings to the user.
+5. Rare cases: `nonfinite` (a replica with NaN), `frozen` (parameters that are unfrozen, or that
+   hooks write to). `messages`: hints and warnings to the user.
 
 Departures from the paper:
 
 - A run *finishes*: in-flight fragments land, then every fragment is exchanged once more for the
   mean of the local weights, so that all replicas end with the same weights. The paper evaluates
   the global copies, which are up to H steps stale.
-- The sign of the offset in section 2.2 differs from Algorithm 2; this package follows the
-  algorithm. It matters for P >= 3 only, and only for the order of the fragments.
-- Persistent floating-point buffers (BatchNorm) are averaged with their module's fragment, in fp32
-  whatever the `wire_dtype`; the paper's models have none.
+- Section 2.2 and Algorithm 2 give the offset different signs; this package follows the algorithm.
+  The sign only changes the order of the fragments, if P >= 3.
+- Persistent floating-point buffers (BatchNorm) are averaged with their module's fragment, always in
+  fp32; the paper's models have none.
 """
 
 from __future__ import annotations

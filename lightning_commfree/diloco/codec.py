@@ -1,8 +1,8 @@
-"""Encode outer gradients for the wire: fp32 values to a payload of bytes and back.
+"""Codecs for outer gradients: fp32 values to a payload of bytes and back.
 
-A replica encodes its outer gradient once. Every replica, the sender included, decodes the same
-bytes and sums in fp32 in replica order, so the global copies stay bit-identical (arXiv:2501.18512,
-section 2.4). The size of a payload depends only on the number of values, N.
+Every replica, the sender included, decodes the same bytes and sums in fp32 in replica order, so the
+global copies stay bit-identical (arXiv:2501.18512, section 2.4). The size of a payload depends only
+on the number of values, N.
 
 ==========  ============  =====================================================================
 wire_dtype  bits a value  rounding
@@ -13,16 +13,12 @@ int8        8.125         to nearest in steps of a block's largest magnitude / 1
 fp4         4.03          to nearest of zero and seven powers of two with either sign (E3M0)
 ==========  ============  =====================================================================
 
-Int8 and fp4 use one scale per *block* of consecutive values. Values are processed in *chunks* of
-complete blocks, so that intermediate results stay in a cache. `quantize` defines the blocks, and
-how zeros, NaN and Inf are encoded. With numba installed, a CPU uses the compiled loops of
-`quantize_numba` to encode both and to decode fp4: the same values (a NaN block may have other
-codes), two to four times as fast on one thread.
+Int8 and fp4 have one scale per *block* of consecutive values (`quantize`). Values are processed in
+*chunks* of complete blocks, so that intermediate results stay in a cache. If numba is installed,
+CPUs use `quantize_numba`, two to four times as fast on one thread, with the same results.
 
-To use your own codec, pass an object with the attributes and methods of `Codec` as `wire_dtype`.
-Coarse codecs (1 or 2 bits, top-k) converge only with *error feedback*: the rounding error is added
-to the next outer gradient of the same fragment (see `Codec.error_feedback`;
-`examples/sign_codec.py` is an example).
+To use your own codec, pass an object that implements `Codec` as `wire_dtype`. Coarse codecs (1 or 2
+bits, top-k) converge only with `Codec.error_feedback`; `examples/sign_codec.py` is an example.
 """
 
 from __future__ import annotations
@@ -49,15 +45,13 @@ _DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
 
 
 def num_blocks(numel: int) -> int:
-    """Return the number of blocks that `numel` values are split into."""
+    """Return the number of blocks of `numel` values."""
     return -(-numel // BLOCK)
 
 
 def chunks(numel: int, device: torch.device) -> Iterator[slice]:
-    """Yield chunks that cover `numel` values, sized for the device, in ascending order.
-
-    Every chunk consists of complete blocks, except for the last one if the last block is shorter.
-    """
+    """Yield slices that cover `numel` values, in chunks sized for the device."""
+    # a shorter last block is a chunk of its own, so that every chunk has blocks of one size
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     whole = numel // BLOCK * BLOCK
     for start in range(0, whole, step):
@@ -72,25 +66,25 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """Name, compared between the replicas when a fit begins."""
+        """Name, which must be equal on all replicas."""
 
     @property
     def error_feedback(self) -> bool:
-        """Whether the rounding error is kept and added to the fragment's next outer gradient.
+        """Whether to add the rounding error to the fragment's next outer gradient.
 
-        This costs 4 bytes of memory per parameter.
+        Costs 4 bytes of memory per parameter.
         """
 
     def num_bytes(self, numel: int) -> int:
-        """Return the size in bytes of the payload of `numel` values."""
+        """Return the payload size in bytes for `numel` values."""
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         """Encode values into `out`.
 
         Args:
-            values: fp32, shape (N,). With error feedback they include the earlier rounding error.
+            values: fp32, shape (N,).
             out: uint8, shape (num_bytes(N),); filled.
-            residual: fp32, shape (N,); filled with the rounding error: `values` minus the decoded
+            residual: fp32, shape (N,); filled with the rounding error, `values` minus the decoded
                 `out`. None: not needed.
         """
 
@@ -98,9 +92,9 @@ class Codec(Protocol):
         """Decode a chunk of a payload.
 
         Args:
-            payload: the payload that `encode` filled.
+            payload: uint8, filled by `encode`.
             numel: N, the number of values in the payload.
-            values: the chunk's indices, one of the slices of `chunks`.
+            values: the chunk, one of the slices that `chunks` yields.
             out: fp32, shape (values.stop - values.start,); filled.
         """
 
@@ -120,7 +114,7 @@ class CastCodec:
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         """Cast the values to the wire type."""
         out.view(self.dtype).copy_(values)
-        _keep_loss(self, values, out, residual)
+        _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
         """Cast a chunk back to fp32."""
@@ -154,7 +148,7 @@ class Int8Codec:
                 blocks, shape = blocks_of(chunk)
                 values_BV, codes_BV = (part[chunk].view(shape) for part in (values, codes))
                 quantize.encode_int8(values_BV, codes_BV, scales[blocks])
-        _keep_loss(self, values, out, residual)
+        _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
         """Decode the blocks of a chunk."""
@@ -194,7 +188,7 @@ class Fp4Codec:
                 blocks, shape = blocks_of(chunk)
                 codes = quantize.encode_e3m0(values[chunk].view(shape), scales[blocks])
                 pack_nibbles_part(codes, chunk.start, packed)
-        _keep_loss(self, values, out, residual)
+        _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
         """Decode the blocks of a chunk."""
@@ -242,17 +236,17 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return a chunk's slice of blocks, and its shape (blocks, values per block)."""
+    """Return the slice of a chunk's blocks, and their shape (blocks, values per block)."""
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)
 
 
 def _check_size(codec: Codec, payload: Tensor, numel: int) -> None:
-    assert payload.numel() == codec.num_bytes(numel), "the payload has another number of values"
+    assert payload.numel() == codec.num_bytes(numel), "the payload does not have `numel` values"
 
 
-def _keep_loss(codec: Codec, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
+def _write_residual(codec: Codec, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
     if residual is not None:
         torch.sub(values, decode_all(codec, payload, residual), out=residual)
 

@@ -1,29 +1,22 @@
-"""Form the mean of the replicas' outer gradients (arXiv:2501.18512, section 2.4).
+"""Compute the mean of the replicas' outer gradients (arXiv:2501.18512, section 2.4).
 
-`comm.exchange` describes the two routes; each fragment takes the one that sends fewer bytes, with
-headers and padding: gather for two replicas, two-phase for three or more, except for small
-fragments. On either route every replica, even the owner of a shard, decodes the same bytes and adds
-in replica order, so the means are bit-identical. On the two-phase route the codec rounds the mean a
-second time.
+Each fragment takes the route of `comm.exchange` that sends fewer bytes: gather for two replicas and
+for small fragments, else two-phase. Every replica, even the owner of a shard, decodes the same
+bytes and adds in replica order, so the means are bit-identical. On the two-phase route the codec
+rounds the mean a second time. Replicas with NaN or Inf do not count in the mean.
 
 A message has four sections:
 
-1. *header*: three int64. First, flags (the sender wants all to stop; its values contain NaN or Inf)
+1. *header*: three int64. First, flags (the sender asks all to stop; its values contain NaN or Inf)
    and, in the bits above, a hash of the fragments that joined during the fit. Second, the sender's
    inner step. Third, a hash of its global copy (0: none). On the way down the owner of a shard
-   reports a summary of all headers.
+   sends a summary of all headers.
 2. *gram*, down only: inner products of all replicas' gradients, restricted to the owner's shard.
 3. *payload*: the values as the codec encodes them.
-4. *buffers*: averaged buffers, always in fp32. They are statistics, and a rounded variance could be
-   zero. If all replicas have the same number, that number is the mean, to the last bit.
+4. *buffers*: averaged buffers, always in fp32: a rounded variance could be zero.
 
-A replica with NaN or Inf is left out of the mean: the sum is divided by the number of the others.
-
-A CUDA device encodes on a side stream. If the channel needs the codes in host memory, they are
-copied on that stream, and a background thread waits for them and sends them.
-
-An exchange belongs to one view. If a member is lost, the flight is launched again in the next view
-(`Flight.relaunch`): the values are encoded again, because other shards have other blocks.
+On CUDA, encoding and the copy to host memory run on a side stream, and a background thread waits
+for them and sends the message.
 """
 
 from __future__ import annotations
@@ -45,7 +38,7 @@ from lightning_commfree.diloco.outer import WITHIN_TAG
 
 TAG = "outer_gradient"
 _STOP, _NONFINITE = 1, 2  # bits of the header's first word
-_JOINED_FROM = 8  # first bit of the hash of the fragments that joined
+_JOINED_SHIFT = 8  # first bit of the hash of the fragments that joined
 JOINED_BITS = 40
 
 
@@ -53,7 +46,7 @@ JOINED_BITS = 40
 
 
 class Header(NamedTuple):
-    """Metadata sent ahead of a replica's values; the host does not wait for tensors in it."""
+    """Metadata sent with a replica's values; the host does not wait for tensors in it."""
 
     stop: bool
     step: int
@@ -65,10 +58,10 @@ class Header(NamedTuple):
     def words(self) -> tuple[Tensor | int, ...]:
         """The three int64 values that are sent."""
         flags = self.stop * _STOP + self.nonfinite * _NONFINITE
-        return flags + (self.joined << _JOINED_FROM), self.step, self.digest
+        return flags + (self.joined << _JOINED_SHIFT), self.step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return `values`, and the header's tensors that are on the same device."""
+        """Return `values` and those tensors of the header that are on the same device."""
         tensors = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in tensors if word.device == values.device)]
 
@@ -76,37 +69,34 @@ class Header(NamedTuple):
 class HeaderSummary(NamedTuple):
     """Combined headers of all replicas."""
 
-    stop: bool  # some replica wants to stop
+    stop: bool  # some replica asks all to stop
     drifted: bool  # the hashes of the global copies differ
-    steps_differ: bool
+    steps_differ: bool  # the messages were sent after different inner steps
     joined_differ: bool  # different fragments have joined
     nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
 
 
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
-    """Combine the headers of all replicas; int64, shape (M, 3), in host memory."""
+    """Combine the headers of all replicas: int64, shape (M, 3), in host memory."""
     flags, steps, digests = headers_M3.unbind(1)
     drifted, steps_differ, joined_differ = (
-        bool((words != words[0]).any()) for words in (digests, steps, flags >> _JOINED_FROM)
+        bool((words != words[0]).any()) for words in (digests, steps, flags >> _JOINED_SHIFT)
     )
     return HeaderSummary(_any_stops(flags), drifted, steps_differ, joined_differ, _nonfinite(flags))
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
-    """Combine the headers in which each owner reports its summary (see `report`)."""
+    """Combine the summaries that all owners have sent (`summary_header`)."""
     flags, drifted, steps_differ = headers_M3.unbind(1)
-    seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_FROM).any())
+    seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_SHIFT).any())
     return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags))
 
 
-def report(summary: HeaderSummary, member: int) -> Header:
-    """Return the header in which `member` reports its summary on the way down.
-
-    The step field carries `drifted`, the digest field `steps_differ`. The NaN flag is only the
-    sender's own, because every member sends such a header.
-    """
-    own, joined_differ = member in summary.nonfinite, int(summary.joined_differ)
-    return Header(summary.stop, int(summary.drifted), int(summary.steps_differ), own, joined_differ)
+def summary_header(summary: HeaderSummary, member: int) -> Header:
+    """Create the header in which the owner `member` sends its summary on the way down."""
+    # the fields `step` and `digest` are free on the way down; every member sends its own NaN flag
+    step, digest, joined = summary.drifted, summary.steps_differ, summary.joined_differ
+    return Header(summary.stop, int(step), int(digest), member in summary.nonfinite, int(joined))
 
 
 def _any_stops(flags_M: Tensor) -> bool:
@@ -118,7 +108,7 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
 
 
 def finite_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
-    """Return the messages without those of `nonfinite`; all of them if none would remain."""
+    """Remove the messages of `nonfinite` members; keep all of them if none would remain."""
     counted = [m for m in range(len(messages)) if m not in nonfinite]
     if not 0 < len(counted) < len(messages):
         return messages
@@ -130,13 +120,13 @@ def finite_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
 
 
 class FragmentMessage:
-    """Byte layout of a message about a fragment or one of its shards.
+    """Layout of a message about a fragment or one of its shards.
 
     Args:
         codec: codec of the payload.
         numel: number of values in the payload.
-        num_buffers: number of fp32 buffer values after it.
-        gram_size: number of fp32 inner products before it.
+        num_buffers: number of fp32 buffer values.
+        gram_size: number of fp32 inner products.
 
     Attributes:
         num_bytes: size of the message.
@@ -165,7 +155,7 @@ class FragmentMessage:
         self._layout.clear_gaps(message)
         words = self._layout.section(message, "header", torch.int64)
         for word, value in zip(words, header.words, strict=True):
-            # `copy_` within a device and `fill_` do not make the host wait for the device
+            # neither `copy_` within a device nor `fill_` makes the host wait for the device
             on_device = isinstance(value, Tensor) and value.device == values.device
             word.copy_(value) if on_device else word.fill_(int(value))
 
@@ -195,10 +185,8 @@ class FragmentMessage:
         return values_MN
 
     def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of the values, fp32, shape (numel,), and inner products, shape (M, M).
-
-        Works chunk by chunk, so that the decoded values of all replicas never exist at once.
-        """
+        """Return the mean of the values, fp32, shape (numel,), and inner products, shape (M, M)."""
+        # chunk by chunk, so that the decoded values of all replicas never exist at once
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
         gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)
@@ -214,21 +202,22 @@ class FragmentMessage:
                 self._codec.decode(payload, self._numel, chunk, row)
 
             _average(rows_MV, out=mean[chunk])
-            for i, row in enumerate(rows_MV):  # row by row: BLAS is slow for such a flat product
+            for i, row in enumerate(rows_MV):  # row by row: BLAS is slow for so wide a matrix
                 gram_MM[i, i:] += rows_MV[i:] @ row
 
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
     def average_buffers(self, messages: Tensor) -> Tensor:
-        """Return the mean of the buffers; values equal on all replicas (even Inf) are kept."""
+        """Return the mean of the buffers, fp32, shape (num_buffers,)."""
         rows_ME = self.buffers(messages)
         mean = _average(rows_ME, out=torch.empty_like(rows_ME[0]))
+        # values that are equal on all replicas stay as they are, to the last bit, even Inf
         return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
 
 
 def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
-    """Write the mean over the replicas, summed in their order, into `out`."""
-    torch.add(rows_MN[0], 0.0, out=out)  # as a sum that starts at zero: -0.0 becomes 0.0
+    """Write the mean over the replicas, summed in their order, to `out`."""
+    torch.add(rows_MN[0], 0.0, out=out)  # start from 0.0: -0.0 becomes 0.0
     for row in rows_MN[1:]:
         out += row
 
@@ -241,27 +230,24 @@ class Arrival(NamedTuple):
     """Result of an exchange, the same on all replicas."""
 
     mean: Tensor  # (N + E,), fp32, over the K replicas that are finite
-    stop: bool  # some replica wants to stop
-    drifted: bool  # the hashes of the global copies differ
-    steps_differ: bool  # the messages were launched at different inner steps
-    joined_differ: bool  # different fragments have joined
-    nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
+    stop: bool  # these five as in `HeaderSummary`
+    drifted: bool
+    steps_differ: bool
+    joined_differ: bool
+    nonfinite: tuple[int, ...]
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, within: Channel) -> Arrival:
-        """Combine the results that the ranks of a replica received for their shards.
-
-        Collective within the replica. `mean` remains that of this rank's shard.
-        """
+        """Combine the flags and inner products of the replica's ranks; collective within it."""
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
         mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(within.device)
         rows = within.all_gather(mine, WITHIN_TAG).wait().cpu()
 
         anywhere = rows[:, : len(flags)].any(dim=0).tolist()
         stop, drifted, steps_differ, joined_differ = (bool(flag) for flag in anywhere)
-        # inner products of full gradients are the sums of those of their shards
+        # the inner product of full gradients is the sum of the inner products of their shards
         gram = rows[:, len(flags) :].sum(dim=0).view_as(self.gram)
-        # `nonfinite` covers full replicas already: their ranks share the flag before the launch
+        # `nonfinite` is already combined: ranks share the flag before the launch
         flagged = stop, drifted, steps_differ, joined_differ
         return Arrival(self.mean, *flagged, self.nonfinite, gram)
 
@@ -286,15 +272,15 @@ class Arrival(NamedTuple):
 
 @dataclass(eq=False)
 class FragmentExchange:
-    """Exchange of a fragment, N parameter values and E buffer values, among the replicas of a view.
+    """Exchange of a fragment of N parameter values and E buffer values between replicas.
 
     Args:
         route: route between the replicas.
-        codec: codec of the values.
+        codec: codec of the parameter values.
         numel: N.
         num_buffers: E.
-        background: runs the parts that training must not wait for.
-        staging: CUDA stream that encodes; shared by all exchanges, to reuse its memory.
+        background: thread for the work that training must not wait for.
+        staging: CUDA stream for encoding, shared by all exchanges to reuse its memory.
         in_thread: whether gathers are launched on the background thread too (`fragment_exchanges`).
     """
 
@@ -308,7 +294,7 @@ class FragmentExchange:
 
     def __post_init__(self) -> None:
         size, two_phase = self.route.num_shards, self.route.two_phase
-        # shards consist of complete blocks: a block in two shards would have two scales
+        # shards are whole blocks: a block in two shards would have two scales
         self._shard = -(-self.numel // (size * BLOCK)) * BLOCK if two_phase else self.numel
         self._buffer_shard = -(-self.num_buffers // size)
         shape = self.codec, self._shard, self._buffer_shard
@@ -327,20 +313,20 @@ class FragmentExchange:
 
         Args:
             values: fp32, shape (N + E,).
-            header: sent ahead of them.
+            header: metadata sent with them.
             residual: fp32, shape (N,); filled with the codec's rounding error.
             tag: ledger tag.
 
         Returns:
-            The received messages, still encoded, on the channel's device. They can be saved, and
-            decoded later by `read`.
+            The received messages, still encoded, on the channel's device; `read` decodes them. A
+            checkpoint can contain them.
         """
-        losses: list[Tensor] = []  # of the second rounding, of the shard that this replica owns
+        losses: list[Tensor] = []  # error of the second rounding, in the shard of this replica
 
-        def carry(messages: Callable[[], Tensor]) -> Tensor:
+        def exchange(messages: Callable[[], Tensor]) -> Tensor:
             received = self.route.up(messages(), tag).wait()
             if not self.route.two_phase:
-                return received  # decoded at the landing, on the device of the global copy
+                return received  # decoded when it lands, on the device of the global copy
             reduced, lost = self._reduce(received, residual is not None)
             if lost is not None:
                 losses.append(lost)
@@ -350,11 +336,11 @@ class FragmentExchange:
             staged = self.staging.stage(
                 lambda: self._write(values, header, residual), header.on_device(values)
             )
-            pending = self.background.submit(lambda: carry(staged), tag, staged)
+            pending = self.background.submit(lambda: exchange(staged), tag, staged)
         else:
             messages = self._write(values, header, residual)
             if self.in_thread or self.route.two_phase:
-                pending = self.background.submit(lambda: carry(lambda: messages), tag)
+                pending = self.background.submit(lambda: exchange(lambda: messages), tag)
             else:
                 pending = self.route.up(messages, tag)
 
@@ -383,7 +369,7 @@ class FragmentExchange:
         return Arrival(mean, *summary, gram_KK)
 
     def _write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
-        """Return one message per shard: uint8, shape (S, u)."""
+        """Create one message per shard: uint8, shape (S, message bytes)."""
         size, numel = self.route.num_shards, self.numel
         values_SN = _rows(values[:numel], size, self._shard)
         buffers_SE = _rows(values[numel:], size, self._buffer_shard)
@@ -399,36 +385,32 @@ class FragmentExchange:
         return messages
 
     def _reduce(self, received: Tensor, keep_loss: bool) -> tuple[Tensor, Tensor | None]:
-        """Average the shard that this replica owns.
-
-        Returns:
-            The message about it, shape (d,), and the rounding error times the number of replicas.
-        """
+        """Average the shard that this replica owns; return the message about it and its error."""
         summary = summarize_headers(self._up.headers(received))
         counted = finite_messages(received, summary.nonfinite)
         mean, gram_KK = self._up.average(counted)
-        # K < M if replicas are left out, but the message's size must not depend on that
+        # K < M if replicas are left out, but all messages must have the same size
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=received.device)
         lost = torch.empty_like(mean) if keep_loss else None
-        header = report(summary, self.route.view.rank)
+        header = summary_header(summary, self.route.view.rank)
         self._down.write(message, header, mean, self._up.average_buffers(counted), gram, lost)
-        # The error is in the mean of all replicas, but only this one corrects it, by a gradient
-        # that is divided by their number.
+        # Only this replica corrects the error, by a gradient that counts 1/K in the next mean: so
+        # keep K times the error.
         return message, None if lost is None else lost.mul_(len(counted))
 
     def _add_losses(self, arrived: Tensor, losses: list[Tensor], residual: Tensor) -> Tensor:
-        """Add the rounding error of this replica's own shard to its residual."""
+        """Add the error of the second rounding, in this replica's shard, to its residual."""
         start = self.route.shard * self._shard
         for loss in losses:
-            part = residual[start : start + self._shard]
-            part += loss[: len(part)].to(part.device)
+            shard = residual[start : start + self._shard]
+            shard += loss[: len(shard)].to(shard.device)
         return arrived
 
 
 def _rows(values: Tensor, size: int, numel: int) -> Tensor:
-    """Reshape `values` to rows of `numel`, padded with zeros."""
+    """Reshape `values` to `size` rows of `numel`, padded with zeros."""
     missing = size * numel - len(values)
     return (pad(values, (0, missing)) if missing else values).view(size, numel)
 
@@ -440,7 +422,7 @@ def _concatenate(values: Tensor, buffers: Tensor) -> Tensor:
 def cheaper_exchange(
     view: View, codec: Codec, numel: int, num_buffers: int = 0, background: Background | None = None
 ) -> FragmentExchange:
-    """Return the exchange on the route that sends fewer bytes; arguments as in `FragmentExchange`.
+    """Create the exchange on the route that sends fewer bytes.
 
     Without a `background` it can only report its bytes and launch gathers.
     """
@@ -455,16 +437,12 @@ def cheaper_exchange(
 def fragment_exchanges(
     view: View, codec: Codec, sizes: Sequence[tuple[int, int]], background: Background
 ) -> list[FragmentExchange]:
-    """Return the cheaper exchange for each of several fragments, which may be in flight together.
-
-    `sizes` contains N and E of each fragment. If any fragment takes the two-phase route, gathers
-    are launched on the background thread too, to keep the order of collectives equal on all ranks:
-
-    1. Fragment 0 takes two phases: the thread launches the second once the first has arrived.
-    2. Fragment 1 is a gather. Launched from the training thread, it would come before that second
-       phase on one rank and after it on another.
-    """
+    """Create the cheaper exchange for each fragment; `sizes` contains N and E of each."""
     exchanges = [cheaper_exchange(view, codec, *size, background) for size in sizes]
+    # The order of collectives must be the same on all ranks. If fragment 0 takes two phases, the
+    # background thread launches the second one when the first has arrived. A gather of fragment 1
+    # from the training thread could come before that on one rank and after it on another. So if any
+    # fragment takes two phases, gathers are launched on the background thread too.
     in_thread = any(exchange.route.two_phase for exchange in exchanges)
     for exchange in exchanges:
         exchange.in_thread = in_thread
@@ -473,7 +451,7 @@ def fragment_exchanges(
 
 
 class Flight(NamedTuple):
-    """A fragment that has been launched and has not landed."""
+    """Fragment that has been launched and has not landed."""
 
     exchange: FragmentExchange
     header: Header
@@ -492,21 +470,19 @@ class Flight(NamedTuple):
         tag: str = TAG,
         keep: bool = False,
     ) -> Flight:
-        """Launch values; with `keep`, retain them for a relaunch."""
+        """Launch values; with `keep`, keep them for a relaunch."""
         pending = exchange.launch(values, header, residual, tag)
         return cls(exchange, header, pending, perf_counter(), values if keep else None, residual)
 
     @classmethod
     def here(cls, exchange: FragmentExchange, header: Header, pending: Pending[Tensor]) -> Flight:
-        """Return a flight whose messages have already arrived, restored from a checkpoint."""
+        """Create a flight whose messages have already arrived, from a checkpoint."""
         return cls(exchange, header, pending, perf_counter())
 
     def relaunch(self, exchange: FragmentExchange) -> Flight:
-        """Launch the same values again, with the exchange of another view.
-
-        The residual is overwritten, because the lost exchange never landed.
-        """
+        """Launch the same values again, with the exchange of the next view."""
         assert self.values is not None, "values are kept only if members may change"
+        # encodes again, because other shards have other blocks; overwrites the lost residual
         pending = exchange.launch(self.values, self.header, self.residual)
         return self._replace(exchange=exchange, pending=pending)
 
@@ -515,7 +491,7 @@ class Flight(NamedTuple):
         return perf_counter() - self.launched_s
 
     def receive(self, device: torch.device, within: Channel | None) -> Arrival:
-        """Wait for the messages and decode them; combine the results of the ranks of a replica."""
+        """Wait for the messages and decode them; combine the results of a replica's ranks."""
         arrival = self.exchange.read(self.pending.wait(), device)
         if within is not None and within.size > 1:
             arrival = arrival.shared_within(within)

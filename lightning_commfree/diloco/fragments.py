@@ -1,18 +1,17 @@
 """Split a model into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
 
-A *block* is one of the repeated modules that most of a model consists of (`model.blocks`). Of P
-fragments, the last one contains the parameters outside of blocks (embeddings, final norm, head);
-the blocks are divided among the other G:
+A *block* is one of the repeated modules that make up most of a model (`model.blocks`). The last of
+P fragments contains the parameters outside of blocks (embeddings, final norm, head). Patterns that
+assign the blocks to the other G fragments:
 
-- "strided": block i goes to fragment i mod G. This is the paper's choice: each fragment is spread
+- "strided" (the paper's choice): block i goes to fragment i mod G, so that each fragment is spread
   over the depth of the model.
 - "sequential": consecutive blocks, in groups of about equal size.
-- "balanced": tensors instead of blocks, largest first, each to the fragment with the fewest bytes
-  so far. This fills all P fragments.
+- "balanced": tensors instead of blocks, largest first, each to the one of all P fragments that has
+  the fewest bytes so far.
 
-The fragments partition the trainable parameters; a tied weight is in one fragment, under the first
-of its names. Persistent floating-point buffers (BatchNorm statistics) belong to the fragment of
-their module.
+The fragments partition the trainable parameters; a tied weight is in one fragment, under its first
+name. Persistent floating-point buffers (BatchNorm statistics) are in the fragment of their module.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightning_commfree.model.shards import local_tensor
 
 PATTERNS = ("strided", "sequential", "balanced")
 _BLOCKS_PER_FRAGMENT = 3  # at every scale of the paper (section 3.1)
-_BALANCED_WITHOUT_BLOCKS = 4  # fragments, if neither the user nor the blocks determine a number
+_BALANCED_WITHOUT_BLOCKS = 4  # default number of "balanced" fragments if there are no blocks
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,13 @@ def split_into_fragments(
 
     Args:
         module: the model.
-        num_fragments: P. None: 3 blocks per fragment, plus one fragment for everything else; a
-            single fragment where no blocks are found ("balanced": up to 4).
+        num_fragments: P. None: 3 blocks per fragment, plus one fragment for everything else; one
+            fragment if there are no blocks ("balanced": up to 4).
         pattern: one of `PATTERNS`.
 
     Raises:
-        ValueError: nothing is trainable, a parameter cannot be exchanged, or the model cannot be
-            split into that many fragments.
+        ValueError: no parameter is trainable, a parameter cannot be exchanged, or the model cannot
+            be split into so many fragments.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _check_parameters(parameters)
@@ -84,10 +83,8 @@ def has_blocks(module: nn.Module) -> bool:
 
 
 def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are averaged: floating-point and persistent.
-
-    The others are counters (integers), or tables that are rebuilt from the config.
-    """
+    """Return the buffers to average: persistent floating-point ones."""
+    # integers are counters, and non-persistent buffers are tables rebuilt from the config
     saved = set(module.state_dict(keep_vars=True))
     buffers = module.named_buffers()
     return {name: b for name, b in buffers if name in saved and b.is_floating_point()}
@@ -130,7 +127,7 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
     groups: list[list[str]] = [[] for _ in range(count)]
 
     for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, order[name])):
-        # by number of tensors too: tensors without elements must not leave a fragment empty
+        # ties go to the fragment with the fewest tensors, or empty tensors leave a fragment empty
         emptiest = min(range(count), key=lambda p: (filled_bytes[p], len(groups[p]), p))
         filled_bytes[emptiest] += parameters[name].nbytes
         groups[emptiest].append(name)
@@ -139,14 +136,12 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
 
 
 def _buffers_by_group(groups: list[list[str]], module: nn.Module) -> list[list[str]]:
-    """Assign each buffer to the group with the most parameters of its module.
-
-    If its module has none (BatchNorm with `affine=False`), the nearest parent with some decides.
-    """
+    """Assign each buffer to the group with the most parameters of its module."""
     buffers: list[list[str]] = [[] for _ in groups]
     for name in averaged_buffers(module):
         owner = name.rpartition(".")[0]
         siblings = [0]
+        # a module may have no parameters (BatchNorm with `affine=False`): try its parents
         while owner and not any(siblings):
             siblings = [sum(_inside(p, owner) for p in group) for group in groups]
             owner = owner.rpartition(".")[0]
@@ -166,8 +161,8 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ValueError(
-                f"The parameter {name!r} has dtype {parameter.dtype}, but outer gradients must be"
-                " real floating-point numbers. Set `requires_grad=False` on it, or make it a"
+                f"The parameter {name!r} has dtype {parameter.dtype}, but only real floating-point"
+                " parameters can be exchanged. Set `requires_grad=False` on it, or make it a"
                 " buffer."
             )
 

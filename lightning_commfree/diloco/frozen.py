@@ -1,20 +1,17 @@
-"""Parameters that are frozen when a fit begins: they belong to no fragment and are never sent.
+"""Parameters that are frozen when a fit begins: they belong to no fragment.
 
 Two things can happen to them during the fit:
 
-- They are *thawed*: trained from now on. They become another fragment before the first step that
-  trains them, while all replicas still have the same values. Its offset in the schedule is the step
-  of the next launch, and it is launched one cycle after that. The headers of that next launch carry
-  a hash of the fragments that joined, so replicas that thawed different parameters stop before any
-  of these is sent.
-- Hooks *move* them: the teacher in BYOL, DINO, MoCo or a mean teacher follows the local weights,
-  and differs between replicas. Moved parameters are averaged when a validation begins and at the
-  end of the fit; the replicas compare hashes to find them. A mean of moving averages is the moving
-  average of the means, so the result is the teacher of the averaged student. In between each
-  replica learns from its own teacher.
-
-Buffers need neither: persistent ones are averaged with their fragment, integers are counters, and
-non-persistent ones belong to each rank.
+- The user unfreezes (*thaws*) them. They become another fragment before the first step that trains
+  them, while all replicas still have the same values. The offset of this fragment in the schedule
+  is the step of the next launch, so it is first launched one cycle after that. The headers of the
+  next launch contain a hash of all fragments that joined, so replicas that unfroze different
+  parameters stop before any of these is sent.
+- Hooks *move* them: the teacher in BYOL, DINO, MoCo or a mean teacher follows the local weights and
+  differs between replicas. When a validation begins and at the end of the fit, replicas compare
+  hashes and average the parameters that differ. The mean of moving averages is the moving average
+  of the means, so the result is the teacher of the averaged student. Until then each replica learns
+  from its own teacher.
 """
 
 from __future__ import annotations
@@ -56,16 +53,15 @@ class FrozenParameters:
     def average_moved(
         self, view: View, background: Background, fingerprint: Mapping[str, str]
     ) -> None:
-        """Average the parameters that differ between replicas; collective.
+        """Average the parameters that differ between replicas, except NaN and Inf; collective.
 
-        Replicas that hold NaN or Inf do not count. In a replica of several ranks, each rank
-        averages its own tensors or shards with the same rank of the other replicas.
+        In a replica of several ranks, each rank averages its own tensors or shards with the same
+        rank of the other replicas.
 
         Args:
             view: the replicas.
-            background: runs the exchange, because its thread may be using the channel.
-            fingerprint: text by name that must be equal on all replicas; otherwise the hashes could
-                not be compared.
+            background: thread for the exchange, because it may be using the channel.
+            fingerprint: texts that must be equal on all replicas, or hashes cannot be compared.
 
         Raises:
             ValueError: the fingerprints differ.
@@ -88,7 +84,7 @@ class FrozenParameters:
             tensor.copy_(mean)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the parameters that can be compared, as this rank holds them."""
+        """Return this rank's tensors of the parameters that can be compared."""
         return {
             name: local_tensor(p)
             for name, p in self._parameters.items()
@@ -105,11 +101,7 @@ def _finite_mean(rows_M: Tensor) -> Tensor:
 
 
 def refuse_late(late: Sequence[str], replica_size: int) -> None:
-    """Raise the error for parameters that became trainable when they cannot join.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Raise the `RuntimeError` for parameters that became trainable when they cannot join."""
     why, advice = (
         (
             f"with `replica_size={replica_size}` their gradients are not averaged in a replica",
@@ -117,12 +109,12 @@ def refuse_late(late: Sequence[str], replica_size: int) -> None:
         )
         if replica_size > 1
         else (
-            "belong to no fragment, so every replica would train its own",
-            "or between two steps, as `BackboneFinetuning` does when an epoch begins; a change in"
-            " the middle of a step is noticed too late",
+            "they belong to no fragment, so every replica would train its own",
+            "or between two steps, as `BackboneFinetuning` does when an epoch begins, but not in"
+            " the middle of a step",
         )
     )
     raise RuntimeError(
-        f"The parameters {sorted(late)} became trainable after the fit had begun and {why}. Make"
-        f" them trainable before `fit`, {advice}."
+        f"The parameters {sorted(late)} became trainable during the fit, and {why}. Make them"
+        f" trainable before `fit`, {advice}."
     )

@@ -19,7 +19,7 @@ _ALONE = (
     " into a look-ahead optimizer. For more replicas, give the Trainer more ranks (`devices=`,"
     " `num_nodes=`) than `replica_size`."
 )
-_ENOUGH = 5  # exchanges of a fragment in a fit; fewer give a warning
+_MIN_EXCHANGES = 5  # of a fragment in a fit; warn if there are fewer
 
 
 class Message(NamedTuple):
@@ -38,7 +38,7 @@ def startup_messages(
 ) -> list[Message]:
     """Return the messages to show when a fit begins.
 
-    `last_step` is the inner step after which the fit ends, counted over all resumes; None: unknown.
+    `last_step` is the inner step after which the fit ends, counted over all resumes, or None.
     """
     if num_replicas == 1:
         return [Message(_ALONE, warns=False)]
@@ -53,16 +53,16 @@ def startup_messages(
 def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Message:
     """Report the number of exchanges; if too few, suggest a smaller `sync_every`."""
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
-    often = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
+    times = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
     report = (
         f"Within {last_step} steps each of the {len(counts)} fragments is exchanged"
-        f" {often} times (`sync_every={settings.sync_every}`), and all of them once more when the"
+        f" {times} times (`sync_every={settings.sync_every}`), and all of them once more when the"
         " fit ends"
     )
-    if min(counts) >= _ENOUGH:
+    if min(counts) >= _MIN_EXCHANGES:
         return Message(f"{report}.", warns=False)
 
-    advised = last_step // (_ENOUGH + 1)
+    advised = last_step // (_MIN_EXCHANGES + 1)
     advice = (
         f"Try `sync_every={advised}`."
         if advised > settings.overlap_steps
@@ -78,9 +78,9 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
 def initial_weights_warning(
     what: str, settings: DiLoCoSettings, schedule: Schedule, step: int, count: int
 ) -> str:
-    """Return a warning that `what`, a validation or checkpoint, uses initial weights.
+    """Format the warning that a "validation" or "checkpoint" uses initial weights.
 
-    `count` fragments have not landed after inner step `step`.
+    `count` is the number of fragments that have not landed after inner step `step`.
     """
     return (
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"

@@ -1,24 +1,21 @@
 """Handle replicas with NaN or Inf: detect them at launch, exclude their values, repair them.
 
-A replica that continues after a NaN stays NaN, and its outer gradient would spread it to all
-others. So every message tells whether its values are finite (`is_nonfinite`), and at the landing
-all ranks know the replicas whose values are not. With `nonfinite="raise"` all ranks stop
-(`refuse_landing`). With "abstain":
+A replica that continues after a NaN stays NaN, and its outer gradient would spread the NaN to all
+replicas. So every message has a flag for it, which all ranks have read when the fragment lands.
+With `nonfinite="raise"` all ranks stop. With "abstain":
 
 1. The mean is taken over the other replicas; if there are none, all ranks stop.
-2. The abstaining replica replaces its local copy of the fragment by the global copy, whatever `mix`
-   is. It does so for every other fragment whose local copy is not finite too: otherwise its next
-   step would make all of them NaN again. This includes the fragments' averaged buffers.
-3. It resets the inner optimizer's state of these parameters where that is not finite
-   (`reset_nonfinite_state`).
-4. In the last round of a fit, the others' mean of the local weights replaces its local weights.
+2. The abstaining replica replaces its local copy of the fragment by the global copy, including
+   averaged buffers, whatever `mix` is. It does the same for every other fragment whose local copy
+   is not finite, which would make all fragments NaN again in the next step.
+3. It resets the inner optimizer's state of these parameters where the state is not finite.
+4. In the last round of a fit, its local weights become the mean of the other replicas' weights.
 
 Non-persistent buffers are never exchanged and stay as they are.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -51,26 +48,26 @@ def refuse_landing(
 
     Raises:
         RuntimeError: the replicas launched it after different steps, their global copies differ,
-            they thawed different parameters, or a replica's values are not finite.
+            they unfroze different parameters, or a replica's values are not finite.
     """
     if arrival.steps_differ:
         raise RuntimeError(
-            f"The replicas are out of step: their messages for fragment {p}, applied after step"
-            f" {step}, were sent at different inner steps. Give every replica the same number of"
-            " batches, and resume all of them from the same checkpoint."
+            f"The replicas are out of step: the messages for fragment {p}, due after step {step},"
+            " were sent after different inner steps. Give every replica the same number of batches,"
+            " and resume all replicas from the same checkpoint."
         )
     if arrival.joined_differ:
         raise RuntimeError(
-            "The replicas have thawed different parameters, or the same ones at different steps;"
-            f" this was detected when fragment {p} was applied after inner step {step}. Set"
-            " `requires_grad` on the same parameters at the same step on all ranks."
+            "The replicas unfroze different parameters, or the same ones at different steps"
+            f" (detected when fragment {p} was due after inner step {step}). Set `requires_grad` on"
+            " the same parameters at the same step on all ranks."
         )
     if arrival.drifted:
         raise RuntimeError(
-            f"The replicas' global copies of fragment {p} differ (detected when it was applied"
-            f" after inner step {step}): {', '.join(names)}. They were equal when the fit began, so"
-            " something other than the strategy has changed them, or a replica computes wrong"
-            " values. Resume from an earlier checkpoint."
+            f"The replicas' global copies of fragment {p} differ (detected when it was due after"
+            f" inner step {step}): {', '.join(names)}. They were equal when the fit began, so"
+            " something other than the strategy changed them, or a replica computes wrong values."
+            " Resume from an earlier checkpoint."
         )
     if arrival.nonfinite:
         _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)
@@ -79,14 +76,14 @@ def refuse_landing(
 def _refuse_nonfinite(
     nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Raise if any replica's values are non-finite; with "abstain", only if every replica's are."""
+    """Raise an error; with "abstain", only if no replica's values are finite."""
     abstains = settings.nonfinite == "abstain"
     if abstains and len(nonfinite) < len(members):
         return
 
     size = settings.replica_size
-    sick = [members[m] for m in nonfinite]
-    named = ", ".join(f"replica {m} ({_ranks_of(m, size)})" for m in sick)
+    faulty = [members[m] for m in nonfinite]
+    named = ", ".join(f"replica {m} ({_ranks_of(m, size)})" for m in faulty)
     hint = (
         "No replica with finite weights is left: resume from an earlier checkpoint."
         if abstains
@@ -117,9 +114,8 @@ def refuse_to_save(
 ) -> None:
     """Check that the weights of a checkpoint are finite, before anything is written.
 
-    Collective over `world`; nothing may be in flight. `local` is the local copy, as
-    `WeightSwap.local` returns it. With the rule "abstain" only the global copies are checked: a
-    replica continues from them, in a resumed fit too.
+    Collective over `world`; nothing may be in flight. `local` is `WeightSwap.local`, and `rule` the
+    setting `nonfinite`.
 
     Raises:
         RuntimeError: some rank's weights are not finite; raised on all ranks.
@@ -127,6 +123,7 @@ def refuse_to_save(
     tensors, found = iter(local), []
     for fragment in fragments:
         own = list(islice(tensors, len(fragment.local)))
+        # with "abstain" a replica may have NaN: a resumed fit repairs it from the global copy
         values = fragment.outer_gradient(own) if rule == "raise" else fragment.global_copy
         found.append(bool(is_nonfinite(fragment, values)))
 
@@ -143,12 +140,9 @@ def refuse_to_save(
 
 
 def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | None) -> list[int]:
-    """Replace the local copies of fragment `p` and of all nonfinite ones by the global copies.
+    """Replace the local copies of fragment `p` and of all nonfinite fragments by the global copies.
 
-    Collective within the replica.
-
-    Returns:
-        The indices of these fragments.
+    Returns the indices of these fragments. Collective within the replica.
     """
     found = [is_nonfinite(fragment, fragment.outer_gradient(), within) for fragment in fragments]
     taken = [q for q, flag in enumerate(found) if flag or q == p]
@@ -157,36 +151,10 @@ def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | No
     return taken
 
 
-def restart_from_global(
-    optimizers: Iterable[Optimizer],
-    parameters: Iterable[nn.Parameter],
-    p: int,
-    step: int,
-    taken: Sequence[int],
-) -> None:
-    """Reset the inner optimizers of a replica that has abstained, and warn on its ranks.
-
-    Fragment `p` has landed after inner step `step`. The fragments in `taken`, with these
-    `parameters`, were reset to their global copies.
-    """
-    reset_nonfinite_state(optimizers, parameters)
-    warnings.warn(
-        f"This replica was left out of the mean of fragment {p}, which landed after inner step"
-        f" {step}, because its values were not finite ({NONFINITE_VALUES}). It continues from the"
-        f" global copy of fragments {', '.join(map(str, taken))}; the inner optimizer's state of"
-        " their parameters was reset where it was not finite.",
-        stacklevel=2,
-    )
-
-
 def reset_nonfinite_state(
     optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Reset the inner optimizers' state of some parameters where it is not finite.
-
-    The state is deleted, so the next step is like a parameter's first one. Adagrad creates its
-    state only in the constructor, so there its tensors are set to zero.
-    """
+    """Delete the optimizer state of some parameters where it is not finite."""
     wanted = list(parameters)
     for optimizer in optimizers:
         for parameter in wanted:
@@ -196,7 +164,7 @@ def reset_nonfinite_state(
             if all(bool(tensor.isfinite().all()) for tensor in tensors):
                 continue
 
-            if isinstance(optimizer, torch.optim.Adagrad):
+            if isinstance(optimizer, torch.optim.Adagrad):  # creates its state in the constructor
                 for tensor in tensors:
                     tensor.zero_()
             else:
@@ -206,13 +174,11 @@ def reset_nonfinite_state(
 def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None = None) -> Tensor:
     """Return whether values of a fragment contain NaN, Inf or more than a wire format can carry.
 
-    In a buffer, values count only where the global copy is finite: a mask may contain -inf.
-
     Args:
         fragment: the fragment.
-        values: values of the fragment, from `OuterFragment.outer_gradient`.
-        within: channel to the ranks with the other shards: the result then covers all shards.
-            Collective.
+        values: from `OuterFragment.outer_gradient`.
+        within: channel to the ranks with the other shards, for a result over all shards;
+            collective.
 
     Returns:
         bool, 0-d, on the device of `values`; the host does not wait for it.
@@ -220,11 +186,11 @@ def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None
     parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
     found = torch.zeros((), dtype=torch.bool, device=values.device)
     if parameters.numel():
-        low, high = torch.aminmax(
-            parameters
-        )  # with a NaN both are NaN, and every comparison is False
+        # if there is a NaN, both are NaN, and every comparison is False
+        low, high = torch.aminmax(parameters)
         found = ~((low > -LARGEST) & (high < LARGEST))
     if buffers.numel():
+        # only where the global copy is finite: a mask may contain -inf
         outer = fragment.global_copy[fragment.parameter_numel :]
         outer = outer.to(values.device, non_blocking=True)
         found = found | (outer.isfinite() & ~buffers.isfinite()).any()

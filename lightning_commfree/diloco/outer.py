@@ -1,8 +1,7 @@
 """A fragment's global copy and outer optimizer (arXiv:2501.18512, Algorithm 2).
 
-Nothing here communicates with other replicas. The global copy is a separate fp32 tensor, whatever
-the parameters' dtype, and only `outer_step` changes it. The mixed local value is never the
-reference of the next outer gradient, or replicas would drift apart.
+Nothing here communicates with other replicas. The next outer gradient always refers to the global
+copy, never to the mixed local copy, or replicas would drift apart.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Slice(NamedTuple):
 class ShardLayout:
     """Slices of a fragment's tensors that this rank exchanges, and their order in a flat tensor.
 
-    The k ranks of a replica hold either equal *copies* of a tensor or a *shard* of it each. A rank
-    exchanges its own shards, and 1/k of all copies together: ceil(C / k) of their C values.
-    Parameters come before buffers, and slices of copies before shards.
+    The k ranks of a replica each hold either a *copy* of a tensor or a *shard* of it. A rank
+    exchanges its shards, and ceil(C / k) of the C values of all copies. Parameters come before
+    buffers, and copies before shards.
 
     Args:
         local: the tensors as this rank holds them, parameters before buffers.
@@ -70,13 +69,13 @@ class ShardLayout:
 
         share = -(-self._copied // within.size)
         mine = self._slices_of_copies(within.rank * share, share)
-        # the last rank's share may be shorter than the others' and is padded with zeros
-        self._fill = share - sum(one.numel for one in mine)
+        # the last ranks may have less than a full share: pad it with zeros
+        self._padding = share - sum(one.numel for one in mine)
 
-        # stable: among parameters, and among buffers, the slices of copies stay first
+        # the sort is stable: among parameters and among buffers, copies stay before shards
         self._slices = sorted([*mine, *shards], key=lambda one: one.tensor >= num_parameters)
         self._lengths = [one.numel for one in self._slices]
-        self.numel = self.parameter_numel = sum(self._lengths) + self._fill
+        self.numel = self.parameter_numel = sum(self._lengths) + self._padding
         if num_parameters < len(local):
             trained = [one.numel for one in self._slices if one.tensor < num_parameters]
             self.parameter_numel = sum(trained)
@@ -95,13 +94,12 @@ class ShardLayout:
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return this rank's values of `tensors`: fp32, shape (S,), a new tensor."""
         pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in self._slices]
-        return torch.cat([*pieces, torch.zeros(self._fill, device=tensors[0].device)])
+        return torch.cat([*pieces, torch.zeros(self._padding, device=tensors[0].device)])
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Split a flat tensor into (tensor index, view) pairs, one per slice.
 
-        The views are flat slices, except in a replica of one rank: there they are full tensors in
-        their original shapes.
+        The views are flat, except in a replica of one rank, where they have the tensors' shapes.
         """
         if not self._lengths:
             return []
@@ -112,9 +110,9 @@ class ShardLayout:
         return [(i, piece.view(self._shapes[i])) for i, piece in slices]
 
     def unflatten(self, values: Tensor, device: torch.device | None = None) -> list[Tensor]:
-        """Return the tensors as a rank holds them, from all ranks' flat values.
+        """Invert `flatten`: rebuild the tensors as this rank holds them, as views where possible.
 
-        The inverse of `flatten`; collective within the replica. Views where possible.
+        Collective within the replica.
 
         Args:
             values: fp32, shape (S,).
@@ -127,8 +125,8 @@ class ShardLayout:
             flat[i] = piece
 
         if self._within.size > 1 and self._copied:
-            # every rank has 1/k of the copies; the padding is at the end of the last share
-            copies, zeros = set(self._copies), values.new_zeros(self._fill)
+            # every rank has 1/k of the copies; padding is at the end of a share
+            copies, zeros = set(self._copies), values.new_zeros(self._padding)
             share = torch.cat([piece for i, piece in slices if i in copies] + [zeros])
             shares = self._within.all_gather(share.to(self._within.device), WITHIN_TAG).wait()
             sizes = [self._sizes[i] for i in self._copies]
@@ -149,23 +147,22 @@ class OuterFragment:
         outer_optimizer: creates the outer optimizer from the fragment's global copies: fp32, in the
             parameters' shapes. In a replica of several ranks they are flat slices, so the optimizer
             must be elementwise, as SGD and Adam are.
-        within: channel between the ranks of this replica. Each holds one shard of the global copy
-            and of the outer optimizer's state.
+        within: channel between the ranks of this replica, each of which holds a shard of the global
+            copy and of the outer optimizer's state.
         device: device of the global copy and the outer optimizer's state; host memory is pinned if
             the parameters are on a CUDA device. None: the device of the parameters.
         error_feedback: whether to keep the codec's rounding error for the next outer gradient.
 
     Attributes:
-        global_copy: fp32, shape (S,): this rank's shard of all tensors, flat, parameters before
-            buffers; see `ShardLayout`.
+        global_copy: fp32, shape (S,): this rank's values in the order of `ShardLayout`.
         shard_numel: S.
-        parameter_numel: number of leading values that are sent in the wire format; the rest are
-            buffers, sent in fp32.
+        parameter_numel: number of parameter values, which come first and are sent in the wire
+            format; the rest are buffers, sent in fp32.
         optimizer: the outer optimizer.
         scheduler: its learning rate scheduler, or None.
         residual: fp32, shape (parameter_numel,): the codec's rounding error of the latest outer
             gradient; None without error feedback.
-        landings: number of changes of the global copy, including the mean at the end of a fit.
+        landings: number of updates of the global copy, including the mean at the end of a fit.
 
     Raises:
         TypeError: `outer_optimizer` did not return a torch optimizer.
@@ -189,13 +186,13 @@ class OuterFragment:
         self.shard_numel, self.parameter_numel = self._layout.numel, self._layout.parameter_numel
         start = self.local_values()
         self.residual = torch.zeros_like(start[: self.parameter_numel]) if error_feedback else None
-        self.global_copy = start if device is None else _moved(start, device)
+        self.global_copy = start if device is None else _to_device(start, device)
 
         slices = self._layout.split(self.global_copy)
         self._outer_parameters = [nn.Parameter(part) for i, part in slices if i < split]
         self._outer_buffers = [part for i, part in slices if i >= split]
 
-        # a shard may contain only buffers, or nothing, but optimizers refuse an empty list
+        # this rank may hold no parameters, but optimizers refuse an empty list
         nothing = [nn.Parameter(self.global_copy[:0])]
         self.optimizer, self.scheduler = make_outer_optimizer(
             outer_optimizer, self._outer_parameters or nothing
@@ -204,15 +201,13 @@ class OuterFragment:
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of the parameters, and of the buffers."""
+        """Names of the parameters and of the buffers."""
         return self.fragment.parameters, self.fragment.buffers
 
     @property
     def local(self) -> list[Tensor]:
-        """The module's own tensors, parameters before buffers.
-
-        Looked up at every use: a module may replace a buffer, and a parameter's `.data` may change.
-        """
+        """The module's own tensors, parameters before buffers."""
+        # looked up every time: a module may replace a buffer, and a parameter's `.data` may change
         names = [*self.fragment.parameters, *self.fragment.buffers]
         return [self._own(_tensor(self._module, name)) for name in names]
 
@@ -225,10 +220,10 @@ class OuterFragment:
     def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
         """Return the values to send to the other replicas: fp32, shape (S,), a new tensor.
 
-        For parameters, global copy minus local copy: old minus new. For buffers, the local values
-        themselves: they are averaged and not stepped, and a rounded difference could make a
-        variance negative. Pass `local` if the module does not contain the local copy now.
+        For parameters, global copy minus local copy; for buffers, the local values themselves.
+        `local` is the local copy if it is swapped out of the module.
         """
+        # buffers are averaged, not stepped, and a rounded difference could give a negative variance
         gradient = self.local_values(local)
         parameters = gradient[: self.parameter_numel]
         outer = self.global_copy[: self.parameter_numel].to(gradient.device, non_blocking=True)
@@ -251,8 +246,7 @@ class OuterFragment:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
 
         With `mix` 0 the result is the global copy, and with 1 the local one, even if the other
-        contains NaN. Values of buffers that equal the global ones in fp32 are not written, so that
-        constants keep their infinities and their precision.
+        contains NaN.
 
         Args:
             mix: weight of the local copy.
@@ -268,36 +262,30 @@ class OuterFragment:
             if i >= split and not buffers:
                 break
             if mix and i < split and local.dtype == torch.float32:
-                local.lerp_(outer, 1.0 - mix)  # the same bits, without a copy in between
+                local.lerp_(outer, 1.0 - mix)  # the same bits as below, without a temporary
                 continue
             merged = torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer
-            if i >= split:
+            if i >= split:  # constant buffers keep their infinities and their precision
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
             local.copy_(merged)
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Set the local copy to the global one, or to `shown` instead."""
+        """Set the local copy to the global one, or to `shown` (fp32, shape (S,))."""
         self.merge(mix=0.0, shown=shown)
 
     # -- the global copy
 
     def outer(self) -> list[Tensor]:
-        """Return the global copy as tensors like `local`, as views where possible.
-
-        Collective within a replica.
-        """
+        """Return the global copy in the form of `local`; collective within a replica."""
         outers = self._layout.unflatten(self.global_copy)
         return [outer.to(local.dtype) for outer, local in zip(outers, self.local, strict=True)]
 
     def digest(self) -> Tensor:
-        """Return a hash of the global copy's bits: int64, 0-d, 0 only by chance."""
+        """Return a hash of the global copy's bits: int64, 0-d."""
         return digest(self.global_copy)
 
     def outer_step(self, mean: Tensor) -> None:
-        """Step the outer optimizer on the global copy of the parameters.
-
-        `mean` is the replicas' mean outer gradient, fp32, shape (S,).
-        """
+        """Step the outer optimizer by the mean outer gradient `mean`, fp32, shape (S,)."""
         means = [part for _, part in self._layout.split(mean)]
         for outer, gradient in zip(self._outer_parameters, means, strict=False):
             outer.grad = gradient
@@ -309,57 +297,48 @@ class OuterFragment:
         self.landings += 1
 
     def average_buffers(self, mean: Tensor) -> None:
-        """Set the global copy of the buffers to the replicas' mean; `mean` as in `outer_step`."""
+        """Set the global copy of the buffers to the values at the end of `mean` (`outer_step`)."""
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
 
     def take_local(self) -> None:
-        """Set the global copy to the local one, before anything has been exchanged."""
+        """Set the global copy to the local one."""
         self.global_copy.copy_(self.local_values())
 
     # -- the mean of the local copies
 
     def mean_local(self, mean: Tensor) -> Tensor:
-        """Return the mean of the replicas' local copies: fp32, shape (S,), new.
-
-        `mean` is that of their outer gradients, which refer to the same global copy.
-        """
+        """Compute the mean local copy, fp32, shape (S,), from the mean outer gradient."""
         values, numel = mean.clone(), self.parameter_numel
         torch.sub(self.global_copy[:numel], values[:numel], out=values[:numel])
         return values
 
     def take_mean(self, mean: Tensor | None) -> None:
-        """Set both copies to the mean of the local copies, without an outer step.
+        """Set both copies to the mean of the replicas' local copies, without an outer step.
 
-        Both are rounded to the local dtype, so a second call changes nothing.
-
-        Args:
-            mean: the mean of the replicas' outer gradients. None: the only replica keeps its local
-                copy.
+        `mean` is the mean outer gradient; None: a single replica, which keeps its local copy.
         """
         if mean is not None:
             self.global_copy.copy_(self.mean_local(mean))
             self.merge(mix=0.0)
-        self.take_local()  # what rounding to the local dtype has left of the mean
+        # round the global copy to the local dtype too, so that a second call changes nothing
+        self.take_local()
 
-        if mean is None and self.within.size > 1:  # the ranks' buffers may differ
+        if mean is None and self.within.size > 1:  # buffers may differ between the ranks
             self.merge(mix=0.0)
-        self.forget_loss()
+        self.clear_residual()
         self.landings += 1
 
-    def forget_loss(self) -> None:
-        """Clear the codec's rounding error: it belongs to weights that are being replaced."""
+    def clear_residual(self) -> None:
+        """Clear the codec's rounding error, when the local weights are replaced."""
         if self.residual is not None:
             self.residual.zero_()
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the global copy, the outer optimizer's state and the number of landings.
-
-        The tensors are not copies. In a replica of one rank they have the parameters' shapes.
-        """
+        """Return the outer state; its tensors are not copies."""
         return {
             "global_copy": [part for _, part in self._layout.split(self.global_copy)],
             "optimizer": self.optimizer.state_dict(),
@@ -380,13 +359,11 @@ class OuterFragment:
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer by name."""
     owner, _, own_name = name.rpartition(".")
     tensor: Tensor = getattr(module.get_submodule(owner), own_name)
     return tensor
 
 
-def _moved(copy: Tensor, device: str) -> Tensor:
-    """Return the copy on `device`, in pinned memory if its source is on a CUDA device."""
+def _to_device(copy: Tensor, device: str) -> Tensor:
     on_host = copy.to(device)
     return on_host.pin_memory() if copy.is_cuda and on_host.device.type == "cpu" else on_host

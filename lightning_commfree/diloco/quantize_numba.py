@@ -1,18 +1,17 @@
 """Compiled CPU loops for fp4 and int8, bit-identical to `quantize`.
 
-`quantize` needs a torch operation, and so a pass over the values, for every step of the arithmetic.
-A loop keeps a block in registers and the innermost cache, so encoding and decoding run at memory
-speed. Payloads are the same, except for the codes of NaN blocks, which are garbage. Replicas with
-and without numba can train together.
+`quantize` makes a pass over the values for every step of the arithmetic. These loops keep a block
+in registers and the L1 cache, so encoding and decoding run at memory speed. Payloads are the same
+except for the codes of NaN blocks, which are garbage, so replicas with and without numba can train
+together.
 
 Importing this module needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second.
 The first call of a loop takes another second, unless numba finds it in its cache: next to this file
-if that is writable, else in the user's cache folder. The cache is invalidated when this file
-changes, but not when others do. So the loops take constants of `quantize` and `codec` as arguments;
-only constants of IEEE 754 are compiled in.
+if that is writable, else in the user's cache folder. The cache is invalidated only when this file
+changes, so the loops take constants of other files as arguments.
 
-The loops release the GIL, use one thread and have fixed types: every operation is wrapped in `i32`,
-because numba would widen it to 64 bits, and only half as many of these fit into a register.
+The loops release the GIL and use one thread. Every operation is wrapped in `i32`, because numba
+would widen it to 64 bits, which halves the number of values per register.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.quantize import HIGHEST_TOP, LOWEST_TOP, SMALLEST_LARGEST
+from lightning_commfree.diloco.quantize import MAX_TOP, MIN_LARGEST, MIN_TOP
 
 i32, u8, f32 = np.int32, np.uint8, np.float32
 _SHIFT = i32(23)  # bits of an fp32's mantissa
@@ -38,7 +37,7 @@ _LIMIT = f32(127.0)
 
 
 def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
-    """Encode as `quantize.encode_e3m0` does, and pack as `bits.pack_nibbles_part` does.
+    """Encode like `quantize.encode_e3m0` and pack like `bits.pack_nibbles_part`.
 
     Args:
         values: fp32, shape (N,), contiguous.
@@ -47,11 +46,11 @@ def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> N
         block: number of values per block.
     """
     bits = values.view(torch.int32).numpy()
-    _encode_e3m0(bits, packed.numpy(), scales.numpy(), block, LOWEST_TOP, HIGHEST_TOP)
+    _encode_e3m0(bits, packed.numpy(), scales.numpy(), block, MIN_TOP, MAX_TOP)
 
 
 def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
-    """Decode one chunk that `encode_e3m0` encoded.
+    """Decode a chunk that `encode_e3m0` encoded.
 
     Args:
         packed: codes of all values.
@@ -61,12 +60,12 @@ def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: 
         block: number of values per block.
     """
     tops, bits = scales.numpy(), out.view(torch.int32).numpy()
-    _decode_e3m0(packed.numpy(), start, tops, bits, block, LOWEST_TOP, HIGHEST_TOP)
+    _decode_e3m0(packed.numpy(), start, tops, bits, block, MIN_TOP, MAX_TOP)
 
 
 def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> None:
-    """Encode as `quantize.encode_int8` does; the codes of a NaN block are 0."""
-    bits, least = values.view(torch.int32).numpy(), f32(SMALLEST_LARGEST)
+    """Encode like `quantize.encode_int8`; the codes of a NaN block are 0."""
+    bits, least = values.view(torch.int32).numpy(), f32(MIN_LARGEST)
     _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), block, least)
 
 
@@ -97,7 +96,7 @@ def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 @_compiled
 def _largest(bits: Any) -> Any:
-    """Return the bits of the largest magnitude; NaN is above Inf."""
+    """Return the bits of the largest magnitude, where NaN is above Inf."""
     top = i32(0)
     for i in range(bits.size):
         magnitude = i32(bits[i] & _MAGNITUDE)
@@ -107,13 +106,11 @@ def _largest(bits: Any) -> Any:
 
 @_compiled
 def _codes(bits: Any, floor: Any, codes: Any) -> None:
-    """Write the codes of a block; `floor` is 2^(E-7) as fp32 bits.
-
-    With `above` = magnitude - floor, adding half of a mantissa carries into the exponent at
-    1.5 * 2^k, which gives m. Below 2^(E-6) the codes are 0 and 1: 1 from the floor on.
-    """
+    """Write the codes of a block; `floor` is 2^(E-7) as fp32 bits."""
     for i in range(bits.size):
         value = i32(bits[i])
+        # adding half of a mantissa carries into the exponent at 1.5 * 2^k, which gives m; below
+        # 2^(E-6), where m would be 0, the code is 1 from the floor on
         above = i32(i32(value & _MAGNITUDE) - floor)
         by_exponent = i32(i32(above + _HALF) >> _SHIFT)
         from_floor_on = i32(i32(1) + i32(above >> i32(31)))
@@ -136,8 +133,8 @@ def _write_high(codes: Any, packed: Any) -> None:
 
 @_compiled
 def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, highest: Any) -> None:
-    row = packed.size  # bytes; byte i contains code i (low half) and code row + i (high half)
-    packed[bits.size :] = u8(0)  # only if there are fewer values than a row has bytes
+    row = packed.size  # byte i contains code i (low half) and code row + i (high half)
+    packed[bits.size :] = u8(0)  # padding, if there are fewer values than bytes
     codes_of_block = np.empty(size, u8)
 
     for b in range(scales.size):
@@ -148,7 +145,7 @@ def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, hi
         top = i32(i32(min(_largest(block), _INF) + _HALF) >> _SHIFT)
         floor = i32(i32(top - i32(7)) << _SHIFT)
         if top < lowest:
-            top, floor = i32(0), _INF  # no value reaches it
+            top, floor = i32(0), _INF  # no value reaches this floor: all codes are 0
         elif top > highest:
             top = _TOP_OF_NAN
 

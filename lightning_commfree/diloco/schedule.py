@@ -25,11 +25,11 @@ class Schedule:
 
     Args:
         sync_every: H, inner steps between two launches of one fragment; at least 1.
-        num_fragments: P, at least 1. Above H, several fragments launch after the same step.
-        overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. With 0 a fragment
+        num_fragments: P, at least 1. If P > H, several fragments launch after the same step.
+        overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. With 0, a fragment
             lands at once.
-        joined: offsets of fragments that joined during the fit, numbered from P. Such an offset is
-            an inner step; the first launch is H steps after it.
+        joined: offsets, as inner steps, of fragments that joined during the fit. They are numbered
+            from P and first launch H steps after their offset.
     """
 
     sync_every: int
@@ -50,7 +50,8 @@ class Schedule:
 
     def launched_at(self, step: int) -> list[int]:
         """Return the fragments to launch after inner step `step`, in ascending order."""
-        return [p for p in range(self.total) if self._launches(p, step)]
+        counts = ((p, self.launches_until(p, step - 1)) for p in range(self.total))
+        return [p for p, before in counts if self.launches_until(p, step) > before]
 
     def landed_at(self, step: int) -> list[int]:
         """Return the fragments to land after inner step `step`, in ascending order."""
@@ -67,7 +68,7 @@ class Schedule:
 
     @property
     def complete_after(self) -> int:
-        """The step after which every fragment has landed at least once."""
+        """First step after which every fragment has landed at least once."""
         return self.sync_every + max(map(self.offset, range(self.total))) + self.overlap_steps
 
     def next_launch(self, step: int) -> int:
@@ -75,7 +76,3 @@ class Schedule:
         firsts = (self.offset(p) + self.sync_every for p in range(self.total))
         nexts = (self.latest_launch(p, step) + self.sync_every for p in range(self.total))
         return min(map(max, firsts, nexts))
-
-    def _launches(self, fragment: int, step: int) -> bool:
-        since_offset = step - self.offset(fragment)
-        return since_offset >= self.sync_every and since_offset % self.sync_every == 0

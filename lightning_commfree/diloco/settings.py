@@ -21,7 +21,7 @@ NONFINITE = ("raise", "abstain")
 
 
 def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
-    """Return whether the whole model becomes one fragment because it has no blocks."""
+    """Return whether the whole model is one fragment because it has no blocks."""
     by_default = settings.num_fragments is None and settings.fragment_pattern != "balanced"
     return by_default and not has_blocks(module)
 
@@ -34,7 +34,7 @@ def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
 def make_outer_optimizer(
     factory: OuterOptimizerFactory, parameters: list[nn.Parameter]
 ) -> tuple[Optimizer, LRScheduler | None]:
-    """Return the outer optimizer and its learning rate scheduler, or None without one.
+    """Create the outer optimizer and its learning rate scheduler, if any.
 
     Raises:
         TypeError: the factory did not return a torch optimizer.
@@ -45,7 +45,7 @@ def make_outer_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"`outer_optimizer` returned a {type(optimizer).__name__}, but it must take a list of"
-            " parameters and return a `torch.optim.Optimizer`, like"
+            " parameters and return a `torch.optim.Optimizer`, such as"
             " `functools.partial(torch.optim.SGD, lr=0.4)`, or a tuple of an optimizer and a"
             " learning rate scheduler."
         )
@@ -55,7 +55,7 @@ def make_outer_optimizer(
 
 @dataclass(frozen=True)
 class DiLoCoSettings:
-    """Settings of the algorithm; `StreamingDiLoCoStrategy` documents each of them.
+    """Settings of the algorithm, described in `StreamingDiLoCoStrategy`.
 
     Raises:
         ValueError: a value is out of range.
@@ -70,7 +70,7 @@ class DiLoCoSettings:
     wire_dtype: str | Codec
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
-    inside: Any = "ddp"  # a name, or Domino settings, whose class this package must not import
+    inside: Any = "ddp"  # a name, or Domino settings (`diloco` must not import their class)
     nonfinite: str = "raise"
     evaluate: str = "outer"
     check_drift_every: int = 1
@@ -81,16 +81,14 @@ class DiLoCoSettings:
         self._check_choices()
         if not callable(self.outer_optimizer):
             raise TypeError(
-                "`outer_optimizer` must be a factory that takes a list of parameters, like"
+                "`outer_optimizer` must be a factory that takes a list of parameters, such as"
                 " `functools.partial(torch.optim.SGD, lr=0.4)`, but it is a"
                 f" {type(self.outer_optimizer).__name__}."
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal on all ranks, as text.
-
-        `outer_optimizer` is left out, because functions cannot be compared.
-        """
+        """Return all settings as text, to compare between ranks."""
+        # functions cannot be compared
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
         values = {name: getattr(self, name) for name in names}
         if not isinstance(self.wire_dtype, str):  # its repr may contain a memory address
@@ -128,7 +126,7 @@ class DiLoCoSettings:
     def _check_choices(self) -> None:
         check_choice("fragment_pattern", self.fragment_pattern, PATTERNS)
         check_choice("nonfinite", self.nonfinite, NONFINITE)
-        # a tuple, because the value may not be hashable
+        # compared with a tuple, because the value may not be hashable
         if self.wire_dtype not in tuple(CODECS) and not isinstance(self.wire_dtype, Codec):
             raise ValueError(
                 f"`wire_dtype={self.wire_dtype!r}` is unknown. Choose one of"

@@ -1,4 +1,4 @@
-"""The Streaming DiLoCo algorithm, one inner step at a time (arXiv:2501.18512, Algorithm 2).
+"""The Streaming DiLoCo algorithm (arXiv:2501.18512, Algorithm 2).
 
 A replica trains its local copy. For every fragment it also keeps the *global copy*: the parameters
 on which all replicas last agreed. After an inner step, in this order:
@@ -9,17 +9,17 @@ on which all replicas last agreed. After an inner step, in this order:
    average them in fp32, step the outer optimizer on the global copy, and merge that into the local
    copy.
 
-At the end of training, *finish*: land in-flight fragments, then exchange every fragment once more,
-blocking, and set both copies to the plain mean of the replicas' local copies.
+At the end of training, *finish*: land in-flight fragments, then exchange every fragment once more
+and set both copies to the plain mean of the replicas' local copies.
 
 With `evaluate="mean"` validations use that mean instead of the outer weights, which are up to H
-steps old, and in a short run still the initial ones. Training is not affected: copies, outer
-optimizers and in-flight fragments stay as they are.
+steps old, and in a short run still the initial ones. This does not affect training.
 """
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,10 +46,11 @@ from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.frozen import FrozenParameters, refuse_late
 from lightning_commfree.diloco.messages import Message, initial_weights_warning, startup_messages
 from lightning_commfree.diloco.nonfinite import (
+    NONFINITE_VALUES,
     is_nonfinite,
     refuse_landing,
     refuse_to_save,
-    restart_from_global,
+    reset_nonfinite_state,
     take_global,
 )
 from lightning_commfree.diloco.outer import OuterFragment
@@ -66,13 +67,13 @@ class Landing(NamedTuple):
     gradient_norm: float  # of the mean outer gradient
     cosine: float  # similarity of the replicas' outer gradients, averaged over pairs
     outer_lr: float  # learning rate of the outer step; 1 for the mean at the end of a fit
-    flight_s: float  # seconds from launch to landing
-    waited_s: float  # seconds of these in which training was blocked
+    flight_s: float  # from launch to landing
+    waited_s: float  # time in which training was blocked
     num_bytes: int  # sent by this replica
-    abstentions: int  # times so far that a replica was left out of this fragment's mean
+    abstentions: int  # how often a replica was left out of this fragment's mean so far
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics by name, for logging; times in ms."""
+        """Return the metrics for logging, with times in ms."""
         return {
             "gradient_norm": self.gradient_norm,
             "cosine": self.cosine,
@@ -85,31 +86,31 @@ class Landing(NamedTuple):
 
 
 class StreamingDiLoCo:
-    """Streaming DiLoCo as run by one replica.
+    """One replica's part in Streaming DiLoCo.
 
     Args:
         module: the model; all replicas must hold the same weights now.
         fragments: a partition of its trainable parameters.
         settings: settings of the fit.
-        membership: provides the replicas. A single one sends nothing and is a Nesterov look-ahead
-            optimizer.
-        within: channel between the ranks of this replica, which have the same gradients; None if
-            every rank is a replica. Each of its k ranks holds 1/k of the outer state and exchanges
-            it with the same rank of the other replicas; all of them must call every method.
+        membership: provides the replicas. A single replica sends nothing and is a Nesterov
+            look-ahead optimizer.
+        within: channel between the k ranks of this replica, which have the same gradients; None if
+            every rank is a replica. Each rank holds 1/k of the outer state and exchanges it with
+            the same rank of the other replicas. All ranks must call every method.
 
     Attributes:
         step: number of inner steps done, including those that a gradient scaler skipped.
-        fragments: one `OuterFragment` per fragment; those that joined later come last.
+        fragments: one `OuterFragment` per fragment; fragments that joined during the fit are last.
         schedule: launch and landing steps.
         view: the current replicas.
         flights: in-flight fragments, by index, in order of launch.
         landings: the latest `Landing` by fragment.
-        optimizers: the inner optimizers; a replica that abstains resets their state.
+        optimizers: the inner optimizers; their state is reset if this replica abstains.
         weight_swap: swaps the outer weights into the module.
     """
 
     name, replicas = "Streaming DiLoCo", True
-    # These do not change the training, except for `nonfinite`: changing it to "abstain" may be the
+    # Settings that do not change the training, and `nonfinite`: changing it to "abstain" may be the
     # only way to continue a run that has stopped.
     free_at_resume = frozenset({"check_drift_every", "nonfinite", "evaluate"})
 
@@ -135,7 +136,7 @@ class StreamingDiLoCo:
         self._mean: list[Tensor] | None = None  # of the local copies; cached until the next step
         self._enter(membership.view())
 
-        # now, so that the first launch and landing are as fast as the others
+        # so that the first launch and landing are as fast as later ones
         tensors = [tensor for f in self.fragments for tensor in (f.global_copy, *f.local)]
         for device in {self.view.channel.device, *(tensor.device for tensor in tensors)}:
             warm_up(self.codec, device)
@@ -146,12 +147,13 @@ class StreamingDiLoCo:
     def stepping(self) -> Iterator[None]:
         """Take an inner step in a `with` block; then call `after_step`.
 
-        Parameters that were thawed since the last step join now, before any replica has trained
-        them. A thaw in the middle of a step is noticed too late and raises after it.
+        Raises:
+            RuntimeError: parameters were unfrozen, and a replica has several ranks.
         """
+        # parameters that were unfrozen since the last step join before any replica has trained them
         if thawed := self._frozen.thawed():
             if self.settings.replica_size > 1:
-                self._refuse_late()
+                self._check_late()
             with torch.no_grad():
                 self._join(thawed, self.schedule.next_launch(self.step))
         yield
@@ -161,11 +163,14 @@ class StreamingDiLoCo:
         """Count an inner step; launch and land fragments according to the schedule.
 
         Args:
-            stop: whether this replica wants to stop training; sent with the fragments launched now.
+            stop: whether this replica asks all to stop; sent with the fragments launched now.
 
         Returns:
-            Whether any replica requested a stop, in the fragments that landed now. The same on all
-            replicas.
+            Whether some replica asked to stop, in the fragments landed now; the same on all.
+
+        Raises:
+            RuntimeError: a fragment must not land (`nonfinite`), or parameters were unfrozen in the
+                middle of the step.
         """
         assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
         self.step += 1
@@ -173,11 +178,11 @@ class StreamingDiLoCo:
 
         launches = self.schedule.launched_at(self.step)
         if launches or self._frozen.thawed():
-            self._refuse_late()
+            self._check_late()
         for p in launches:
             self.launch(p, stop)
 
-        # not in flight: `finish` has landed them early
+        # a fragment that is not in flight was landed early by `finish`
         landings = [p for p in self.schedule.landed_at(self.step) if p in self.flights]
         stops = [self.land(p) for p in landings]
         return any(stops)
@@ -187,19 +192,19 @@ class StreamingDiLoCo:
         with record_function(f"launch fragment #{p}"):
             fragment = self.fragments[p]
             gradient = fragment.outer_gradient()
-            if fragment.residual is not None:  # the codec's error in the previous one
+            if fragment.residual is not None:  # error feedback
                 gradient[: fragment.parameter_numel] += fragment.residual
             self.flights[p] = self._send(p, gradient, stop, residual=fragment.residual)
 
     def land(self, p: int) -> bool:
-        """Land a fragment: outer step and merge; return whether any replica wants to stop."""
+        """Land a fragment: outer step and merge; return whether some replica asked to stop."""
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
             self.fragments[p].outer_step(arrival.mean)
             self.fragments[p].average_buffers(arrival.mean)
 
             if self.view.rank in arrival.nonfinite:
-                self._restart_from_global(p, take_global(self.fragments, p, self._within))
+                self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
                 self.fragments[p].merge(self.settings.mix)
             return arrival.stop
@@ -210,18 +215,12 @@ class StreamingDiLoCo:
     def finish(self, stop: bool = False) -> bool:
         """Land in-flight fragments, then take the plain mean of the replicas' local weights.
 
-        All replicas call it after the same step. Global and local copies then equal that mean bit
-        for bit on all replicas, averaged buffers too; a second call changes nothing. A single
-        replica keeps its local weights. Differences are sent in the run's wire format: N/2 bytes in
-        fp4. The outer momentum stays.
-
-        Args:
-            stop: as in `after_step`.
-
-        Returns:
-            Whether any replica wants to stop, as in `after_step`.
+        All replicas call it after the same step. Global and local copies, and averaged buffers,
+        then equal that mean bit for bit on all replicas; a second call changes nothing. A single
+        replica keeps its local weights. Outer momenta stay. Arguments, result and errors are as in
+        `after_step`.
         """
-        self._refuse_late()
+        self._check_late()
         with self.weight_swap.local_weights():
             stops = [self.land(p) for p in list(self.flights)]
             stops += [self._finish_fragment(p, stop) for p in range(len(self.fragments))]
@@ -229,21 +228,21 @@ class StreamingDiLoCo:
             return any(stops)
 
     def _finish_fragment(self, p: int, stop: bool) -> bool:
-        """Set a fragment to the mean of its local copies; return as `land` does."""
+        """Set a fragment to the mean of its local copies; return whether some replica stops."""
         with record_function(f"launch fragment #{p}"):
-            # without the codec's earlier error, which is not part of the local weights
+            # without the residual, which is not part of the local weights
             self.flights[p] = self._send(p, self.fragments[p].outer_gradient(), stop)
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
             self.fragments[p].take_mean(arrival.mean if self.num_replicas > 1 else None)
             self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
             if self.view.rank in arrival.nonfinite:
-                self._restart_from_global(p, [p])
+                self._reset_after_abstaining(p, [p])
             return arrival.stop
 
     @property
     def stops_after(self) -> int:
-        """The step after which all replicas would know of a stop requested now."""
+        """Step after which all replicas would know of a stop that is requested now."""
         return self.schedule.next_launch(self.step) + self.schedule.overlap_steps
 
     # -- messages
@@ -256,7 +255,7 @@ class StreamingDiLoCo:
         residual: Tensor | None = None,
         tag: str = TAG,
     ) -> Flight:
-        """Launch a fragment's values (fp32, shape (S,))."""
+        """Launch values of a fragment: fp32, shape (S,)."""
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         digest = self._digest(p) if tag == TAG else 0
@@ -265,7 +264,7 @@ class StreamingDiLoCo:
         return Flight.launch(self._exchanges[p], values, header, residual, tag, keep)
 
     def _receive(self, p: int) -> Arrival:
-        """Wait for a fragment, decode and check it; record its `Landing`."""
+        """Wait for a fragment, decode and check it, and record its `Landing`."""
         ledger, fragment = self.view.channel.ledger, self.fragments[p]
         before_s = ledger.seconds_waited
         flight = self._wait(p)
@@ -315,25 +314,31 @@ class StreamingDiLoCo:
         self._exchanges = fragment_exchanges(self.view, self.codec, sizes, self._background)
 
     def _digest(self, p: int) -> Tensor | int:
-        """Return the global copy's hash if this launch is to compare it, else 0."""
+        """Return the global copy's hash if this launch compares hashes, else 0."""
         every = self.settings.check_drift_every
         cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
         if not every or cycle % every:
             return 0
         return self.fragments[p].digest()
 
-    def _restart_from_global(self, p: int, taken: Sequence[int]) -> None:
-        """Continue after abstaining: the fragments in `taken` now equal the global copies."""
+    def _reset_after_abstaining(self, p: int, taken: Sequence[int]) -> None:
+        """Clear the state of the fragments in `taken`, which are reset to the global copies."""
         names = [name for q in taken for name in self.fragments[q].fragment.parameters]
         for q in taken:
-            self.fragments[q].forget_loss()  # NaN, which would never go away
-        parameters = map(self._module.get_parameter, names)
-        restart_from_global(self.optimizers, parameters, p, self.step, taken)
+            self.fragments[q].clear_residual()  # otherwise it stays NaN
+        reset_nonfinite_state(self.optimizers, map(self._module.get_parameter, names))
+        warnings.warn(
+            f"This replica was left out of the mean of fragment {p}, which landed after inner step"
+            f" {self.step}, because its values were not finite ({NONFINITE_VALUES}). It continues"
+            f" from the global copy of fragments {', '.join(map(str, taken))}; the inner"
+            " optimizer's state of their parameters was reset where it was not finite.",
+            stacklevel=2,
+        )
 
     # -- frozen parameters
 
     def _join(self, names: Sequence[str], offset: int) -> None:
-        """Add a fragment of thawed parameters."""
+        """Add a fragment of parameters that were unfrozen."""
         self.fragments.append(self._outer_fragment(Fragment(tuple(names))))
         self.schedule = replace(self.schedule, joined=(*self.schedule.joined, offset))
         self._frozen.remove(names)
@@ -360,8 +365,8 @@ class StreamingDiLoCo:
         factory, device = settings.outer_optimizer, settings.outer_device
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 
-    def _refuse_late(self) -> None:
-        """Check that every trainable parameter is in a fragment."""
+    def _check_late(self) -> None:
+        """Raise `RuntimeError` if a trainable parameter is in no fragment."""
         held = {name for fragment in self.fragments for name in fragment.fragment.parameters}
         named = self._module.named_parameters()
         if late := [name for name, p in named if p.requires_grad and name not in held]:
@@ -369,17 +374,16 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def average_moved(self) -> None:
-        """Average frozen parameters that hooks have changed differently (`frozen`); collective."""
+        """Average frozen parameters that hooks have changed (`frozen`); collective."""
         fingerprint = {"fragments that joined": repr(self._joined)}
         self._frozen.average_moved(self.view, self._background, fingerprint)
 
     # -- validations
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return weights other than the outer ones for validations to use, or None; collective.
+        """Return the weights to validate with, for `WeightSwap.swap_in`; None: the outer ones.
 
-        With `evaluate="mean"` this is the mean of the local copies, in the form that
-        `WeightSwap.swap_in` takes.
+        Collective.
         """
         return self.mean_weights() if self.settings.evaluate == "mean" else None
 
@@ -387,8 +391,8 @@ class StreamingDiLoCo:
     def mean_weights(self) -> list[Tensor]:
         """Return the mean of the local copies of every fragment, fp32, shape (S,).
 
-        Collective over all ranks, whose modules must contain their local copies. Exchanged at most
-        once per step; later calls return the same tensors.
+        Collective over all ranks, whose modules must contain their local copies. Calls after the
+        same step return the same tensors.
 
         Raises:
             RuntimeError: a replica's values are not finite, or the replicas are at different steps.
@@ -397,7 +401,7 @@ class StreamingDiLoCo:
             if self.num_replicas == 1:
                 self._mean = [fragment.local_values() for fragment in self.fragments]
                 return self._mean
-            # launched all at once, so that transfers overlap with decoding
+            # launch all at once, so that transfers overlap with decoding
             gradients = enumerate(fragment.outer_gradient() for fragment in self.fragments)
             flights = [self._send(p, g, stop=False, tag=EVALUATION_TAG) for p, g in gradients]
             self._mean = []
@@ -408,7 +412,7 @@ class StreamingDiLoCo:
         return self._mean
 
     def unready(self, what: str) -> str | None:
-        """Return a warning if `what`, a validation or checkpoint, would use initial weights."""
+        """Return a warning if a "validation" or "checkpoint" would use initial weights, or None."""
         count = sum(not fragment.landings for fragment in self.fragments)
         if not count or self.settings.evaluate == "mean":
             return None
@@ -417,13 +421,13 @@ class StreamingDiLoCo:
     # -- checkpoints
 
     def wait_in_flight(self) -> None:
-        """Wait for the messages of in-flight fragments; these still land at their step."""
+        """Wait until in-flight fragments have arrived; they still land at their step."""
         for p in self.flights:
             self._wait(p)
 
     @torch.no_grad()
     def refuse_to_save(self, world: Channel) -> None:
-        """Check that a checkpoint would contain finite weights only (`nonfinite`)."""
+        """Raise an error on all ranks if a checkpoint would contain NaN or Inf; collective."""
         self.wait_in_flight()
         rule = self.settings.nonfinite
         refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
@@ -431,11 +435,9 @@ class StreamingDiLoCo:
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state that is equal on all replicas, and this replica's own state.
 
-        The shared state is the step, the global copies and the outer optimizers; in a replica of
-        several ranks, this rank's shards of them. The own state is the local weights, the codec's
-        rounding errors, and the messages of in-flight fragments, which this waits for.
-
-        The tensors are not copies: save or copy them before the next step.
+        In a replica of several ranks, the shared state is this rank's shard of it. The tensors are
+        not copies: save or copy them before the next step. Waits for in-flight fragments, whose
+        messages are part of the own state.
         """
         self.wait_in_flight()  # also completes the codec's residuals
         shared = {
@@ -456,8 +458,8 @@ class StreamingDiLoCo:
 
         Args:
             shared: the state of all replicas.
-            own: this replica's own state. None: the replica is new. It starts from the global
-                weights, with no fragments in flight and no rounding errors.
+            own: this replica's own state. None: the replica is new, and starts from the global
+                weights with no fragments in flight.
         """
         assert not self.weight_swap.swapped_in, "states are loaded into the local weights"
         assert not self.flights, "load a state before the first step"
@@ -479,23 +481,23 @@ class StreamingDiLoCo:
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
         for p, arrived in own["in_flight"].items():
-            # a header only serves a relaunch; the saved messages contain the original one
+            # the header is only needed for a relaunch; the saved messages contain the original one
             header = Header(stop=False, step=self.schedule.latest_launch(p, self.step), digest=0)
             self.flights[p] = Flight.here(self._exchanges[p], header, Pending.here(arrived))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
-        """Ignore states saved by another number of ranks; the checkpoint has the outer weights."""
+        """Return None: with another number of ranks, a fit continues from the outer weights."""
         del was, ranks, load
 
     def close(self) -> None:
-        """Stop the background thread; in-flight fragments are dropped."""
+        """Stop the background thread; drop in-flight fragments."""
         self._background.close()
         self._membership.leave()
 
     # -- messages, metrics and settings
 
     def startup_messages(self, steps: int | None) -> list[Message]:
-        """Return the messages to show when a fit of `steps` steps begins; None: unknown length."""
+        """Return the messages to show when a fit of `steps` steps (None: unknown) begins."""
         last_step = None if steps is None else self.step + steps
         return startup_messages(
             self._module, self.settings, self.schedule, self.num_replicas, last_step
@@ -517,11 +519,11 @@ class StreamingDiLoCo:
         return sum(exchange.num_bytes for exchange in self._exchanges)
 
     def cycle(self) -> tuple[dict[str, int], int]:
-        """Return the bytes that this rank sends per cycle, by tag, and the steps of a cycle."""
+        """Return the bytes that this rank sends per cycle, by tag, and the steps in a cycle."""
         return {TAG: self.bytes_per_cycle}, self.settings.sync_every
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics of the fragments' latest landings, by name."""
+        """Return the metrics of all fragments' latest landings, for logging."""
         return {
             f"outer/{name}_{p}": figure
             for p, landing in self.landings.items()
@@ -531,7 +533,7 @@ class StreamingDiLoCo:
     def fingerprint(self) -> dict[str, str]:
         """Return settings, fragments and outer optimizer as text, to compare between replicas."""
         optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
-        plain = (int, float, str, tuple, type(None))  # others show an address when printed
+        plain = (int, float, str, tuple, type(None))  # the repr of others may contain an address
         defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
         scheduled = "" if scheduler is None else f" with {type(scheduler).__name__}"
 

@@ -1,19 +1,15 @@
 """Choose the fastest split for each batch size by timing: `split="auto"`.
 
 Whether a split pays off depends on the batch, the model, the processor and the link: computing half
-a batch takes more than half the time, which may cost more than the hidden communication. So the
-first batches of each size are trained with each legal split in turn, `PASSES` timed passes each,
-and the split with the smallest median is kept. Every pass trains; none is wasted.
+a batch takes more than half the time, which may cost more than the communication that it hides. So
+the first batches of each size are trained with each legal split in turn, `PASSES` timed passes
+each, and the split with the smallest median on the slowest rank is kept. Checkpoints contain
+choices and timings.
 
 A pass is timed from the start of the first block's forward to the end of its backward. That
-includes the loss, because ranks that finish their blocks at different times wait for each other
-there.
+includes the loss, where ranks that finish their blocks at different times wait for each other.
 
-The ranks of a tensor group compare the slowest rank's medians, so they all choose the same split.
-Other tensor groups may choose another one: a split changes only the order in which gradients are
-added.
-
-Choices and timings are saved in checkpoints; a resumed fit continues with them.
+Tensor groups may choose different splits, which change only the order in which gradients are added.
 """
 
 from __future__ import annotations
@@ -36,17 +32,14 @@ WARM_UP = 1  # the first pass of a split allocates memory, and is not timed
 # 27 % of the cases if they differ by 5 %, in 12 % at 10 %, and in 2 % at 20 %: an average loss of
 # 1.4 % at most. More passes would delay the choice and gain less than that.
 PASSES = 9
-MAX_SIZES = 8  # sizes that are timed; a batch of another size uses the nearest size's choice
+MAX_SIZES = 8  # number of sizes to time; other batches use the choice for the nearest size
 
 
 class Size(NamedTuple):
-    """A batch size: rows, and tokens per row rounded up to a power of two.
-
-    Tokens are rounded because batches may be padded to any length, so timings are kept per token.
-    """
+    """Batch size, with tokens per row rounded up to a power of two."""
 
     rows: int
-    tokens: int
+    tokens: int  # rounded, because batches may be padded to any length; timings are per token
 
     @classmethod
     def of(cls, hidden: Tensor) -> Size:
@@ -56,7 +49,7 @@ class Size(NamedTuple):
 
 
 class SplitTrial:
-    """Timings of splits and the choices made from them, by batch size.
+    """Timings of splits, and the choices based on them, by batch size.
 
     Args:
         channel: the tensor group.
@@ -76,7 +69,7 @@ class SplitTrial:
     def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
         """Return a batch's split, and whether to time its pass.
 
-        Collective in the pass that makes the choice for a size.
+        Collective in the pass that decides for a size.
 
         Args:
             size: the batch size.
@@ -153,10 +146,7 @@ class SplitTrial:
 
 
 class TimedRun:
-    """A `ScheduleRun` that reports the seconds from the start of forward to the end of backward.
-
-    A forward without a backward reports nothing.
-    """
+    """`ScheduleRun` that reports the seconds from the start of forward to the end of backward."""
 
     def __init__(
         self, run: ScheduleRun, now: Callable[[], float], report: Callable[[float], None]

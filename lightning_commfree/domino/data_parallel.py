@@ -1,7 +1,7 @@
 """Data parallelism between tensor groups: average gradients in every step.
 
-A checkpoint contains the full weights and optimizer state. Each rank's own state is small: its
-random numbers, its position in the data, and during gradient accumulation its gradients.
+A checkpoint contains the full weights and optimizer state. Each rank's own state is small: random
+numbers, position in the data, and gradients that are being accumulated.
 
 ===========================  ===================  ================================================
 resumed on                   position in data     random numbers
@@ -43,8 +43,7 @@ class GradientMean:
     Args:
         sharded: the module with the sharded models.
         channels: between and within replicas.
-        settings: the user's; part of the fingerprint, because they decide the order in which random
-            numbers are drawn.
+        settings: the user's settings, which decide the order in which random numbers are drawn.
 
     Attributes:
         average: launches and lands the all-reduces.
@@ -118,7 +117,7 @@ class GradientMean:
         return {}, {}
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Restore nothing, as `state_dict` returns nothing."""
+        """Do nothing: there is no state."""
         del shared, own
 
     def adopt(
@@ -127,7 +126,7 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Keep the position in the data, and random numbers where groups have the same size."""
+        """Resume on other ranks: keep the data position and, if possible, random numbers."""
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
         if ranks // size != world.size // within.size:

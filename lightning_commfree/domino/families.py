@@ -47,14 +47,14 @@ from lightning_commfree.domino.sublayers import Sublayer, attention_body, mlp_bo
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """A causal language model architecture: identical blocks, each of attention and an MLP.
+    """Causal language model architecture: identical blocks of attention and an MLP.
 
     Attributes:
         base: attribute name of the model without its head.
         blocks_name: attribute name of the list of blocks in the base.
         embedding_name: attribute name of the word embedding in the base.
-        raw_embedding: whether the embedding's output enters the first block unchanged. Its
-            all-reduce can then overlap with the first block.
+        raw_embedding: whether the embedding's output enters the first block unchanged, so that its
+            all-reduce can overlap with that block.
     """
 
     base: ClassVar[str]
@@ -64,11 +64,7 @@ class Family(ABC):
 
     @abstractmethod
     def check(self, model: Any, ranks: int) -> None:
-        """Check that a model can be sharded, without changing it.
-
-        Raises:
-            ValueError: heads or widths cannot be divided among the ranks.
-        """
+        """Raise `ValueError` if a model's heads or widths cannot be divided among the ranks."""
 
     @abstractmethod
     def shard_block(self, sharding: Sharding, block: Any) -> None:
@@ -84,7 +80,7 @@ class Family(ABC):
         return True
 
     def returns_tensor(self, block: nn.Module) -> bool:
-        """Return whether a block returns a tensor and not a tuple, as in older transformers."""
+        """Return whether a block returns a tensor; in older transformers it returns a tuple."""
         returned = inspect.signature(type(block).forward).return_annotation
         return "tuple" not in str(returned).lower()
 
@@ -125,8 +121,8 @@ class Llama(Family):
     """Llama and architectures with its module names.
 
     Attributes:
-        head_norms: attention normalizes queries and keys, with one weight for all heads.
-        post_norms: a second norm follows each sum.
+        head_norms: whether attention normalizes queries and keys, with one weight for all heads.
+        post_norms: whether a second norm follows each all-reduced sum.
     """
 
     base, blocks_name, embedding_name = "model", "layers", "embed_tokens"
@@ -225,7 +221,7 @@ def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpe
 
 @dataclass(frozen=True)
 class GPT2(Family):
-    """GPT-2. Positions and dropout come between the embedding and the first block."""
+    """GPT-2, with positions and dropout between the embedding and the first block."""
 
     base, blocks_name, embedding_name = "transformer", "h", "wte"
 

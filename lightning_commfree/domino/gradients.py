@@ -1,16 +1,10 @@
 """Gradients across ranks: data-parallel mean, shared shards, norm, and checks for NaN and Inf.
 
-- `GradientAverage` averages them over the data axis, sublayer by sublayer, during backward.
-- `sum_shared` sums the gradients of a shard that several ranks of a tensor group hold.
-- `gradient_norm` counts every element of the full gradient once.
-
-NaN and Inf are found before the optimizer step, on all ranks at once. Each rank checks its own
-gradients before the mean over the data axis, which would hide the replica that they came from. The
-check computes the norm, because that takes one pass and is finite only if all elements are. The
-norm can also overflow, so if it is not finite the ranks check single elements and exchange names.
-
-Hooks can introduce NaN after that, and so can the optimizer: a check before each checkpoint finds
-both.
+All ranks detect NaN and Inf before the optimizer step. Each rank checks its own gradients before
+the mean over the data axis, which would hide the replica that they came from. The check computes
+the norm, because that takes one pass and is finite only if all elements are. The norm can also
+overflow, so if it is not finite the ranks check single elements and exchange names. A check before
+each checkpoint finds NaN from hooks and from the optimizer.
 """
 
 from __future__ import annotations
@@ -63,8 +57,8 @@ class GradientAverage:
             return
 
         # With two forwards and one backward, the blocks run backward twice: the first run launches
-        # a sublayer's gradients, and the second adds to them. Such late gradients, changed after
-        # their launch, are launched again.
+        # a sublayer's gradients, and the second adds to them. So launch gradients again that have
+        # changed since their launch.
         late = {
             p
             for p, (gradient, version) in self._launched.items()
@@ -106,11 +100,9 @@ class GradientAverage:
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
-    """Sum the gradients of shards that several ranks of a tensor group hold; collective.
-
-    The sum is over the ranks with the same shard only. They have no channel of their own, so each
-    rank of the group contributes its gradient in zeros of the full shape.
-    """
+    """Sum the gradients of each shard over the ranks that hold it; collective."""
+    # these ranks have no channel of their own: each rank of the group sends its gradient, padded
+    # with zeros to the full shape
     for parameter, spec in specs.items():
         if spec.overlapping and parameter.grad is not None:
             shape = list(parameter.shape)
@@ -128,13 +120,8 @@ def gradient_norm(
 ) -> Tensor:
     """Return the Euclidean norm of the full model's gradient; collective.
 
-    Args:
-        parameters: this rank's parameters.
-        specs: the specs of those that are sharded.
-        group: the tensor group.
-
-    Returns:
-        A scalar tensor, in float32 or wider; the same on all ranks.
+    `specs` has the specs of the sharded parameters. The result is 0-d, in fp32 or wider, and the
+    same on all ranks.
     """
     total: dict[bool, Tensor] = {}  # by whether the parameters are sharded
     for p in parameters:
@@ -159,7 +146,7 @@ def gradient_norm(
     return (group.all_reduce(sharded, NORM_TAG).wait().squeeze(0) + full).sqrt()
 
 
-_NAMED = 3  # ranks that an error names at most
+_NAMED = 3  # an error names at most so many ranks
 
 
 def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
@@ -170,13 +157,11 @@ def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
 def refuse_nonfinite(
     channel: Channel, module: nn.Module, loss: Tensor, step: int, group_size: int
 ) -> None:
-    """Raise an error that names the ranks whose gradients are not finite; collective.
-
-    Call it after some rank's norm was not finite.
+    """Name the ranks whose gradients are not finite, after some rank's norm was not; collective.
 
     Args:
         channel: connects all ranks of the fit.
-        module: the module, with this rank's gradients not averaged yet.
+        module: the module, with this rank's gradients before averaging.
         loss: this rank's latest loss, one element.
         step: number of the next step, counted from 1.
         group_size: number of consecutive ranks that share a model.
@@ -192,9 +177,9 @@ def refuse_nonfinite(
 
     if found := _named(channel, text, group_size):
         raise AgreedError(
-            f"Gradients are not finite before step {step}: {found}. All ranks are stopping, with"
-            " all parameters as they were before the step. Check the batch of that tensor group, or"
-            " lower the learning rate, and resume from the last checkpoint."
+            f"Gradients are not finite before step {step}: {found}. All ranks are stopping; no"
+            " parameter was changed. Check that tensor group's batch or lower the learning rate,"
+            " then resume from the last checkpoint."
         )
 
 
@@ -222,7 +207,7 @@ def _norm_is_finite(tensors: list[Tensor]) -> bool:
 
 
 def _named(channel: Channel, text: str, group_size: int) -> str:
-    """Return one sentence on the ranks whose `text` is not empty; collective."""
+    """Describe the ranks whose `text` is not empty; collective."""
     affected = [
         f"rank {rank} (tensor group {rank // group_size}) has {found}"
         for rank, found in zip(channel.ranks, gather_texts(channel, text), strict=True)

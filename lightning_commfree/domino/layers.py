@@ -15,8 +15,8 @@ module            a rank's weight       forward, unscheduled          backward, 
 `VocabHead`       1/t of the words      gather of logits              all-reduce of dx
 ================  ====================  ============================  =======================
 
-`GatheredLinear` and `SplitRowLinear` are for models sharded by their plan, some of which need full
-activations on every rank.
+Some models that are sharded by the plan in their config need full activations on every rank:
+`GatheredLinear` and `SplitRowLinear`.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class TensorGroup:
         seed: seed of the random numbers that differ between ranks, such as attention's dropout.
 
     Attributes:
-        scheduled: a schedule does the all-reduces. Row linears then return partial sums, and column
-            linears leave the gradient of their input partial.
-        local_logits: the head returns the logits of its own words only.
-        overlap_embedding: the embedding leaves its all-reduce to the schedule, in `unsummed`.
+        scheduled: whether a schedule does the all-reduces. Row linears then return partial sums,
+            and the input gradients of column linears are partial sums.
+        local_logits: whether the head returns the logits of its own words only.
+        overlap_embedding: whether the embedding leaves its all-reduce to the schedule (`unsummed`).
         unsummed: the embedding's partial sum, until the schedule takes it.
     """
 
@@ -69,7 +69,7 @@ class TensorGroup:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Index of this rank in the group."""
         return self.channel.rank
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -111,7 +111,7 @@ class TensorGroup:
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the states of the shared generators and of this rank's own."""
+        """Return the states of the generators shared by all ranks and of this rank's own."""
         return random_state(device), self.own_state()
 
     @contextmanager
@@ -227,13 +227,13 @@ class _Head(torch.autograd.Function):
 
 
 def spread(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return `x`; backward sums its gradient over the group."""
+    """Return `x` unchanged; backward sums its gradient over the group."""
     spread_x: Tensor = _Spread.apply(x, group)  # type: ignore[no-untyped-call]
     return spread_x
 
 
 def summed(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum of `x` over the group; backward passes the gradient on unchanged."""
+    """Return the sum of `x` over the group; backward returns the gradient unchanged."""
     total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 
@@ -272,7 +272,7 @@ class _Linear(nn.Module):
 
 
 class ColumnLinear(_Linear):
-    """A linear layer sharded by outputs: each rank computes some of them from the full input."""
+    """Linear layer sharded by outputs: each rank computes some outputs from the full input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, shape (..., out / t)."""
@@ -280,7 +280,7 @@ class ColumnLinear(_Linear):
 
 
 class RowLinear(_Linear):
-    """A linear layer sharded by inputs: the ranks' outputs are partial sums."""
+    """Linear layer sharded by inputs: the ranks' outputs are partial sums."""
 
     _launch: Callable[[Tensor], None] | None = None
     _num_slices = 1
@@ -320,7 +320,7 @@ class RowLinear(_Linear):
 
 
 class GatheredLinear(ColumnLinear):
-    """A column linear with gathered outputs, for example before a norm over all heads."""
+    """Column linear that gathers its outputs, for example before a norm over all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs, shape (..., out)."""
@@ -328,7 +328,7 @@ class GatheredLinear(ColumnLinear):
 
 
 class SplitRowLinear(RowLinear):
-    """A row linear that slices an input which every rank has in full."""
+    """Row linear whose input is full on every rank; takes this rank's slice of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, shape (..., out)."""
@@ -352,14 +352,14 @@ class DropoutAfterSum(nn.Dropout):
 
 
 class VocabEmbedding(nn.Module):
-    """An embedding sharded by words.
+    """Embedding sharded by words.
 
     Args:
         weight: this rank's rows, shape (V / t, H) with V padded.
         first: index of this rank's first word.
         group: the tensor group.
-        padding_idx: a word without gradient, as in `nn.Embedding`.
-        scale: a scalar by which embeddings are multiplied, as in Gemma; None for none.
+        padding_idx: as in `nn.Embedding`: a word whose row gets no gradient.
+        scale: factor of the embeddings, as in Gemma, or None.
     """
 
     scale: Tensor | None
@@ -401,7 +401,7 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabHead(nn.Module):
-    """A language model head sharded by words.
+    """Language model head sharded by words.
 
     Args:
         weight: this rank's rows, shape (V / t, H) with V padded.

@@ -2,9 +2,9 @@
 
 A transformers causal language model loops over its list of blocks. While the schedule is active,
 the list yields stand-ins instead, and the last stand-in runs all blocks as one autograd node.
-Everything around the blocks remains transformers' own code: masks, positions, the last norm, head
-and outputs. Where the schedule does not apply (evaluation, generation, hidden states of single
-blocks requested), the loop gets the blocks, and the sharded modules do their own all-reduces.
+Everything around the blocks (masks, positions, last norm, head, outputs) is still transformers'
+code. Without the schedule (evaluation, generation, or if hidden states of single blocks are
+requested), the loop gets the blocks, and the sharded modules do their own all-reduces.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cach
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Check that a model can be sharded among `ranks` ranks, without changing it.
-
-    Raises:
-        ValueError: it cannot; the message has the reason.
-    """
+    """Raise `ValueError` if a model cannot be sharded among `ranks` ranks; change nothing."""
     family = family_of(model)
     if family is not None:
         check_adapters(model, family.vocabulary(model))
@@ -54,17 +50,17 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     else:
         raise ValueError(
             f"Tensor parallelism of `{type(model).__name__}` is not supported: its config has no"
-            f" tensor-parallel plan. Supported are {', '.join(FAMILIES)} (with Domino's schedule),"
-            " and any other transformers model whose config has a `base_model_tp_plan` of column-"
+            f" tensor-parallel plan. Use one of {', '.join(FAMILIES)} (which get Domino's"
+            " schedule), or a transformers model whose config has a `base_model_tp_plan` of column-"
             " and row-wise linear layers (without the schedule)."
         )
 
 
 class ParallelModel:
-    """A transformers model that is sharded and scheduled, in place.
+    """Transformers model that is sharded and scheduled in place.
 
     Args:
-        model: the same on every rank, with the same weights. A model of `FAMILIES` may also be on
+        model: the model, with the same weights on every rank. A model of `FAMILIES` may also be on
             the `meta` device: it is initialized one layer at a time (`model.meta_init`).
         channel: the tensor group.
         settings: split and number of micro-batches.
@@ -72,10 +68,10 @@ class ParallelModel:
         init_seed: seed for initializing a model on `meta`; the same on all ranks.
 
     Attributes:
-        sharding: which tensors are sharded, and how.
-        trace: called with every event of the schedule (event, sublayer, micro-batch), if set.
-        done: called in backward with each sublayer whose gradients are complete, if set.
-        scheduled: whether the schedule runs the blocks; else they do their own all-reduces.
+        sharding: specs of the sharded tensors, and the record of all changes to the model.
+        trace: if set, called with every event of the schedule: (event, sublayer, micro-batch).
+        done: if set, called in backward with each sublayer whose gradients are complete.
+        scheduled: whether the schedule runs the blocks; if not, they do their own all-reduces.
         shards_loss: whether the model's own loss is computed from this rank's logits only.
         on_fallback: called with a message when a batch cannot be split as requested.
         trial: chooses the split for each batch size under `split="auto"`.
@@ -164,7 +160,7 @@ class ParallelModel:
         self.shards_loss = True
         head = model.lm_head
         first = head.weight.shape[0] * self.group.rank
-        self.sharding.restore.append(_put_back_loss(model))
+        self.sharding.restore.append(_undo_loss(model))
         model.loss_function = causal_lm_loss(self.group, first, head.words)
         self._handles += [
             model.register_forward_pre_hook(self._begin_loss, with_kwargs=True),
@@ -266,10 +262,10 @@ class ParallelModel:
 
 
 class _ScheduledBlocks(nn.ModuleList):
-    """A list of blocks that yields stand-ins while the schedule is active.
+    """List of blocks that yields stand-ins while the schedule is active.
 
-    It replaces the model's own list until `join`. Its children are the blocks under the same names,
-    so parameter names, `modules()` and state dicts do not change.
+    Its children are the blocks under the same names, so parameter names and state dicts are the
+    same as with the model's own list, which it replaces until `join`.
 
     Args:
         blocks: the model's blocks.
@@ -283,11 +279,11 @@ class _ScheduledBlocks(nn.ModuleList):
     ) -> None:
         super().__init__(blocks)
         self.active = False
-        self._noted: list[Arguments] = []
+        self._recorded: list[Arguments] = []
         passed = () if one_kind else blocks[:-1]
         last = blocks[0] if one_kind else blocks[-1]
-        self.stand_ins = [_StandIn(block, self._noted, None, as_tensor) for block in passed]
-        self.stand_ins.append(_StandIn(last, self._noted, run, as_tensor))
+        self.stand_ins = [_StandIn(block, self._recorded, None, as_tensor) for block in passed]
+        self.stand_ins.append(_StandIn(last, self._recorded, run, as_tensor))
 
     def replace_in(self, owner: nn.Module, name: str) -> Callable[[], None]:
         """Replace the plain list in `owner`; return a function that undoes it."""
@@ -304,7 +300,7 @@ class _ScheduledBlocks(nn.ModuleList):
     def begin(self, active: bool) -> None:
         """Prepare for a forward with or without the schedule."""
         self.active = active
-        self._noted.clear()
+        self._recorded.clear()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.stand_ins) if self.active else super().__iter__()
@@ -320,22 +316,22 @@ RunBlocks = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
 
 
 class _StandIn:
-    """Replaces a block in the model's loop; has the block's attributes.
+    """Stand-in for a block in the model's loop; has the block's attributes.
 
-    It passes the residual stream on and records the block's other arguments, because each kind of
-    block has its own mask. The last stand-in runs all blocks.
+    It returns the residual stream unchanged and records the block's other arguments, because each
+    kind of block has its own mask. The last stand-in runs all blocks.
 
     Args:
         block: the block to replace.
-        noted: arguments of the blocks in this forward so far; shared by all stand-ins.
+        recorded: arguments of the blocks in this forward so far, shared by all stand-ins.
         run: runs all blocks; None except in the last stand-in.
         as_tensor: whether a block returns a tensor and not a tuple.
     """
 
     def __init__(
-        self, block: nn.Module, noted: list[Arguments], run: RunBlocks | None, as_tensor: bool
+        self, block: nn.Module, recorded: list[Arguments], run: RunBlocks | None, as_tensor: bool
     ) -> None:
-        self._block, self._noted, self._run, self._as_tensor = block, noted, run, as_tensor
+        self._block, self._recorded, self._run, self._as_tensor = block, recorded, run, as_tensor
         self._signature = inspect.signature(type(block).forward)
 
     def __getattr__(self, name: str) -> Any:
@@ -351,11 +347,11 @@ class _StandIn:
         extra = {k: v for k, v in bound.items() if k not in ("self", "hidden_states")}
         extra.update(extra.pop("kwargs", {}))
         arguments = {k: v for k, v in extra.items() if k not in _CACHE_ARGUMENTS}
-        self._noted.append({k: v for k, v in arguments.items() if not k.startswith("encoder_")})
+        self._recorded.append({k: v for k, v in arguments.items() if not k.startswith("encoder_")})
 
         if self._run is not None:
-            given = list(self._noted)
-            self._noted.clear()  # else masks would stay in memory until the next forward
+            given = list(self._recorded)
+            self._recorded.clear()  # else masks would stay in memory until the next forward
             hidden = self._run(hidden, self._block, given)
         return hidden if self._as_tensor else (hidden,)
 
@@ -383,7 +379,7 @@ class _Stack(torch.autograd.Function):
         return ctx.run.backward(gradients[0]), None, None
 
 
-def _put_back_loss(model: Any) -> Callable[[], None]:
+def _undo_loss(model: Any) -> Callable[[], None]:
     own, before = "_loss_function" in vars(model), vars(model).get("_loss_function")
 
     def undo() -> None:

@@ -95,7 +95,7 @@ def check_plan(model: Any, ranks: int) -> None:
                 f" layers, and {_EXPERTS_STYLE!r} for experts with `gate_up_proj` and `down_proj`."
                 " The model is unchanged; train it with another strategy."
             )
-    if shards_heads:  # where queries and keys are gathered first, heads may be cut anywhere
+    if shards_heads:  # if all queries and keys are gathered instead, heads may be split anywhere
         _check_heads(model, name, ranks)
 
 
@@ -147,11 +147,9 @@ def apply_plan(sharding: Sharding) -> None:
 
 
 def _shard_vocabulary(sharding: Sharding) -> None:
-    """Shard embedding and head by words, if both are plain layers that are used in one place.
-
-    Otherwise every rank keeps them in full: a subclass may scale its output, or the weight may be
-    read elsewhere.
-    """
+    """Shard embedding and head by words, if both are plain layers that are used in one place."""
+    # else every rank keeps them in full: a subclass may scale its output, or other code may read
+    # the weight
     model: Any = sharding.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear
@@ -184,10 +182,7 @@ def _experts_width(module: nn.Module | nn.Parameter) -> int:
 
 
 def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
-    """Return the path, style, and module or parameter for each plan entry.
-
-    A name in the plan may match nothing: some layers exist only in some configurations.
-    """
+    """Return the path, style, and module or parameter for each match of a plan entry."""
     base, plan = _base(model), plan_of(model)
     found: list[tuple[str, str, nn.Module | nn.Parameter]] = []
     experts_paths: set[str] = set()  # their parameters are sharded with the module

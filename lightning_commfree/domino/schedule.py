@@ -18,9 +18,9 @@ Backward, for k from the last, for i from the last:
 4. *launch* the all-reduce of dx, which is in flight during the others' backward of sublayer k.
 
 Autograd alone would run backward in the reverse order of forward and wait for every all-reduce
-right after its launch. So each micro-sublayer has its own graphs, cut at its boundaries, and a
-single autograd node for all blocks runs them. No collective is inside a micro-sublayer: activation
-checkpointing recomputes it without repeating communication.
+right after its launch. So each micro-sublayer has its own graphs, and a single autograd node for
+all blocks runs them. Collectives are outside of micro-sublayers, so activation checkpointing
+recomputes without repeating communication.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class ScheduleRun:
         sublayers: the sublayers of all blocks, in order.
         group: the tensor group.
         split: the split of the batch and the sums.
-        checkpoint: recompute micro-sublayers in backward instead of keeping their activations.
+        checkpoint: whether backward recomputes micro-sublayers instead of keeping activations.
         trace: called with every launch, land, enter and body, and its direction.
         done: called with a sublayer when the gradients of its parameters are complete.
-        unsummed: the input is this rank's partial sum of the embedding.
+        unsummed: whether the input is this rank's partial sum of the embedding.
     """
 
     sublayers: Sequence[Sublayer]

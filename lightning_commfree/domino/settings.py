@@ -1,4 +1,4 @@
-"""User settings for tensor parallelism, validated on construction."""
+"""Settings of Domino, validated on creation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPLITS = (AUTO, "batch", "token", "weight", "hybrid", "none")
 
 @dataclass(frozen=True)
 class DominoSettings:
-    """Settings of Domino; `DominoTPStrategy` documents each.
+    """Settings of Domino, described in `DominoTPStrategy`.
 
     Raises:
         ValueError: a value is outside its range.
@@ -30,5 +30,5 @@ class DominoSettings:
         check_count("num_micro_batches", self.num_micro_batches, 2)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings as text; they must be equal on all ranks."""
+        """Return all settings as text, to compare between ranks."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

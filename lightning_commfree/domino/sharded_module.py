@@ -1,21 +1,4 @@
-"""A LightningModule with sharded transformers models inside: the interface for strategies.
-
-=======================  =======================================================================
-`prepare`                shard the models, before the optimizer is created
-`mark_shards`            mark the sharded parameters, for algorithms that do not know Domino
-`check_first`            check that all ranks of the tensor group get the same first batch
-`sum_shared_gradients`   sum the gradients of parameters that several ranks hold
-`clip_gradients`         clip by the norm of the full gradient
-`full_state_dict`        gather the module's full state
-`shard_state_dict`       take this rank's shards of a full state
-`own_state`              state that differs between ranks: random numbers, timings of splits
-`optimizer_shards`       gather and shard the states of optimizers
-`join`                   turn the models back into plain transformers models
-=======================  =======================================================================
-
-The first part of the file checks modules, optimizer states and batches; then `OptimizerShards` and
-`ShardedModule`.
-"""
+"""A LightningModule with sharded transformers models inside: the interface for strategies."""
 
 from __future__ import annotations
 
@@ -83,11 +66,7 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
 
 
 def refuse_meta(strategy: str, module: nn.Module) -> None:
-    """Reject a module with meta-device tensors outside a fit.
-
-    Raises:
-        ValueError: it has such tensors.
-    """
+    """Raise `ValueError` if a module has tensors on the meta device, outside a fit."""
     if without := on_meta(module):
         raise ValueError(
             f"{len(without)} tensors, including {without[0]!r}, are on the meta device and have no"
@@ -99,16 +78,11 @@ def refuse_meta(strategy: str, module: nn.Module) -> None:
 def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) -> None:
     """Check that optimizers keep state per element; call it after their first step.
 
-    State per row or column, such as Adafactor's, would be computed from the shard instead of the
-    full parameter, and a checkpoint could not gather it.
-
-    Args:
-        optimizers: all optimizers of the fit.
-        sharded: this rank's sharded parameters.
-
     Raises:
         ValueError: a tensor in the state of a shard does not have the shape of the shard.
     """
+    # state per row or column, such as Adafactor's, would be computed from the shard instead of the
+    # full parameter, and a checkpoint could not gather it
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if parameter in sharded else ():
@@ -116,20 +90,17 @@ def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) ->
                 if is_tensor and value.shape != parameter.shape:
                     raise ValueError(
                         f"`{type(optimizer).__name__}` keeps a {key!r} of shape"
-                        f" {tuple(value.shape)} for a parameter of shape"
-                        f" {tuple(parameter.shape)}, which is a shard: it would train differently"
-                        " than on the full parameter. Use an element-wise optimizer, such as"
-                        " AdamW, SGD or Lion."
+                        f" {tuple(value.shape)} for a shard of shape {tuple(parameter.shape)}. It"
+                        " is not element-wise, so its steps on shards would differ from steps on"
+                        " the full parameter. Use an element-wise optimizer, such as AdamW, SGD or"
+                        " Lion."
                     )
 
 
 def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     """Check that all ranks of a tensor group have the same batch; collective.
 
-    Args:
-        channel: the tensor group.
-        verb: "train" or "validate", for the message.
-        batch: this rank's batch: tensors in nested containers.
+    `batch` is this rank's, with tensors in nested containers, and `verb` is "train" or "validate".
 
     Raises:
         ValueError: the batches differ; the same error on all ranks.
@@ -166,17 +137,15 @@ STATE_TAG = "tensor_state"
 
 
 class OptimizerShards:
-    """Gathers and shards optimizer states of a tensor group, during a fit and after it.
+    """Gather and shard the optimizer states of a tensor group, during a fit and after it.
 
-    After a fit every rank has the full models again, but optimizer states stay sharded: AdamW's is
-    twice the size of the model, and few users save it after the fit.
-
-    Args:
-        specs: the specs of the sharded parameters. Their shapes are recorded here, because the
-            parameters have their full shapes again after the fit.
+    `specs` has the specs of the sharded parameters.
     """
 
+    # After a fit every rank has the full models again, but optimizer states stay sharded: AdamW's
+    # is twice the size of the model, and few users save it then.
     def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
+        # with the shapes, because parameters have their full shapes again after the fit
         self._sharded = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def full_state_dict(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
@@ -228,7 +197,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class ShardedModule:
-    """A module whose transformers models are sharded among a tensor group; see `prepare`.
+    """Module whose transformers models are sharded among a tensor group; create it by `prepare`.
 
     Attributes:
         models: the sharded models.
@@ -277,8 +246,7 @@ class ShardedModule:
     def mark_shards(self, argument: str) -> None:
         """Mark the sharded parameters, for an algorithm that does not know Domino.
 
-        Args:
-            argument: the name of the strategy's argument that sets the size of a tensor group.
+        `argument` is the strategy's argument for the size of a tensor group, for the message.
 
         Raises:
             ValueError: some shard is held by several ranks, but not by all.

@@ -2,9 +2,6 @@
 
 Parameter names do not change. `Sharding` records how each tensor is sharded, so that full tensors
 can be gathered again, and how to undo every change.
-
-From top to bottom: `ShardSpec` (how one tensor is sharded), `Sharding` (one model), functions that
-shard one layer each, LoRA around a sharded linear layer, and size checks.
 """
 
 from __future__ import annotations
@@ -151,11 +148,9 @@ class Sharding:
         return mine
 
     def mark_partial_gradients(self, module: nn.Module) -> None:
-        """Mark a module that every rank holds in full, but whose gradients are partial.
-
-        Each rank's gradient covers only its own heads or outputs. `gradients.sum_shared` sums them
-        over the group, as it does for a key head that several ranks hold.
-        """
+        """Mark a module that every rank holds in full, but whose gradients are partial sums."""
+        # each rank's gradient covers only its own heads or outputs; `sum_shared` adds them up, as
+        # it does for a key head that several ranks hold
         for parameter in module.parameters():
             size = parameter.shape[0]
             # the range of every rank is the full dimension
@@ -176,7 +171,7 @@ def column(
     spec: ShardSpec,
     kind: type[ColumnLinear] = ColumnLinear,
 ) -> None:
-    """Shard the outputs of a linear layer, as `spec` says for the weight's output dimension."""
+    """Shard the outputs of a linear layer; `spec` is for the weight's output dimension."""
     old: Any = getattr(parent, name)
     flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
     if is_adapted(old):
@@ -216,10 +211,7 @@ def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
 def vocabulary(
     sharding: Sharding, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
 ) -> None:
-    """Shard embedding and head by words; a tied weight remains one parameter.
-
-    Both are given as their parent module and their name in it.
-    """
+    """Shard embedding and head, given as (parent, name), by words; keep a tied weight tied."""
     group = sharding.group
     old_embedding, old_head = getattr(*embeddings), getattr(*head)
     tied = old_head.weight is old_embedding.weight
@@ -310,9 +302,9 @@ def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
     for name, module in model.named_modules():
         if is_adapted(module) and (why := _why_not(module, vocabulary)):
             raise ValueError(
-                f"The adapter '{name}' (a `{type(module).__name__}`) cannot be sharded: {why} Only"
-                " LoRA of linear layers in the transformer blocks is supported. The model is"
-                " unchanged."
+                f"The adapter '{name}' (a `{type(module).__name__}`) cannot be sharded: {why} Use"
+                " LoRA on linear layers of the transformer blocks only, or another strategy. The"
+                " model is unchanged."
             )
 
 
@@ -363,11 +355,7 @@ def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
 
 
 def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
-    """Check that the attention heads of a model of class `name` can be divided among the ranks.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Raise `ValueError` if a model's attention heads cannot be divided among the ranks."""
     if heads % ranks:
         raise ValueError(
             f"{name} has {heads} attention heads, which cannot be split evenly across {ranks}"
@@ -382,11 +370,7 @@ def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
 
 
 def check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
-    """Check that an MLP's width, `name` in the model's config, can be divided among the ranks.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise `ValueError` if an MLP's width (`name` in the config) does not divide evenly."""
     if width % ranks:
         raise ValueError(
             f"{type(model).__name__} has MLPs of width {width} (`{name}`), which cannot be split"

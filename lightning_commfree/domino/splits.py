@@ -33,7 +33,7 @@ Launch = Callable[[Tensor], None]
 
 
 class Split:
-    """No split: one micro-batch, with one all-reduce per sublayer. Base of the other splits.
+    """No split (one micro-batch, one all-reduce per sublayer), and base of the other splits.
 
     Args:
         num_slices: number of slices of every row linear's outputs, each with its own all-reduce.
@@ -51,7 +51,7 @@ class Split:
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
-        """Split the arguments that transformers passes to a block besides `hidden`."""
+        """Split the other arguments of a block, besides `hidden`, for each micro-batch."""
         del hidden
         return [arguments]
 
@@ -122,8 +122,8 @@ class TokenSplit(Split):
 
     Args:
         num_micro_batches: at most the number of tokens in a sequence.
-        flash: attention is flash attention, which aligns the last query with the last key without
-            a mask.
+        flash: whether it is flash attention, which needs no mask to align the last query with the
+            last key.
     """
 
     def __init__(self, num_micro_batches: int, flash: bool = False) -> None:
@@ -168,9 +168,8 @@ class TokenSplit(Split):
 
     def _cache_argument(self, attention: type[nn.Module]) -> str:
         name = cache_argument(attention)
-        if (
-            name is None
-        ):  # a cache under an unknown name is ignored: each chunk would see only itself
+        # a cache under an unknown name would be ignored, and each chunk would see only itself
+        if name is None:
             raise ValueError(
                 f"`{attention.__name__}` does not accept a KV cache, which"
                 " `split='token'` needs so that a chunk can attend to earlier ones. Choose another"
@@ -210,7 +209,7 @@ def cache_argument(attention: type[nn.Module]) -> str | None:
 
 
 class _KeyCache:
-    """A stand-in for transformers' cache that prepends the keys and values of earlier chunks."""
+    """Stand-in for transformers' cache that prepends the keys and values of earlier chunks."""
 
     def __init__(self, earlier: Sequence[Sequence[LentTensor]]) -> None:
         self._earlier = earlier
@@ -232,10 +231,10 @@ def choose_split(
     config: Any,
     on_fallback: Callable[[str], None],
 ) -> Split:
-    """Return the split for one batch.
+    """Choose the split of one batch.
 
     Args:
-        settings: the user's, with "auto" replaced by the choice of `auto_split`.
+        settings: the user's settings, with "auto" replaced by the choice of `auto_split`.
         hidden: the batch's hidden state, shape (B, T, H).
         arguments: a block's other arguments.
         config: attention's config; None if it has none.
@@ -277,7 +276,7 @@ def choose_split(
 def legal_splits(
     hidden: Tensor, arguments: Mapping[str, Any], attention: nn.Module | None
 ) -> list[str]:
-    """Return which of "none", "batch" and "token" can split a batch.
+    """Return those of "none", "batch" and "token" that can split a batch.
 
     Args:
         hidden: the batch's hidden state, shape (B, T, H).

@@ -7,8 +7,8 @@ previous sublayer enter, and a partial sum leaves:
     x <- norm(h)
     partial <- body(x)        column linears, attention or activation, row linear
 
-A `MicroSublayer` has autograd graphs of its own, cut at these lines. Its inputs are leaves, where
-backward leaves their gradients, so that the schedule decides when each piece runs:
+A `MicroSublayer` has separate autograd graphs for these lines. The inputs of each graph are leaves
+that collect their gradients, so that the schedule decides when each piece of backward runs:
 
     entered <- h + finish(y)     h and y are leaves
     normed  <- norm(entered)
@@ -36,13 +36,13 @@ class Sublayer:
     """One sublayer of a sharded block.
 
     Attributes:
-        name: used in traces.
+        name: name in traces.
         norm: computes x from h.
-        body: called with x and the block's arguments.
+        body: computes the partial sum from x and the block's arguments.
         row: the last linear layer of the body.
-        modules: contain the sublayer's parameters, which are used nowhere else.
-        dropout: applied to the sum; None for none.
-        post_norm: a norm applied to the sum, before dropout; None for none.
+        modules: modules that contain the sublayer's parameters, which are used nowhere else.
+        dropout: dropout applied to the sum, or None.
+        post_norm: norm applied to the sum before dropout, or None.
         attention: the attention module; None for an MLP.
         draws_own: returns whether the body draws random numbers that differ between ranks.
     """
@@ -86,7 +86,7 @@ def mlp_body(module: nn.Module) -> Body:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """Return a leaf with the same values that requires a gradient."""
+    """Return an autograd leaf with the values of `tensor`."""
     return tensor.detach().requires_grad_()
 
 
@@ -141,10 +141,9 @@ class MicroInput:
 
 
 class LentTensor:
-    """A key or value tensor of one micro-batch that later micro-batches read, each as its own leaf.
+    """Keys or values of a micro-batch that later micro-batches read.
 
-    The backward passes of the later micro-batches run separately, and each stores its gradient in
-    its leaf.
+    Each reads its own leaf, because their backward passes run separately.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -152,7 +151,7 @@ class LentTensor:
         self._lent: list[Tensor] = []
 
     def lend(self) -> Tensor:
-        """Return a leaf with the same values."""
+        """Return a new leaf for one reader."""
         lent = leaf(self._tensor)
         self._lent.append(lent)
         return lent

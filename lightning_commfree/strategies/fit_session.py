@@ -199,6 +199,11 @@ class OutsideOfFit(FitSession[Any]):
         self.clock = PerOptimizerStep()
 
     @override
+    @contextmanager
+    def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
+        yield  # a step that is run by hand after `fit` trains this rank only
+
+    @override
     def batch_begins(self) -> None:
         pass
 

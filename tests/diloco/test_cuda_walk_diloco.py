@@ -67,7 +67,7 @@ SHARDS = {Question("thread", "diloco/exchange.py headers", "copy down")}
 # The global copy lives in host memory. It is made there, and so the mean is formed there; landings
 # take it up, and the end of a fit makes it the local copy.
 OFFLOADED = {
-    Question("start", "diloco/outer.py _moved", "copy down"),
+    Question("start", "diloco/outer.py _to_device", "copy down"),
     Question("after step", "diloco/outer.py unflatten", "copy up"),
     Question("finish", "diloco/outer.py unflatten", "copy up"),
     Question("finish", "diloco/outer.py take_local", "copy down"),

@@ -73,7 +73,7 @@ def test_any_torch_optimizer_gets_fp32_tensors_in_the_parameters_shapes() -> Non
 def test_a_factory_that_makes_no_optimizer_is_refused(made: Any, name: str) -> None:
     text = (
         rf"`outer_optimizer` returned a {name}, but it must take a list of parameters and return a"
-        r" `torch\.optim\.Optimizer`, like `functools\.partial\(torch\.optim\.SGD, lr=0\.4\)`"
+        r" `torch\.optim\.Optimizer`, such as `functools\.partial\(torch\.optim\.SGD, lr=0\.4\)`"
     )
     with pytest.raises(TypeError, match=text):
         OuterFragment(Weights(), WHOLE, lambda parameters: made)

@@ -74,7 +74,7 @@ def test_values_out_of_range_are_refused(changes: dict[str, Any], text: str) -> 
 )
 def test_an_outer_optimizer_that_is_no_factory_is_refused(outer_optimizer: Any, came: str) -> None:
     text = (
-        r"`outer_optimizer` must be a factory that takes a list of parameters, like"
+        r"`outer_optimizer` must be a factory that takes a list of parameters, such as"
         rf" `functools\.partial\(torch\.optim\.SGD, lr=0\.4\)`, but it is a {came}\."
     )
     with pytest.raises(TypeError, match=text):

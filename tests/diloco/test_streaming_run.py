@@ -32,8 +32,8 @@ def test_a_parameter_that_becomes_trainable_in_the_middle_of_a_step_is_refused_a
     with diloco.stepping():
         module.embed.requires_grad_(True)
     text = (
-        r"The parameters \['embed\.bias', 'embed\.weight'\] became trainable after the fit had"
-        r" begun and belong to no fragment.*Make them trainable before `fit`, or between two steps"
+        r"The parameters \['embed\.bias', 'embed\.weight'\] became trainable during the fit, and"
+        r" they belong to no fragment.*Make them trainable before `fit`, or between two steps"
     )
     with pytest.raises(RuntimeError, match=text):
         diloco.after_step()

@@ -10,10 +10,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Tiny, assert_same, loader, quiet_trainer
+from tests.strategies.any_strategy import Voter, make_strategy
+from tests.strategies.models import Noisy, Tiny, assert_same, loader, quiet_trainer
 from tests.world import run_ranks
 
 STEPS_PER_EPOCH = 10
@@ -209,3 +211,23 @@ def test_a_file_under_a_score_validates_to_it(outcomes: Any, name: str) -> None:
         plain = quiet_trainer().validate(module, loader(8), verbose=False)[0]["val_loss"]
         assert plain == pytest.approx(score, rel=1e-6)
         assert not torch.equal(module.head.weight, weights["head.weight"]), "the fit ended later"
+
+
+def step_by_hand(rank: int, size: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Run a training step of Lightning's own loop after the fit, as some test suites do."""
+    strategy = make_strategy(kind, size)
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=2)
+    module = Voter() if kind == "lion" else Noisy()
+    trainer.fit(module, loader(8))
+
+    trainer.state.stage = RunningStage.TRAINING
+    before = next(module.parameters()).detach().clone()
+    batch = {"batch": next(iter(loader(8))), "batch_idx": 0}
+    trainer.fit_loop.epoch_loop.automatic_optimization.run(trainer.optimizers[0], 0, batch)
+    return before, next(module.parameters()).detach()
+
+
+@pytest.mark.parametrize("kind", ["diloco", "lion"])
+def test_a_step_by_hand_after_fit_trains_the_module(kind: str, tmp_path: Path) -> None:
+    ((before, after),) = run_ranks(step_by_hand, 1, tmp_path, kind)
+    assert not torch.equal(before, after)

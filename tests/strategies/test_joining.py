@@ -259,6 +259,6 @@ def test_thawing_within_a_replica_of_several_ranks_is_refused(
 ) -> None:
     for outcomes in two_ranks:
         assert (
-            "became trainable after the fit had begun and with `replica_size=2` their"
+            "became trainable during the fit, and with `replica_size=2` their"
             in (outcomes["replica of two"])
         )

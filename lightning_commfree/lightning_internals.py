@@ -16,7 +16,7 @@ epoch_loop.on_run_start         record random numbers (`resume.data_position`); 
                                 and check the first batch (`stopping`)
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
-setup_data and on_run_start of  the same number of batches on ranks that share a model
+setup_data and reset of         the same number of batches on ranks that share a model
 evaluation loops                (`evaluation`)
 strategy.process_dataloader     record random numbers (`resume.data_position`)
 three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
@@ -29,7 +29,7 @@ precision.clip_grad_by_norm     clip by the norm of the full gradient (`inside.d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -455,7 +455,17 @@ def batch_limits(loop: Any) -> list[int | float]:
     return limits
 
 
-def end_evaluation_after_this_batch(loop: Any) -> None:
-    """Make the latest batch of an evaluation loop its last one."""
+def fetches_ahead(loop: Any) -> bool:
+    """Return whether a loop has fetched its first batch, because it knows no length."""
+    return loop._data_fetcher.length is None and hasattr(loop._data_fetcher, "batches")
+
+
+def drop_first_batch(loop: Any) -> None:
+    """End a loop that has fetched its first batch, before it runs."""
     fetcher = loop._data_fetcher
-    fetcher.done, fetcher.batches = True, []
+    fetcher.batches, fetcher.done = [], True
+
+
+def wrap_batches(loop: Any, wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    """Replace the iterator over the batches that a loop has still to fetch."""
+    loop._data_fetcher.iterator = wrap(loop._data_fetcher.iterator)

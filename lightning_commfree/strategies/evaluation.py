@@ -7,7 +7,8 @@ not.
 
 - *Loaders with a length*: before the first batch, the ranks agree on the shortest of the replica. A
   warning says so, because metrics then cover fewer batches.
-- *Streams*: before each batch, the ranks exchange whether it is their last, and stop together.
+- *Streams*, and loaders that yield less than their length: the ranks exchange a byte per batch, and
+  stop together when one of them has none.
 - *Predict*: an error instead, because the result would lack rows. Lightning's sampler for `predict`
   gives some ranks a batch more if the rows cannot be divided equally.
 """
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -28,9 +30,11 @@ from lightning_commfree.lightning_internals import (
     EVALUATION,
     Patches,
     batch_limits,
-    end_evaluation_after_this_batch,
+    drop_first_batch,
     evaluation_loop,
+    fetches_ahead,
     has_no_batch,
+    wrap_batches,
 )
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.ranks import Ranks
@@ -53,28 +57,16 @@ class SharedEvaluation:
         self._ranks, self._inside = ranks, inside
         self._loop = loop = evaluation_loop(trainer)
         self._predicts = trainer.state.fn == TrainerFn.PREDICTING
-        self._on_streams = False  # the number of batches is not known in advance
         if EVALUATION.works(trainer):
             patches.put(loop, "setup_data", partial(self._set_up_data, loop.setup_data))
-            patches.put(loop, "on_run_start", partial(self._start, loop.on_run_start))
+            patches.put(loop, "reset", partial(self._reset, loop.reset))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Wrap the computation of a batch; an error in it names the lost ranks.
-
-        Raises:
-            AgreedError: in `predict`, some rank's stream ends with this batch, and another's not.
-        """
+        """Wrap the computation of a batch; an error in it names the lost ranks."""
         if not self._inside.shares_model:
             yield
             return
-        if self._on_streams:
-            last = self._of_replica(self._loop.batch_progress.is_last_batch)
-            if any(last):
-                end_evaluation_after_this_batch(self._loop)
-            if not all(last):
-                ended = [f"the data of rank {rank} end first" for rank in self._where(last)]
-                self._tell_uneven(ended, self._ranks.channels.within.rank == 0)
         with self._ranks.naming_lost("evaluation"):
             yield
 
@@ -83,13 +75,13 @@ class SharedEvaluation:
         before = batch_limits(self._loop)
         set_up()
         limits = batch_limits(self._loop)
-        if (
-            limits is before or not self._inside.shares_model
-        ):  # the loaders are those of the last run
+        same_loaders = limits is before
+        if same_loaders or not self._inside.shares_model:
             return
         within, uneven = self._ranks.channels.within, []
         for i, mine in enumerate(limits):
-            counts = self._ranks.all_values(-1 if math.isinf(mine) else int(mine))  # of one kind
+            # Lightning itself needs a length on all ranks or on none
+            counts = self._ranks.all_values(-1 if math.isinf(mine) else int(mine))
             for first in range(0, len(counts), within.size):
                 replica = counts[first : first + within.size]
                 uneven += [
@@ -99,26 +91,37 @@ class SharedEvaluation:
                 ]
                 if first == within.ranks[0] and not math.isinf(mine):
                     limits[i] = min(replica)
-        self._on_streams = any(map(math.isinf, limits))
         self._tell_uneven(uneven, self._ranks.rank == 0)
 
-    def _start(self, start: Callable[[], None]) -> None:
-        """Wrap the start of the loop, and check that all streams of the replica have a batch.
+    def _reset(self, reset: Callable[[], None]) -> None:
+        """Wrap the start of the loop, which may fetch the first batch already."""
+        reset()
+        if not self._inside.shares_model:
+            return
+        if fetches_ahead(self._loop) and not self._all_have(not has_no_batch(self._loop)):
+            drop_first_batch(self._loop)
+        wrap_batches(self._loop, self._together)
 
-        Raises:
-            AgreedError: only some have one; on all ranks.
-        """
-        if self._on_streams and self._inside.shares_model:
-            empty = self._where(self._of_replica(has_no_batch(self._loop)))
-            if 0 < len(empty) < self._ranks.channels.within.size:
-                raise self._ranks.channels.world.peers.agreed(
-                    f"Evaluation has no batches on ranks {empty}, but other ranks of their replica"
-                    " have some. The ranks of a replica compute each batch together: give them the"
-                    " same number of batches."
-                )
-        start()
+    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches as long as all ranks of the replica have one."""
+        while True:
+            batch = next(batches, None)
+            if not self._all_have(batch is not None):
+                return
+            yield batch
 
-    def _tell_uneven(self, found: list[str], speaks: bool) -> None:
+    def _all_have(self, mine: bool) -> bool:
+        """Return whether all ranks of the replica have a batch; collective."""
+        within = self._ranks.channels.within
+        flag = torch.tensor([mine], dtype=torch.uint8, device=within.device)
+        found = within.all_gather(flag, TAG).wait().flatten().tolist()
+        without = [rank for rank, has in zip(within.ranks, found, strict=True) if not has]
+        if 0 < len(without) < within.size:
+            ended = [f"the data of rank {rank} end first" for rank in without]
+            self._tell_uneven(ended, within.rank == 0)
+        return not without
+
+    def _tell_uneven(self, found: list[str], warns: bool) -> None:
         """Warn about batches that are left out; in `predict`, raise an error on all ranks."""
         if not found:
             return
@@ -132,19 +135,9 @@ class SharedEvaluation:
                 " batches, or predict on one device, from a checkpoint."
             )
             raise self._ranks.channels.world.peers.agreed(text)
-        if speaks:
+        if warns:
             warnings.warn(
                 text + "Metrics cover only the batches that all of them have. Give every rank of a"
                 " replica the same number of batches, as Lightning's own sampler does.",
                 stacklevel=2,
             )
-
-    def _of_replica(self, mine: bool) -> list[bool]:
-        """Gather a flag from the ranks of the replica; collective."""
-        within = self._ranks.channels.within
-        flag = torch.tensor([mine], dtype=torch.uint8, device=within.device)
-        return [bool(flag) for flag in within.all_gather(flag, TAG).wait().flatten().tolist()]
-
-    def _where(self, flags: list[bool]) -> list[int]:
-        ranks = self._ranks.channels.within.ranks
-        return [rank for rank, flag in zip(ranks, flags, strict=True) if flag]

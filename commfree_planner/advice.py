@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import NamedTuple
 
 from commfree_planner.training import Training
@@ -70,6 +71,11 @@ def advise(training: Training, gbit_per_s: float, target: float) -> Advice:
     return Advice(*best, reaches, tuple(_reasons(training, best, gbit_per_s, target)))
 
 
+def plain(number: float, digits: int = 3) -> str:
+    """Format with so many significant digits and without an exponent: 0.0123, 1.23, 1,230."""
+    return f"{Decimal(f'{number:.{digits}g}'):,f}"
+
+
 def _best(training: Training, gbit_per_s: float, target: float) -> Candidate:
     """Return the first candidate that reaches the target, or the one with the best utilization."""
     best: Candidate | None = None
@@ -123,9 +129,12 @@ def _reasons(
     exchange = training.diloco(best.num_fragments, best.overlap_steps, training.wire_dtype)
     yield from _link_reasons(training, best, exchange.bytes_per_cycle, gbit_per_s)
     steps = exchange.bytes_at_once * 8e-9 / gbit_per_s / training.step_seconds
+    count = best.num_fragments
+    largest = "The only fragment" if count == 1 else f"The largest of {count} fragments"
+    hidden = min(steps, best.overlap_steps)
     yield (
-        f"The largest of {best.num_fragments} fragments takes {steps:.2g} steps on the link;"
-        f" overlap_steps={best.overlap_steps} hides {min(steps, best.overlap_steps):.2g} of them."
+        f"{largest} takes {plain(steps, 2)} steps on the link;"
+        f" overlap_steps={best.overlap_steps} hides {plain(hidden, 2)} of them."
     )
     default = training.model.default_num_fragments
     if best.num_fragments != default:
@@ -138,7 +147,7 @@ def _reasons(
         yield (
             f"No num_fragments, overlap_steps up to {MOST_OVERLAP_STEPS} and sync_every up to"
             f" {max(MOST_SYNC_EVERY, best.sync_every)} reach {target:.0%} at {gbit_per_s:g} Gbit/s;"
-            f" this setting needs {needed:.3g} Gbit/s."
+            f" this setting needs {plain(needed)} Gbit/s."
         )
     if training.wire_dtype != "fp4":
         coded = training.diloco(best.num_fragments, best.overlap_steps, "fp4")
@@ -152,8 +161,8 @@ def _link_reasons(
     link_s = cycle_bytes * 8e-9 / gbit_per_s
     compute_s = best.sync_every * training.step_seconds
     yield (
-        f"The {cycle_bytes / 1e6:,.4g} MB of a cycle take {link_s:.3g} s on the link, and its"
-        f" {best.sync_every} steps compute for {compute_s:.3g} s: the link is busy for"
+        f"The {plain(cycle_bytes / 1e6, 4)} MB of a cycle take {plain(link_s)} s on the link, and"
+        f" its {best.sync_every} steps compute for {plain(compute_s)} s: the link is busy for"
         f" {link_s / compute_s:.0%} of the compute time."
     )
 

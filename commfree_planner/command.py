@@ -14,7 +14,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from commfree_planner.advice import Advice, advise
+from commfree_planner.advice import Advice, advise, plain
 from commfree_planner.bytes_sent import GRADIENT_DTYPES, WIRE_DTYPES
 from commfree_planner.choice import Choice, choose
 from commfree_planner.inside import inside_line
@@ -133,7 +133,7 @@ def _reached(training: Training, compared: Sequence[Method], gbit_per_s: float) 
         reached = training.utilization(exchange, gbit_per_s)
         seconds = training.step_seconds / reached
         sent = exchange.bytes_per_step / 1e6
-        rows.append([name, setting, f"{reached:.1%}", f"{seconds:.4g}", f"{sent:.4g}"])
+        rows.append([name, setting, f"{reached:.1%}", plain(seconds, 4), plain(sent, 4)])
     return rows
 
 
@@ -141,7 +141,7 @@ def _needed(training: Training, compared: Sequence[Method]) -> list[list[str]]:
     rows = [["Gbit/s needed", "", *(f"for {target:.0%}" for target in TARGETS)]]
     for name, setting, exchange in compared:
         needed = (training.needed_gbit_per_s(exchange, target) for target in TARGETS)
-        cells = ("never" if math.isinf(gbit) else f"{gbit:.3g}" for gbit in needed)
+        cells = ("never" if math.isinf(gbit) else plain(gbit) for gbit in needed)
         rows.append([name, setting, *cells])
     return rows
 

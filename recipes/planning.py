@@ -28,8 +28,9 @@ from commfree_planner import (
     log_grid,
     methods,
 )
+from commfree_planner.advice import plain
+from lightning_commfree.comm.text import counted, human_bytes
 from recipes.training.language_model import LanguageModel, built_from_config
-from recipes.training.traffic import human_bytes
 
 Config = dict[str, Any]
 Curves = dict[str, list[float]]
@@ -94,7 +95,7 @@ def memory_line(model: Model, replica_size: int) -> str:
     whole = 4 + 4 + 8 + 8 / replica_size + (4 if replica_size > 1 else 0)
     unit = max(*model.block_params, model.rest_params)  # gathered temporarily, with its gradients
     parts = (24 * model.params / ranks) + 8 * unit
-    limits = ", ".join(f"{size / whole:.2g}" for size in _DEVICE_GB)
+    limits = ", ".join(plain(size / whole, 2) for size in _DEVICE_GB)
     sizes = ", ".join(map(str, _DEVICE_GB))
     return (
         f"A rank holds {human_bytes(round(whole * model.params))} with `inside=ddp` and"
@@ -140,7 +141,7 @@ def utilization_table(training: Training, compared: Sequence[Method], gbit_per_s
     for name, setting, exchange in compared:
         reached = training.utilization(exchange, gbit_per_s)
         step_time = training.step_seconds / reached
-        table.add_row(name, setting, f"{reached:.1%}", f"{step_time:.4g}")
+        table.add_row(name, setting, f"{reached:.1%}", plain(step_time, 4))
     return table
 
 
@@ -153,7 +154,7 @@ def bandwidth_table(
         table.add_column(f"{target:.0%}", justify="right")
     for name, _, exchange in compared:
         needed = (training.needed_gbit_per_s(exchange, target) for target in targets)
-        cells = ("never" if math.isinf(gbit) else f"{gbit:.3g}" for gbit in needed)
+        cells = ("never" if math.isinf(gbit) else plain(gbit) for gbit in needed)
         table.add_row(name, *cells)
     return table
 
@@ -237,6 +238,6 @@ def _header(training: Training, config: Config) -> str:
     return (
         f"{name}, {model.params:,} parameters: {len(model.block_params)} blocks of"
         f" {max(model.block_params):,} and {model.rest_params:,} besides.\n"
-        f"{training.num_replicas} replicas of {config['replica_size']} rank(s),"
+        f"{counted(training.num_replicas, 'replica')} of {counted(config['replica_size'], 'rank')},"
         f" {training.step_seconds:g} s per step without waiting, sync_every={training.sync_every}."
     )

@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit", "1gbit"])
     parser.add_argument("--rows", nargs="+", default=list(LABELS), choices=list(LABELS))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=1, help="of DiLoCo in a window")
     parser.add_argument("--sync-every", type=int, default=100)
     parser.add_argument("--steps", type=int, default=40, help="of DDP's window at most")

@@ -25,6 +25,13 @@ LABELS = {
     "torchft": "torchft DiLoCo, no delay",
     "torchft_delay": "torchft DiLoCo, delay 5, alpha 0.5",
 }
+# the same training without communication, in the loop and processes of the row; other rows take
+# turns with `none`
+BASELINES = {
+    "ddp_powersgd": "ddp_powersgd_none",
+    "torchft": "torchft_none",
+    "torchft_delay": "torchft_delay_none",
+}
 FEWEST_ROUNDS = 3  # a median of fewer rounds does not remove an interruption
 
 RoundOfCall = tuple[int, int]  # call and round
@@ -94,9 +101,12 @@ class Figures:
 def figures_by_row(
     records: Sequence[dict[str, Any]], rate: str, labels: Mapping[str, str] = LABELS
 ) -> dict[str, Figures | str]:
-    """Return the figures at one rate by row, or the error of a row that always failed."""
+    """Return the figures at one rate by row, or the error of a row that always failed.
+
+    The baselines of the rows in `labels` are included.
+    """
     found: dict[str, Figures | str] = {}
-    for row in labels:
+    for row in (*labels, *(BASELINES[row] for row in labels if row in BASELINES)):
         mine = [r for r in records if r["rate"] == rate and r["row"] == row]
         rounds = {(r["call"], r["round"]): r["nodes"] for r in mine}
         errors = [node["error"] for nodes in rounds.values() for node in nodes if node["error"]]
@@ -215,6 +225,21 @@ def compare(ours: Figures, other: Figures) -> tuple[float, list[float]]:
     medians = [statistics.median(c.ms_by_round[key] for key in both) for c in (ours, other)]
     by_round = sorted(ours.ms_by_round[key] / other.ms_by_round[key] for key in both)
     return medians[0] / medians[1], by_round
+
+
+def baseline(found: Mapping[str, Figures | str], row: str) -> tuple[float, float] | None:
+    """Return the baseline's ms per step, and the share of time in which the row computes.
+
+    Both are of the rounds in which the row and its baseline ran in the same loop; None if these are
+    fewer than `FEWEST_ROUNDS`, or if one of the two failed.
+    """
+    ours, none = found.get(row), found.get(BASELINES.get(row, "none"))
+    if not (isinstance(ours, Figures) and isinstance(none, Figures)):
+        return None
+    both = ours.ms_by_round.keys() & none.ms_by_round.keys()
+    if len(both) < FEWEST_ROUNDS:
+        return None
+    return statistics.median(none.ms_by_round[key] for key in both), 1 / compare(ours, none)[0]
 
 
 def compare_step_by_step(ours: Figures, other: Figures) -> tuple[float, list[float]] | None:

@@ -71,6 +71,7 @@ def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
         "ddp": DDPStrategy,
         "ddp_bf16": lambda: HookedDDP(lambda: (None, bf16_compress_hook)),
         "ddp_powersgd": lambda: HookedDDP(_powersgd),
+        "ddp_powersgd_none": lambda: SingleDeviceStrategy(device="cpu"),
         "diloco": _diloco(sync_every, num_fragments=1, overlap_steps=0, wire_dtype="fp32"),
         "streaming": _diloco(sync_every, overlap_steps=0, wire_dtype="fp32"),
         "overlap": _diloco(sync_every, wire_dtype="fp32", **late),

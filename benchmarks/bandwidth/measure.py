@@ -10,10 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bandwidth.figures import BASELINES
 from benchmarks.lab import NetLab
 
 TORCHFT_ROWS = ("torchft", "torchft_delay")
-DDP_ROWS = ("ddp", "ddp_bf16", "ddp_powersgd")
+DDP_ROWS = ("ddp", "ddp_bf16")  # slow on a slow link
 # torch's hook starts all-reduces in callbacks. On a busy machine two buckets may start in a
 # different order on each rank; gloo then aborts, and with it all rows of the job.
 MAY_ABORT = ("ddp_powersgd",)
@@ -85,28 +86,29 @@ class Results:
 
 
 def ddp_steps(rate: str, steps: int) -> int:
-    """Return how many steps of DDP to measure; they are all alike, and slow on a slow link."""
+    """Return how many steps of DDP to measure; they are equal, and slow on a slow link."""
     return min(steps, {"20mbit": 3, "100mbit": 8}.get(rate, 20))
 
 
 def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespace) -> Iterator[Any]:
     """Yield the jobs of one round: a module, and its rows with the lengths of their windows.
 
-    The rows of torchft are separate jobs and run in the first round only, because they take long.
+    The rows of torchft are separate jobs, each with its baseline.
     """
     steps = dict.fromkeys(rows, options.cycles * options.sync_every)
+    steps["ddp_powersgd"] = options.steps
     steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
     fits = [row for row in rows if row not in TORCHFT_ROWS]
     yield from jobs_of_fits([(row, steps[row]) for row in fits], round_)
     for row in rows:
-        if row in TORCHFT_ROWS and round_ == 0:
-            yield "benchmarks.bandwidth.torchft_job", [(row, steps[row])]
+        if row in TORCHFT_ROWS:
+            yield "benchmarks.bandwidth.torchft_job", _with_baseline(row, steps[row])
 
 
 def jobs_of_fits(rows: Sequence[tuple[str, int]], round_: int) -> Iterator[Any]:
     """Yield a job in which the rows take turns, and one for each row that may abort.
 
-    The first row changes with the round.
+    The latter takes turns with its baseline. The first row changes with the round.
     """
     together = [row for row in rows if row[0] not in MAY_ABORT]
     if together:
@@ -114,7 +116,11 @@ def jobs_of_fits(rows: Sequence[tuple[str, int]], round_: int) -> Iterator[Any]:
         yield "benchmarks.bandwidth.job", together[first:] + together[:first]
     for row in rows:
         if row[0] in MAY_ABORT:
-            yield "benchmarks.bandwidth.job", [row]
+            yield "benchmarks.bandwidth.job", _with_baseline(*row)
+
+
+def _with_baseline(row: str, steps: int) -> list[tuple[str, int]]:
+    return [(row, steps), (BASELINES[row], steps)]
 
 
 def run_job(

@@ -10,6 +10,7 @@ from benchmarks.bandwidth.figures import (
     FEWEST_ROUNDS,
     LABELS,
     Figures,
+    baseline,
     chain_lines,
     compare,
     compare_step_by_step,
@@ -79,7 +80,7 @@ def draw_steps(
 
 
 def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -> list[str]:
-    """Return the table of one rate as Markdown lines; utilization is relative to `none`.
+    """Return the table of one rate as Markdown lines; utilization is relative to the baseline.
 
     Columns without any value are left out.
     """
@@ -89,27 +90,37 @@ def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -
         "own": Figures.own_ms,
         "other threads": lambda figures: figures.beside_ms,
     }
-    measured = [figures for figures in found.values() if isinstance(figures, Figures)]
+    measured = [figures for row in labels if isinstance(figures := found.get(row), Figures)]
     times: dict[str, Callable[[Figures], float | None]] = {
         "ms per step": lambda figures: figures.step_ms
     }
     times |= {
         k: ms for k, ms in more.items() if any(ms(figures) is not None for figures in measured)
     }
-    after = ["utilization", "bytes per step, interface", "bytes per step, ledger", "rounds"]
+    after = [
+        "baseline, ms",
+        "utilization",
+        "bytes per step, interface",
+        "bytes per step, ledger",
+        "rounds",
+    ]
     lines = [f"| | {' | '.join([*times, *after])} |", "|---" * (1 + len(times) + len(after)) + "|"]
-    none = found.get("none")
-    for row, figures in found.items():
+    for row, figures in ((row, found[row]) for row in labels if row in found):
         if isinstance(figures, str):
             empty = " |" * (len(times) + len(after) - 1)
             lines.append(f"| {labels[row]} | did not run: {figures} |{empty}")
             continue
         shown = ["-" if (one := ms(figures)) is None else f"{one:.1f}" for ms in times.values()]
-        share = f"{100 / compare(figures, none)[0]:.1f} %" if isinstance(none, Figures) else "-"
+        alone = baseline(found, row)
+        shown += (
+            ["too few rounds"] * 2
+            if alone is None
+            else [f"{alone[0]:.1f}", f"{100 * alone[1]:.1f} %"]
+        )
         ledger = "-" if figures.ledger_bytes is None else f"{figures.ledger_bytes:,.0f}"
         if figures.ledger_bytes is not None and not figures.ledger_is_counted:
             ledger += " (computed)"
-        shown += [share, f"{figures.wire_bytes:,.0f}", ledger, str(len(figures.ms_by_round))]
+        shown += [f"{figures.wire_bytes:,.0f}", ledger, str(len(figures.ms_by_round))]
         lines.append(f"| {labels[row]} | {' | '.join(shown)} |")
     return lines
 
@@ -191,10 +202,11 @@ keeps twice the size of the largest block that was freed. Rows would then differ
 their blocks: DiLoCo, which frees an outer gradient of the whole model, would keep its heap, while
 the row without communication would fetch part of it from the system in every step.
 
-PowerSGD runs in separate processes and does not take turns: its hook may start all-reduces in a
-different order on each node, on which gloo aborts, and all rows of the process would be lost. So
-does torchft, which is not a Lightning strategy, with its own loop and in the first round only. If
-several calls are named above, a ratio of two rows uses the rounds in which one call measured both.
+PowerSGD runs in separate processes: its hook may start all-reduces in a different order on each
+node, on which gloo aborts, and all rows of the process would be lost. So does torchft, which is not
+a Lightning strategy, with its own loop. Each of these rows takes turns with a baseline of its own,
+the same loop without communication. If several calls are named above, a ratio of two rows uses the
+rounds in which one call measured both.
 
 - ms per step: median over the rounds of the mean step of a window, of the slower node. Fits with
   the same computation may still differ by the placement of their memory.
@@ -213,8 +225,10 @@ several calls are named above, a ratio of two rows uses the rounds in which one 
   threads of paused rows poll their sockets, which is part of every row's figure and step time, also
   without communication. A strategy's own share is therefore in no ratio here: it was 0.6 ms per
   step where rows ran one after the other (this page at commit 8f435dd).
-- utilization: the step time without communication over the row's. Without communication: a plain
-  Trainer per node, both at the same time.
+- baseline: the step time without communication, of the rounds in which the row took turns with it:
+  a plain Trainer per node, both at the same time; for torchft, a plain loop.
+- utilization: the baseline over the row's step time, both of the same rounds; shown for
+  {FEWEST_ROUNDS} rounds or more.
 - bytes: the median over nodes and rounds of the bytes that one node sent.
 
 The window of a DiLoCo row is {settings["cycles"]} whole cycle(s) in the steady state. A fit sends

@@ -1,9 +1,9 @@
 """Job of one node of `benchmarks.bandwidth` with DiLoCo of the published torchft package.
 
 torchft is not a Lightning strategy, so this file contains the training loop; model, tokens and
-optimizer are the same as in the other rows. torchft keeps one fragment in flight, and `sync_every`
-must be a multiple of the number of fragments. There are 2: blocks 0, 2, 4 with the embeddings, and
-blocks 1, 3, 5.
+optimizer are the same as in the other rows. It takes turns with the same loop without torchft.
+torchft keeps one fragment in flight, and `sync_every` must be a multiple of the number of
+fragments. There are 2: blocks 0, 2, 4 with the embeddings, and blocks 1, 3, 5.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
+from benchmarks.bandwidth.figures import BASELINES
 from benchmarks.bandwidth.job import BATCH, TOKENS, VOCABULARY, tiny_gpt2
-from benchmarks.bandwidth.window import Window
+from benchmarks.bandwidth.window import LEG_STEPS, Window
 from benchmarks.common.fits import Tokens
 from benchmarks.lab import interface_counters
 
@@ -67,13 +68,41 @@ def _manager(rank: int, model: GPT2LMHeadModel, inner: torch.optim.Optimizer) ->
     return manager
 
 
-def measure(row: str, steps: int, sync_every: int) -> Window:
-    """Train through the window of one row.
+class Loop:
+    """A plain training loop, timed step by step."""
+
+    def __init__(self) -> None:
+        self.model = tiny_gpt2()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        tokens = Tokens(VOCABULARY, TOKENS)
+        self._batches = iter(DataLoader(tokens, batch_size=BATCH, shuffle=True))
+        self.step_s: list[float] = []
+
+    def step(self) -> None:
+        """Train one batch."""
+        start = time.perf_counter()
+        batch = next(self._batches)
+        self.optimizer.zero_grad()
+        self.model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.step_s.append(time.perf_counter() - start)
+
+    def window(self, row: str, steps: int, wire_bytes: int) -> Window:
+        """Return the measurement of the last `steps` steps."""
+        step_s, numel = self.step_s[-steps:], sum(p.numel() for p in self.model.parameters())
+        return Window(row, steps, sum(step_s), wire_bytes, parameters=numel, step_s=step_s)
+
+
+def measure(row: str, steps: int, sync_every: int) -> list[Window]:
+    """Train through the window of one row and of its baseline, in turns.
+
+    As in the other rows, a turn has `LEG_STEPS` steps, and more while a fragment is in flight, and
+    both nodes start it together.
 
     Args:
         row: "torchft" blocks at a sync; "torchft_delay" lands 5 steps later, or as many as torchft
             allows, and mixes with alpha 0.5.
-        steps: in the window.
+        steps: in each of the two windows.
         sync_every: H of a fragment.
 
     Raises:
@@ -81,9 +110,8 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
     """
     from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    model = tiny_gpt2()
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    parts = fragments(model)
+    ours, none = Loop(), Loop()
+    parts = fragments(ours.model)
     outer = [
         torch.optim.SGD(part.parameters(), lr=0.4, momentum=0.9, nesterov=True) for part in parts
     ]
@@ -91,46 +119,43 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
     delayed = row == "torchft_delay"
     delay = min(5, period - 1) if delayed else 0
     rank = int(os.environ["RANK"])
-    manager = _manager(rank, model, inner)
+    manager = _manager(rank, ours.model, ours.optimizer)
     warm_up = WARM_UP + delay
     options = {"fragment_sync_delay": delay, "fragment_update_alpha": 0.5 if delayed else 0.0}
-    with DiLoCo(manager, parts, inner, outer, sync_every, **options) as diloco:
+    with DiLoCo(manager, parts, ours.optimizer, outer, sync_every, **options) as diloco:
         # as for the other rows, start shortly before the first sync, which connects the replicas
         # and is part of the warm-up
         diloco._local_step = period - delay - 1
+        for _ in range(warm_up):
+            ours.step()
+            none.step()
+
         wire = 0
-        ends: list[float] = []  # end times of the last warm-up step and of the window's steps
-        batches = DataLoader(Tokens(VOCABULARY, TOKENS), batch_size=BATCH, shuffle=True)
-        for step, batch in enumerate(batches, 1):
-            inner.zero_grad()
-            model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
-            inner.step()
-            if step == warm_up:
-                wire = interface_counters().sent_bytes
-            if step >= warm_up:
-                ends.append(time.perf_counter())
-            if step == warm_up + steps:
-                break
-        wire = interface_counters().sent_bytes - wire
+        while len(ours.step_s) < warm_up + steps:
+            dist.barrier()
+            before, leg = interface_counters().sent_bytes, 0
+            while leg < LEG_STEPS or diloco._local_step >= period - delay:  # in flight
+                ours.step()
+                leg += 1
+                if len(ours.step_s) == warm_up + steps:
+                    break
+            dist.barrier()  # all data for the peer has left this interface
+            wire += interface_counters().sent_bytes - before
+            for _ in range(leg):
+                none.step()
     synced = manager.current_step()
     expected = 1 + steps // period
     if synced != expected:
         raise RuntimeError(f"torchft committed {synced} syncs instead of {expected}")
-    return Window(
-        row=row,
-        steps=steps,
-        seconds=ends[-1] - ends[0],
-        wire_bytes=wire,
-        parameters=sum(p.numel() for p in model.parameters()),
-        step_s=[end - start for start, end in pairwise(ends)],
-    )
+    return [ours.window(row, steps, wire), none.window(BASELINES[row], steps, 0)]
 
 
 def main() -> None:
     """Measure one row, with the arguments of `bandwidth.job`; node 0 runs the lighthouse."""
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
-    ((row, steps),) = plan["rows"]
+    row, steps = plan["rows"][0]  # followed by its baseline
     torch.set_num_threads(1)
+    dist.init_process_group("gloo")
     if os.environ["RANK"] == "0":
         from torchft.coordination import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
             LighthouseServer,
@@ -139,9 +164,9 @@ def main() -> None:
         bind = f"0.0.0.0:{LIGHTHOUSE_PORT}"
         lighthouse = LighthouseServer(bind=bind, min_replicas=2, join_timeout_ms=60_000)
         print(f"lighthouse at {lighthouse.address()}")
-    window = measure(row, steps, plan["sync_every"])
+    windows = measure(row, steps, plan["sync_every"])
     with path.open("a") as file:
-        file.write(json.dumps(asdict(window)) + "\n")
+        file.writelines(json.dumps(asdict(window)) + "\n" for window in windows)
     time.sleep(2)  # the peer may still be waiting for an answer of the lighthouse
     sys.stdout.flush()
     os._exit(0)  # torchft's threads outlive the interpreter's shutdown

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common.page import draw_bars, provenance, result_page, write_page
 from benchmarks.common.pretraining import summary_of
-from recipes.training.traffic import human_bytes
+from lightning_commfree.comm.text import human_bytes
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "Which loss does the demo reach, compared with DDP on the same tokens?"

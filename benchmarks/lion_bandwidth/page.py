@@ -45,12 +45,13 @@ round only. A figure is the median over the rounds of the mean step of a window,
 node. Step by step: for every step of the window the median over the rounds, then the mean over the
 steps, which removes interruptions of the machine. Bytes are the median over nodes and rounds of the
 bytes that one node sent. No communication: a plain Trainer per node, all at the same time; with
-Lion, `DistributedLion` alone. Utilization: the step time of AdamW without communication over the
-row's. Waited: milliseconds per step in which a rank waited for others, from the strategy's ledger,
-of the node that waited longest. Lightning broadcasts a flag before every batch, which is part of
-DDP's rows; it ignores `ddp_comm_hook` on the CPU, so a subclass registers the hook. PowerSGD runs
-in separate processes: its hook may start all-reduces in a different order on each node, on which
-gloo aborts, and all rows of the process would be lost."""
+Lion, `DistributedLion` alone. Baseline: AdamW without communication, of the rounds that the row
+shared with it. Utilization: the baseline over the row's step time, for 3 rounds or more. Waited:
+milliseconds per step in which a rank waited for others, from the strategy's ledger, of the node
+that waited longest. Lightning broadcasts a flag before every batch, which is part of DDP's rows; it
+ignores `ddp_comm_hook` on the CPU, so a subclass registers the hook. PowerSGD runs in separate
+processes, where it takes turns with a baseline of its own: its hook may start all-reduces in a
+different order on each node, on which gloo aborts, and all rows of the process would be lost."""
 
 ZEROS = """\
 Formula: `Voting.bytes_per_step`, which includes neither headers of TCP and IP nor exact zeros.

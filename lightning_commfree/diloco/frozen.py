@@ -16,7 +16,7 @@ Two things can happen to them during the fit:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -98,23 +98,3 @@ def _finite_mean(rows_M: Tensor) -> Tensor:
     """Return the mean of the finite rows, or of all rows if none is finite."""
     finite = [row for row in rows_M if bool(row.isfinite().all())] or list(rows_M)
     return ordered_sum(finite) / len(finite)
-
-
-def refuse_late(late: Sequence[str], replica_size: int) -> None:
-    """Raise the `RuntimeError` for parameters that became trainable when they cannot join."""
-    why, advice = (
-        (
-            f"with `replica_size={replica_size}` their gradients are not averaged in a replica",
-            "or end the fit and start another one",
-        )
-        if replica_size > 1
-        else (
-            "they belong to no fragment, so every replica would train its own",
-            "or between two steps, as `BackboneFinetuning` does when an epoch begins, but not in"
-            " the middle of a step",
-        )
-    )
-    raise RuntimeError(
-        f"The parameters {sorted(late)} became trainable during the fit, and {why}. Make them"
-        f" trainable before `fit`, {advice}."
-    )

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_commfree.comm.text import counted
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings, is_single_fragment
 
@@ -53,11 +54,13 @@ def startup_messages(
 def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Message:
     """Report the number of exchanges; if too few, suggest a smaller `sync_every`."""
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
-    times = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
+    least = f"{min(counts)} to " if max(counts) > min(counts) else ""
+    whole = len(counts) == 1
     report = (
-        f"Within {last_step} steps each of the {len(counts)} fragments is exchanged"
-        f" {times} times (`sync_every={settings.sync_every}`), and all of them once more when the"
-        " fit ends"
+        f"Within {counted(last_step, 'step')}"
+        f" {'the only fragment' if whole else f'each of the {len(counts)} fragments'} is exchanged"
+        f" {least}{counted(max(counts), 'time')} (`sync_every={settings.sync_every}`), and"
+        f" {'' if whole else 'all of them '}once more when the fit ends"
     )
     if min(counts) >= _MIN_EXCHANGES:
         return Message(f"{report}.", warns=False)

@@ -39,81 +39,20 @@ MAX_TOP = 246  # biased exponent of 2^119; above it 2^(E+8) overflows fp32
 _EXPONENT_BIAS = 127
 
 
-class ChunkWorkspace:
-    """Intermediate buffers for a chunk of B blocks of V values; `shape` is (B, V)."""
-
-    def __init__(self, workspace: Workspace, shape: tuple[int, int]) -> None:
-        self._workspace, self.shape = workspace, shape
-
-    @cached_property
-    def fp32(self) -> Tensor:
-        """Buffer for values: fp32, shape (B, V)."""
-        return self._cut(torch.float32)
-
-    @cached_property
-    def bits(self) -> Tensor:
-        """The bits of `fp32`, as int32."""
-        return self.fp32.view(torch.int32)
-
-    @cached_property
-    def half(self) -> Tensor:
-        """Buffer for scaled values: fp16, shape (B, V)."""
-        return self._cut(torch.float16)
-
-    @cached_property
-    def half_bits(self) -> Tensor:
-        """The bits of `half`, as int16."""
-        return self.half.view(torch.int16)
-
-    @cached_property
-    def codes(self) -> Tensor:
-        """Buffer for codes: uint8, shape (B * V,)."""
-        return self._cut(torch.uint8).view(-1)
-
-    @cached_property
-    def more_codes(self) -> Tensor:
-        """A second buffer like `codes`."""
-        return self._cut(torch.uint8, 1).view(-1)
-
-    @cached_property
-    def top(self) -> Tensor:
-        """Buffer for the blocks' largest exponents: int32, shape (B,)."""
-        return self._workspace.new(self.shape[0], torch.int32)
-
-    @cached_property
-    def factor(self) -> Tensor:
-        """Buffer for the blocks' factors: fp32, shape (B, 1)."""
-        return self._workspace.new(self.shape[0], torch.float32).unsqueeze(1)
-
-    def _cut(self, dtype: torch.dtype, slot: int = 0) -> Tensor:
-        num_blocks, block = self.shape
-        return self._workspace.flat(dtype, slot)[: num_blocks * block].view(self.shape)
-
-
 class Workspace:
     """Lazy buffers for chunks of up to `numel` values, and lookup tables by biased exponent."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
-        self._flat: dict[tuple[torch.dtype, int], Tensor] = {}
-        self._chunk: ChunkWorkspace | None = None
+        self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
 
-    def chunk(self, shape: tuple[int, int]) -> ChunkWorkspace:
-        """Return the buffers for a chunk; valid until a chunk of another shape is requested."""
-        if self._chunk is None or self._chunk.shape != shape:
-            self._chunk = ChunkWorkspace(self, shape)
-        return self._chunk
-
-    def flat(self, dtype: torch.dtype, slot: int) -> Tensor:
-        """Return a buffer of `numel` values, one per dtype and slot."""
-        if (dtype, slot) not in self._flat:
-            self._flat[dtype, slot] = self.new(self.numel, dtype)
-        return self._flat[dtype, slot]
-
-    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Create a tensor of shape (numel,) that is writable in and out of inference mode."""
-        with torch.inference_mode(False):
-            return torch.empty(numel, dtype=dtype, device=self._device)
+    def buffer(self, dtype: torch.dtype, shape: torch.Size, slot: int = 0) -> Tensor:
+        """Return a buffer with undefined values; the same memory for the same dtype and slot."""
+        if (dtype, slot) not in self._buffers:
+            with torch.inference_mode(False):  # else it could not be written outside of the mode
+                flat = torch.empty(self.numel, dtype=dtype, device=self._device)
+            self._buffers[dtype, slot] = flat
+        return self._buffers[dtype, slot][: shape.numel()].view(shape)
 
     @cached_property
     def scales(self) -> Tensor:
@@ -148,9 +87,9 @@ class Workspace:
 _of_thread = threading.local()
 
 
-def workspace_for(shape: tuple[int, int], device: torch.device) -> Workspace:
-    """Return a workspace for a chunk of this shape; on a CPU, it is cached per thread."""
-    numel = shape[0] * shape[1]
+def workspace_for(values: Tensor) -> Workspace:
+    """Return a workspace for a chunk of values; on a CPU, it is cached per thread."""
+    numel, device = values.numel(), values.device
     if device.type != "cpu":
         return Workspace(numel, device)
 
@@ -181,39 +120,37 @@ def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
         The codes, uint8, shape (B * V,), valid until the next call. Bit 3 is the sign; bits 0 to 2
         are 0 for zero and m for 2^(E - 7 + m). Codes in a NaN block are garbage.
     """
-    shape = values_BV.shape[0], values_BV.shape[1]
-    workspace = workspace_for(shape, values_BV.device)
-    buffers = workspace.chunk(shape)
-
+    workspace = workspace_for(values_BV)
     # the clamp turns NaN into Inf
-    top_B = _largest_bits(values_BV, buffers).clamp_(max=EXPONENT_OF_NAN << MANTISSA_BITS)
+    top_B = _largest_bits(values_BV, workspace).clamp_(max=EXPONENT_OF_NAN << MANTISSA_BITS)
     # adding half of the mantissa's range carries into the exponent from 1.5 * 2^k on, which gives
     # the exponent of the nearest power of two
     top_B.add_(1 << (MANTISSA_BITS - 1)).bitwise_right_shift_(MANTISSA_BITS)
 
     torch.index_select(workspace.scales, 0, top_B, out=scales_B)
-    torch.index_select(workspace.factors, 0, top_B, out=buffers.factor)
-    return _e3m0_codes(values_BV, buffers)
+    return _e3m0_codes(values_BV, workspace.factors.index_select(0, top_B), workspace)
 
 
-def _e3m0_codes(values_BV: Tensor, buffers: ChunkWorkspace) -> Tensor:
+def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> Tensor:
     """Compute codes with fp16 arithmetic, by scaling 2^(E-6) to fp16's smallest normal, 2^-14.
 
     fp16 has the sign in bit 15, the exponent in bits 10 to 14, and a linear range below 2^-14. So
     its exponent is the code m of 2^(E-7+m): adding half of a mantissa carries into it at 1.5 * 2^k,
     and between 0 and 2^-14 at the midpoint, as the rounding rule requires.
     """
-    torch.mul(values_BV, buffers.factor, out=buffers.fp32)
+    shape = values_BV.shape
+    scaled_BV = torch.mul(values_BV, factors_B1, out=workspace.buffer(torch.float32, shape))
     # Truncate to the bits that decide (sign, exponent, first bit of the mantissa), because the
     # conversion to fp16 would round.
-    buffers.bits.bitwise_and_(-1 << (MANTISSA_BITS - 1))
-    buffers.half.copy_(buffers.fp32)
-    buffers.half_bits.add_(1 << 9).bitwise_right_shift_(10)
+    scaled_BV.view(torch.int32).bitwise_and_(-1 << (MANTISSA_BITS - 1))
+    half_bits_BV = workspace.buffer(torch.float16, shape).copy_(scaled_BV).view(torch.int16)
+    half_bits_BV.add_(1 << 9).bitwise_right_shift_(10)
 
-    codes = buffers.codes
-    codes.copy_(buffers.half_bits.view(-1))  # m; if negative, m - 32, which is m + 224 in uint8
-    with_sign = torch.sub(codes, 224 - 8, out=buffers.more_codes)  # if negative m + 8, else m + 40
-    return torch.minimum(codes, with_sign, out=codes)
+    codes_BV = workspace.buffer(torch.uint8, shape)
+    codes_BV.copy_(half_bits_BV)  # m; if negative, m - 32, which is m + 224 in uint8
+    more_BV = workspace.buffer(torch.uint8, shape, slot=1)
+    torch.sub(codes_BV, 224 - 8, out=more_BV)  # if negative m + 8, else m + 40
+    return torch.minimum(codes_BV, more_BV, out=codes_BV).view(-1)
 
 
 def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
@@ -225,16 +162,14 @@ def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: 
         scales_B: uint8.
         out_BV: fp32, filled.
     """
-    shape = out_BV.shape[0], out_BV.shape[1]
-    workspace = workspace_for(shape, out_BV.device)
-    buffers = workspace.chunk(shape)
-    lift_codes(buffers.half_bits.view(-1))
+    workspace = workspace_for(out_BV)
+    half_BV = workspace.buffer(torch.float16, out_BV.shape)
+    half_bits_BV = half_BV.view(torch.int16)
+    lift_codes(half_bits_BV.view(-1))
 
     # the sign moves to bit 15 and m to bits 12 to 10, which fp16 reads as 0 or 2^(m-15)
-    buffers.half_bits.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
-    buffers.top.copy_(scales_B)
-    torch.index_select(workspace.powers, 0, buffers.top, out=buffers.factor)
-    out_BV.copy_(buffers.half).mul_(buffers.factor)
+    half_bits_BV.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
+    out_BV.copy_(half_BV).mul_(workspace.powers.index_select(0, scales_B.to(torch.int32)))
 
 
 def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
@@ -245,18 +180,18 @@ def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
         codes_BV: int8 in -127..127, filled; garbage in a block with NaN or Inf.
         scales_B: fp32, filled; NaN for a block with NaN or Inf.
     """
-    shape = values_BV.shape[0], values_BV.shape[1]
-    buffers = workspace_for(shape, values_BV.device).chunk(shape)
+    workspace = workspace_for(values_BV)
     # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number
     limit = torch.full((), 127.0, dtype=torch.float32, device=values_BV.device)
 
-    largest_B = _largest_bits(values_BV, buffers).view(torch.float32)
+    largest_B = _largest_bits(values_BV, workspace).view(torch.float32)
     largest_B.masked_fill_(largest_B < MIN_LARGEST, 0.0)
     scales_B.copy_((largest_B / limit).masked_fill_(largest_B.isinf(), torch.nan))
 
     factor_B = (127 / largest_B).nan_to_num_(posinf=0.0)
-    torch.mul(values_BV, factor_B.unsqueeze(1), out=buffers.fp32)
-    codes_BV.copy_(buffers.fp32.round_())
+    scaled_BV = workspace.buffer(torch.float32, values_BV.shape)
+    torch.mul(values_BV, factor_B.unsqueeze(1), out=scaled_BV)
+    codes_BV.copy_(scaled_BV.round_())
 
 
 def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
@@ -264,8 +199,8 @@ def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
     out_BV.copy_(codes_BV).mul_(scales_B.unsqueeze(1))
 
 
-def _largest_bits(values_BV: Tensor, buffers: ChunkWorkspace) -> Tensor:
+def _largest_bits(values_BV: Tensor, workspace: Workspace) -> Tensor:
     """Return the bits of every block's largest magnitude: int32, shape (B,)."""
-    torch.abs(values_BV, out=buffers.fp32)
+    magnitudes_BV = torch.abs(values_BV, out=workspace.buffer(torch.float32, values_BV.shape))
     # magnitudes have the order of their bits, with Inf and then NaN at the top
-    return torch.amax(buffers.bits, dim=1, out=buffers.top)
+    return magnitudes_BV.view(torch.int32).amax(dim=1)

@@ -43,7 +43,7 @@ from lightning_commfree.diloco.exchange import (
     fragment_exchanges,
 )
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.frozen import FrozenParameters, refuse_late
+from lightning_commfree.diloco.frozen import FrozenParameters
 from lightning_commfree.diloco.messages import Message, initial_weights_warning, startup_messages
 from lightning_commfree.diloco.nonfinite import (
     NONFINITE_VALUES,
@@ -369,8 +369,24 @@ class StreamingDiLoCo:
         """Raise `RuntimeError` if a trainable parameter is in no fragment."""
         held = {name for fragment in self.fragments for name in fragment.fragment.parameters}
         named = self._module.named_parameters()
-        if late := [name for name, p in named if p.requires_grad and name not in held]:
-            refuse_late(late, self.settings.replica_size)
+        late = sorted(name for name, p in named if p.requires_grad and name not in held)
+        if not late:
+            return
+
+        size = self.settings.replica_size
+        if size > 1:
+            why = f"with `replica_size={size}` their gradients are not averaged in a replica"
+            advice = "or end the fit and start another one"
+        else:
+            why = "they belong to no fragment, so every replica would train its own"
+            advice = (
+                "or between two steps, as `BackboneFinetuning` does when an epoch begins, but not"
+                " in the middle of a step"
+            )
+        raise RuntimeError(
+            f"The parameters {late} became trainable during the fit, and {why}. Make them trainable"
+            f" before `fit`, {advice}."
+        )
 
     @torch.no_grad()
     def average_moved(self) -> None:

@@ -6,26 +6,26 @@ overlap with the computation of another part of the batch.
 =========  ============================  ==================  ===========  ==========================
 symbol     name here                     unit                default      source
 =========  ============================  ==================  ===========  ==========================
-t          `tensor_parallel_size`        ranks               a node's     section 2
-X1, X2     `split="batch"`               rows of the batch   2 parts      section 3: row split of X
-B1, B2     `split="weight"`              outputs of a row    --           section 3: column split of
-                                         linear                           B
+t          `tensor_parallel_size`        ranks               one node     section 2
+X1, X2     `split="batch"`               rows of the batch   --           section 3: row split of X
+B1, B2     `split="weight"`              outputs of a        --           section 3: column split of
+                                         row-parallel layer               B
 X, B       `split="hybrid"`              both                --           section 3: both
---         `split="token"`               tokens              --           not in the paper: for a
-                                                                          batch of one
---         `split="auto"`                --                  the choice   not in the paper: the
+--         `split="token"`               tokens              --           not in the paper: for
+                                                                          batches of one row
+--         `split="auto"`                --                  default      not in the paper: the
                                                                           fastest, by timing
---         `num_micro_batches`           parts               2            section 3
-A, M       `Sublayer`                    sublayers           2 a layer    attention, MLP
+--         `num_micro_batches`           micro-batches       2            section 3
+A, M       `Sublayer`                    sublayers           2 per layer  attention, MLP
 =========  ============================  ==================  ===========  ==========================
 
 Read the algorithm first: `layers` (the sharded modules), `sublayers` (the computation between two
 all-reduces), `splits` (how a batch is split), `schedule` (order of computation and all-reduces),
 `auto_split` (choosing the fastest split).
 
-Then how a model is prepared: `sharding` (one layer, one tensor, LoRA), `families` (the scheduled
-architectures), `plan` (other models, by the plan in their config), `loss` (cross entropy without
-full logits), `parallel` (all of these applied to one model).
+Then how a model is prepared: `sharding` (of one tensor, one layer, LoRA adapters), `families` (the
+scheduled architectures), `plan` (other models, sharded by the plan in their config), `loss` (cross
+entropy without full logits), `parallel` (all of these applied to one model).
 
 Then the interface for strategies: `sharded_module` (states, batches, clipping), `gradients` (mean,
 norm, NaN), `data_parallel` (data parallelism between tensor groups), `forecast` (bytes per step),
@@ -34,10 +34,10 @@ norm, NaN), `data_parallel` (data parallelism between tensor groups), `forecast`
 Departures from the paper:
 
 - Forward overlaps more: it waits for a sum only right before using it, so the all-reduce overlaps
-  with an entire sublayer of the other micro-batch. The released code waits earlier.
-- Backward does not run in autograd's order. Each sublayer of each micro-batch has its own graphs,
-  run in the order that gives all-reduces the most time, without private hooks of torch.
-- Query, key and value share one all-reduce in backward, and so do gate and up.
+  with an entire sublayer of the other micro-batch. The authors' code waits earlier.
+- Backward does not run in autograd's order. Each sublayer of each micro-batch has its own autograd
+  graphs, and the schedule runs them in the order that leaves each all-reduce the most time.
+- The query, key and value projections share one all-reduce in backward, and so do gate and up.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ __all__ = [
     "check_module",
     "check_states",
     "find_models",
+    "gather_full_tensor",
     "gradient_norm",
     "looks_finite",
     "refuse_meta",
     "refuse_nonfinite",
     "refuse_nonfinite_weights",
     "sum_shared",
-    "gather_full_tensor",
 ]

@@ -2,14 +2,14 @@
 
 Whether a split pays off depends on the batch, the model, the processor and the link: computing half
 a batch takes more than half the time, which may cost more than the communication that it hides. So
-the first batches of each size are trained with each legal split in turn, `PASSES` timed passes
-each, and the split with the smallest median on the slowest rank is kept. Checkpoints contain
+the first batches of each size train with each possible split in turn, for `PASSES` timed passes
+each, and the split whose median pass on its slowest rank is shortest is kept. Checkpoints contain
 choices and timings.
 
 A pass is timed from the start of the first block's forward to the end of its backward. That
 includes the loss, where ranks that finish their blocks at different times wait for each other.
 
-Tensor groups may choose different splits, which change only the order in which gradients are added.
+Tensor groups may choose different splits: they change only the order in which gradients are added.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import TAG as HANDSHAKE_TAG
+from lightning_commfree.comm.text import plain
 from lightning_commfree.domino.schedule import ScheduleRun
 from lightning_commfree.domino.sublayers import Arguments
 
 WARM_UP = 1  # the first pass of a split allocates memory, and is not timed
-# Passes vary by 10 to 20 %. In a simulation at 14 %, nine passes choose the slower of two splits in
-# 27 % of the cases if they differ by 5 %, in 12 % at 10 %, and in 2 % at 20 %: an average loss of
-# 1.4 % at most. More passes would delay the choice and gain less than that.
+# The time of a pass varies by 10 to 20 %. In a simulation at 14 %, nine passes choose the slower of
+# two splits in 27 % of the cases if they differ by 5 %, in 12 % at 10 %, and in 2 % at 20 %: an
+# average loss of 1.4 % at most. More passes would delay the choice.
 PASSES = 9
-MAX_SIZES = 8  # number of sizes to time; other batches use the choice for the nearest size
+MAX_SIZES = 8  # maximum number of sizes to time; other sizes use the choice of the nearest one
 
 
 class Size(NamedTuple):
@@ -55,7 +56,7 @@ class SplitTrial:
         channel: the tensor group.
 
     Attributes:
-        now: the clock, in seconds.
+        now: returns the time in seconds.
         on_choice: called with a message about each choice.
     """
 
@@ -69,12 +70,12 @@ class SplitTrial:
     def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
         """Return a batch's split, and whether to time its pass.
 
-        Collective in the pass that decides for a size.
+        Collective in the pass after the last timed one of a size.
 
         Args:
             size: the batch size.
             legal: returns the splits that are possible for the batch, "none" first. It may read a
-                mask, which waits for the device, so it is called only when needed.
+                mask, which synchronizes the device, so it is called only when needed.
         """
         if self._channel.size == 1:  # no communication to hide
             return "none", False
@@ -91,7 +92,7 @@ class SplitTrial:
             seconds = self._seconds.setdefault(size, {name: [] for name in names})
             turn = min(seconds, key=lambda name: len(seconds[name]))
             if len(seconds[turn]) < WARM_UP + PASSES:
-                # a batch with a different mask from the first may not allow this split
+                # this split may be impossible if the mask differs from the first batch's
                 return (turn, True) if turn in names else ("none", False)
             best = self._decide(size, seconds)
         return (best if best in names else names[-1]), False
@@ -130,7 +131,7 @@ class SplitTrial:
         best = self._best[size] = min(slowest, key=slowest.__getitem__)
 
         tokens = size.rows * size.tokens
-        times = ", ".join(f"{name} {1e3 * tokens * s:.3g} ms" for name, s in slowest.items())
+        times = ", ".join(f"{name} {plain(1e3 * tokens * s)} ms" for name, s in slowest.items())
         self.on_choice(
             f"`split='auto'` chose {best!r} for batches of {size.rows} x {size.tokens} tokens."
             f" Forward, loss and backward took: {times}."

@@ -1,18 +1,19 @@
 """Data parallelism between tensor groups: average gradients in every step.
 
-A checkpoint contains the full weights and optimizer state. Each rank's own state is small: random
-numbers, position in the data, and gradients that are being accumulated.
+A checkpoint contains the full weights and optimizer state, so a fit can resume on any number of
+ranks. The rest of the state is small and saved by each rank: random number generators, position in
+the data, and partly accumulated gradients.
 
 ===========================  ===================  ================================================
-resumed on                   position in data     random numbers
+resumed on                   position in data     random number generators
 ===========================  ===================  ================================================
 the same ranks               restored             restored: the fit continues bit for bit
-the same number of tensor    restored             shared numbers restored, a rank's own numbers
-groups, of another size                           (attention's dropout) new
+as many tensor groups of     restored             the shared ones restored, each rank's own
+another size                                      (attention's dropout) new
 another number of groups     start of the epoch   new
 ===========================  ===================  ================================================
 
-The second row needs the rank file of each group's first rank. Half-accumulated gradients are
+The second row needs the rank file of each group's first rank. Partly accumulated gradients are
 restored only in the first row.
 """
 
@@ -32,9 +33,9 @@ from lightning_commfree.domino.gradients import AVERAGE_TAG, GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
 
-# entries of a rank's own state that do not depend on which shards it holds
+# entries of the rank state that do not depend on the shards that a rank holds
 _POSITION = ("random", "epoch_start", "loaders", "ahead", "lost")
-FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 numbers that ranks exchange before a step
+FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 values per rank, exchanged before each step
 
 
 class GradientMean:
@@ -42,8 +43,8 @@ class GradientMean:
 
     Args:
         sharded: the module with the sharded models.
-        channels: between and within replicas.
-        settings: the user's settings, which decide the order in which random numbers are drawn.
+        channels: channels between and within tensor groups.
+        settings: the user's settings.
 
     Attributes:
         average: launches and lands the all-reduces.
@@ -85,7 +86,7 @@ class GradientMean:
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return a cycle of one step; `bytes_per_step` forecasts bytes, which depend on tokens."""
+        """Return a cycle of one step, without bytes: they depend on tokens (`bytes_per_step`)."""
         return {}, 1
 
     def bytes_per_step(
@@ -96,8 +97,8 @@ class GradientMean:
         Args:
             module: the sharded module.
             tokens: tokens in a tensor group's batches of one step.
-            mixed: autocast's dtype; None without autocast.
-            clips: whether gradients are clipped by their norm.
+            mixed: the autocast dtype; None without autocast.
+            clips: whether gradients are clipped by norm.
         """
         replicas, world = self._channels.between.size, self._channels.world.size
         sent = bytes_per_step(self.models, tokens, mixed, clips)

@@ -6,18 +6,19 @@ class in transformers  what differs from Llama
 `GPT2LMHeadModel`      learned positions, `Conv1D` linears of shape (in, out) with packed query,
                        key and value, dropout after both sums: a class of its own, `GPT2`
 `LlamaForCausalLM`     (rotary positions, RMS norms, SwiGLU, grouped key heads)
-`MistralForCausalLM`   nothing: transformers puts the sliding window into the mask
+`MistralForCausalLM`   nothing: the mask from transformers contains the sliding window
 `Qwen2ForCausalLM`     biases of query, key and value, sharded with their weights
 `Qwen3ForCausalLM`     per-head norms of queries and keys
 `GemmaForCausalLM`     a scaled embedding
-`Gemma2ForCausalLM`    as Gemma, plus a norm after each sum and sliding windows in some blocks
-`Gemma3ForCausalLM`    as Gemma 2, plus Qwen 3's norms
+`Gemma2ForCausalLM`    like Gemma, plus a norm after each sum and sliding windows in some blocks
+`Gemma3ForCausalLM`    like Gemma 2, plus Qwen 3's norms
 =====================  ========================================================================
 
 To add an architecture, add a line to `FAMILIES`, and a subclass of `Family` if its modules are not
-Llama's. A model is recognized by the name of its class: the library does not import transformers.
-Phi and NeoX, whose attention and MLP share one residual sum, are sharded by the plan in their
-config instead (`plan`): a `Sublayer` here has one row linear, and they would need two.
+Llama's. A model is recognized by its class name, because the library does not import transformers.
+Phi and GPT-NeoX, whose attention and MLP are added to the residual stream in one sum, are sharded
+by the plan in their config instead (`plan`): a `Sublayer` has one row-parallel layer, and theirs
+would need two.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Family(ABC):
 
     @abstractmethod
     def check(self, model: Any, ranks: int) -> None:
-        """Raise `ValueError` if a model's heads or widths cannot be divided among the ranks."""
+        """Raise `ValueError` if a model's heads or MLP widths are not divisible among the ranks."""
 
     @abstractmethod
     def shard_block(self, sharding: Sharding, block: Any) -> None:
@@ -72,10 +73,10 @@ class Family(ABC):
 
     @abstractmethod
     def sublayers(self, name: str, block: Any) -> Sequence[Sublayer]:
-        """Return the sublayers of a sharded block: attention and MLP. `name` is for traces."""
+        """Return the attention and MLP sublayers of a sharded block. `name` is for traces."""
 
     def can_be_scheduled(self, model: Any) -> bool:
-        """Return whether the blocks compute nothing besides their sublayers."""
+        """Return whether the blocks consist only of sublayers, so that a schedule can run them."""
         del model
         return True
 
@@ -93,7 +94,7 @@ class Family(ABC):
         return getattr(*self.blocks_in(model))
 
     def vocabulary(self, model: Any) -> tuple[nn.Module, nn.Module]:
-        """Return embedding and head."""
+        """Return the word embedding and the head."""
         return getattr(getattr(model, self.base), self.embedding_name), model.lm_head
 
     def shard(self, sharding: Sharding) -> None:
@@ -151,7 +152,7 @@ class Llama(Family):
         if self.head_norms:  # a rank's gradient covers only its own heads
             sharding.mark_partial_gradients(attention.q_norm)
             sharding.mark_partial_gradients(attention.k_norm)
-        # how many query heads each key head serves on this rank, which holds at least one key head
+        # query heads per key head on this rank, which has at least one key head
         groups = (heads // ranks) // max(key_heads // ranks, 1)
         sharding.set(attention, "num_key_value_groups", groups)
 
@@ -208,7 +209,7 @@ class Llama(Family):
 
 
 def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpec:
-    """Return the sharding of keys and values; with fewer heads than ranks, ranks share a head."""
+    """Return the spec of the key and value projections; ranks share a head if there are too few."""
     if key_heads % ranks == 0:
         return ShardSpec.even(0, key_heads * head_dim, ranks)
 
@@ -236,7 +237,7 @@ class GPT2(Family):
     def shard_block(self, sharding: Sharding, block: Any) -> None:
         ranks, attention, mlp = sharding.group.size, block.attn, block.mlp
 
-        # query, key and value are packed in one weight: this rank's slice of each third
+        # query, key and value are packed in one weight: take this rank's slice of each third
         packed = attention.c_attn.weight.shape[1]
         column(sharding, attention, "c_attn", ShardSpec.even(1, packed, ranks, blocks=3))
         row(sharding, attention, "c_proj")
@@ -273,8 +274,8 @@ class GPT2(Family):
         )
 
 
-# Gemma scales the embedding: newer transformers in the embedding module, older ones after it. So
-# `raw_embedding` is False for it with any version.
+# Gemma scales the embedding, which older transformers do outside the embedding module. So
+# `raw_embedding` is False for Gemma with any version.
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": GPT2(),
     "LlamaForCausalLM": Llama(raw_embedding=True),

@@ -3,14 +3,15 @@
 ==================  ==================================================================
 tag                 payload
 ==================  ==================================================================
-`tensor_forward`    tokens x width, for each sublayer and the embedding
-`tensor_backward`   tokens x width, for each sublayer and the head
+`tensor_forward`    tokens x hidden size, for each sublayer and the embedding
+`tensor_backward`   tokens x hidden size, for each sublayer and the head
 `tensor_loss`       3 numbers per token
-`tensor_shared`     gradients of shards that several ranks of a tensor group hold
+`tensor_shared`     gradients of parameters that several ranks of a tensor group hold
 `tensor_norm`       one number, if gradients are clipped by their norm
 ==================  ==================================================================
 
-Under autocast, the sums in forward have autocast's dtype; everything else has the parameters'.
+Under autocast, forward's activations are sent in the autocast dtype. Everything else is sent in the
+dtype of the parameters.
 """
 
 from __future__ import annotations
@@ -36,26 +37,28 @@ from lightning_commfree.domino.layers import (
 from lightning_commfree.domino.loss import LOSS_TAG
 from lightning_commfree.domino.parallel import ParallelModel
 
-Collective = tuple[str, Callable[[int, int], int], int]  # tag, the ledger's formula, bytes
+# tag; formula for the bytes sent, given payload and group size; payload in bytes per token
+Collective = tuple[str, Callable[[int, int], int], int]
 
 
 def bytes_per_step(
     models: Sequence[ParallelModel], tokens: int, autocast: torch.dtype | None, clips: bool
 ) -> Counter[str]:
-    """Return the bytes that a rank sends within its tensor group in an optimizer step.
+    """Return the bytes that a rank sends to its tensor group per optimizer step, by tag.
 
     Args:
-        models: the sharded models; assumed to compute their own loss (`labels=`) where they can.
-        tokens: tokens in a tensor group's batches of one step.
-        autocast: autocast's dtype; None without autocast.
-        clips: whether gradients are clipped by the norm of the full gradient.
+        models: the sharded models. Those that can compute their own loss (`labels=`) are assumed to
+            do so.
+        tokens: number of tokens that a tensor group trains on in a step.
+        autocast: the autocast dtype; None without autocast.
+        clips: whether gradients are clipped by norm.
     """
     sent = Counter[str]()
     size = models[0].group.size
     if clips:
         sent[NORM_TAG] += ring_all_reduce_bytes(torch.float32.itemsize, size)
     for model in models:
-        # `sum_shared` sends the full shape, of which each rank fills its shard
+        # `sum_shared` sends the full shape, with zeros outside this rank's shard
         for parameter, spec in model.sharding.specs.items():
             if spec.overlapping and parameter.requires_grad:
                 full = parameter.nbytes // parameter.shape[spec.dim] * spec.size
@@ -69,7 +72,7 @@ def _collectives(model: ParallelModel, autocast: torch.dtype | None) -> Iterator
     """Yield the collectives of one forward and backward, with their bytes per token."""
     for module in model.sharding.model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
-            yield from _of_linear(module, model.scheduled, autocast)
+            yield from _linear_collectives(module, model.scheduled, autocast)
         elif isinstance(module, VocabEmbedding):
             yield FORWARD_TAG, ring_all_reduce_bytes, module.weight[0].nbytes
         elif isinstance(module, VocabHead):
@@ -90,7 +93,7 @@ def _collectives(model: ParallelModel, autocast: torch.dtype | None) -> Iterator
         yield BACKWARD_TAG, ring_all_reduce_bytes, chosen * down.itemsize  # the router's weights
 
 
-def _of_linear(
+def _linear_collectives(
     module: ColumnLinear | RowLinear, scheduled: bool, autocast: torch.dtype | None
 ) -> Iterator[Collective]:
     weight = module.weight
@@ -98,9 +101,9 @@ def _of_linear(
     item, forward_item = weight.itemsize, (autocast or weight.dtype).itemsize
     if isinstance(module, RowLinear):
         yield FORWARD_TAG, ring_all_reduce_bytes, outputs * forward_item
-        if scheduled:  # one gradient per sublayer, of the same width
+        if scheduled:  # the gradient of the sublayer's input, which is as wide as its output
             yield BACKWARD_TAG, ring_all_reduce_bytes, outputs * item
-    elif not scheduled:  # every column linear sums the gradient of its own input
+    elif not scheduled:  # each column linear all-reduces the gradient of its own input
         yield BACKWARD_TAG, ring_all_reduce_bytes, inputs * item
     if isinstance(module, GatheredLinear):
         yield FORWARD_TAG, all_gather_bytes, outputs * forward_item

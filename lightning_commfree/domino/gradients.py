@@ -1,10 +1,10 @@
 """Gradients across ranks: data-parallel mean, shared shards, norm, and checks for NaN and Inf.
 
 All ranks detect NaN and Inf before the optimizer step. Each rank checks its own gradients before
-the mean over the data axis, which would hide the replica that they came from. The check computes
-the norm, because that takes one pass and is finite only if all elements are. The norm can also
-overflow, so if it is not finite the ranks check single elements and exchange names. A check before
-each checkpoint finds NaN from hooks and from the optimizer.
+the mean over the data axis, which would hide where they came from. The check computes the norm,
+which takes one pass and is finite only if all elements are. The norm can also overflow, so if it is
+not finite, ranks check element by element and exchange the names of parameters. A check before each
+checkpoint finds NaN from hooks and from the optimizer.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class GradientAverage:
             self._launch([p for module in sublayer.modules for p in module.parameters()])
 
     def land(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Launch the remaining all-reduces, wait, and store all means in place."""
+        """Launch the remaining all-reduces, wait for all, and store the means in the gradients."""
         if self._channel.size == 1:
             return
 
         # With two forwards and one backward, the blocks run backward twice: the first run launches
-        # a sublayer's gradients, and the second adds to them. So launch gradients again that have
-        # changed since their launch.
+        # a sublayer's gradients, and the second adds to them. So gradients that have changed since
+        # their launch are launched again, and the first result is dropped.
         late = {
             p
             for p, (gradient, version) in self._launched.items()
@@ -94,15 +94,15 @@ class GradientAverage:
         for members in by_dtype.values():
             gradients = [self._launched[p][0] for p in members]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            # the data axis may be a CPU channel over the slow link
+            # the channel between tensor groups may use CPU tensors
             flying = self._channel.all_reduce(flat.to(self._channel.device), AVERAGE_TAG)
             self._flying.append((members, gradients, flying))
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
     """Sum the gradients of each shard over the ranks that hold it; collective."""
-    # these ranks have no channel of their own: each rank of the group sends its gradient, padded
-    # with zeros to the full shape
+    # there is no channel for just these ranks: each rank of the group sends its gradient,
+    # zero-padded to the full shape
     for parameter, spec in specs.items():
         if spec.overlapping and parameter.grad is not None:
             shape = list(parameter.shape)
@@ -130,7 +130,7 @@ def gradient_norm(
 
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
-        # several ranks may hold the same shard: each counts its share
+        # each of several ranks with the same shard counts an equal part of its square
         square = (
             p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32)).square().sum()
             / holders
@@ -146,18 +146,20 @@ def gradient_norm(
     return (group.all_reduce(sharded, NORM_TAG).wait().squeeze(0) + full).sqrt()
 
 
-_NAMED = 3  # an error names at most so many ranks
+_NAMED = 3  # maximum number of ranks to name in an error
 
 
 def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether the norm of this rank's gradients is finite; waits for the device once."""
+    """Return whether the norm of this rank's gradients is finite; synchronizes the device once."""
     return _norm_is_finite([p.grad for p in parameters if p.grad is not None])
 
 
 def refuse_nonfinite(
     channel: Channel, module: nn.Module, loss: Tensor, step: int, group_size: int
 ) -> None:
-    """Name the ranks whose gradients are not finite, after some rank's norm was not; collective.
+    """Raise an error that names the ranks whose gradients are not finite; collective.
+
+    All ranks call it if `looks_finite` is False on one. If only the norm overflowed, it returns.
 
     Args:
         channel: connects all ranks of the fit.
@@ -207,7 +209,7 @@ def _norm_is_finite(tensors: list[Tensor]) -> bool:
 
 
 def _named(channel: Channel, text: str, group_size: int) -> str:
-    """Describe the ranks whose `text` is not empty; collective."""
+    """Return a list of the ranks whose `text` is not empty, as text; collective."""
     affected = [
         f"rank {rank} (tensor group {rank // group_size}) has {found}"
         for rank, found in zip(channel.ranks, gather_texts(channel, text), strict=True)

@@ -1,22 +1,22 @@
-"""Sharded linear layers, embedding and head, with the parameter names of the originals.
+"""Sharded linear layers, embedding and head, with the same parameter names as the originals.
 
-t is the number of ranks of the tensor group. While a schedule runs a module
+t is the number of ranks in the tensor group. While a schedule runs a module
 (`TensorGroup.under_schedule`), the schedule does its all-reduces. Otherwise, as in evaluation and
-generation, the module does them itself, so its result is correct wherever it is called.
+generation, the module does them itself, so its output is correct wherever it is called.
 
 ================  ====================  ============================  =======================
 module            a rank's weight       forward, unscheduled          backward, unscheduled
 ================  ====================  ============================  =======================
 `ColumnLinear`    1/t of the outputs    x w                           all-reduce of dx
 `RowLinear`       1/t of the inputs     all-reduce of x w, plus bias  dy unchanged
-`GatheredLinear`  1/t of the outputs    gather of x w                 all-reduce of dx
-`SplitRowLinear`  1/t of the inputs     all-reduce of (1/t of x) w    gather of dx
-`VocabEmbedding`  1/t of the words      all-reduce of found rows      dy unchanged
-`VocabHead`       1/t of the words      gather of logits              all-reduce of dx
+`GatheredLinear`  1/t of the outputs    all-gather of x w             all-reduce of dx
+`SplitRowLinear`  1/t of the inputs     all-reduce of (1/t of x) w    all-gather of dx
+`VocabEmbedding`  1/t of the words      all-reduce of rows found      dy unchanged
+`VocabHead`       1/t of the words      all-gather of logits          all-reduce of dx
 ================  ====================  ============================  =======================
 
-Some models that are sharded by the plan in their config need full activations on every rank:
-`GatheredLinear` and `SplitRowLinear`.
+`GatheredLinear` and `SplitRowLinear` are for models sharded by the plan in their config, some of
+which need full activations on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - as everybody names it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from lightning_commfree.comm.channel import Channel, Pending
 
@@ -48,8 +48,8 @@ class TensorGroup:
         scheduled: whether a schedule does the all-reduces. Row linears then return partial sums,
             and the input gradients of column linears are partial sums.
         local_logits: whether the head returns the logits of its own words only.
-        overlap_embedding: whether the embedding leaves its all-reduce to the schedule (`unsummed`).
-        unsummed: the embedding's partial sum, until the schedule takes it.
+        overlap_embedding: whether the embedding leaves its all-reduce to the schedule.
+        unsummed: if so, the embedding's partial sum, until the schedule takes it.
     """
 
     def __init__(self, channel: Channel, seed: int = 0) -> None:
@@ -111,7 +111,7 @@ class TensorGroup:
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the states of the generators shared by all ranks and of this rank's own."""
+        """Return the states of the generators that agree on all ranks, and of this rank's own."""
         return random_state(device), self.own_state()
 
     @contextmanager
@@ -130,7 +130,7 @@ class TensorGroup:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the CPU's and of the device's generator."""
+    """Return the states of the default CPU generator and of a CUDA device's, else None."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 
@@ -143,7 +143,7 @@ def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) 
 
 
 class _Spread(torch.autograd.Function):
-    """Identity in forward; all-reduce of the gradient in backward."""
+    """Identity in forward; all-reduce of the gradient in backward (Megatron-LM's f)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -158,7 +158,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce in forward; identity in backward, where all ranks have the same gradient."""
+    """All-reduce in forward; identity in backward (Megatron-LM's g)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -198,11 +198,11 @@ class _Slice(torch.autograd.Function):
 
 
 class _Head(torch.autograd.Function):
-    """Product of x and w; backward computes the gradient of w during the all-reduce of x's."""
+    """Head: x w^T; backward computes dw while the all-reduce of dx is in flight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
-        # autocast does not reach into a Function: cast as it would cast a linear layer
+        # autocast does not apply inside a Function: cast as it does for `F.linear`
         kind = x.device.type
         ctx.group, ctx.dtypes = group, (x.dtype, weight.dtype)
         if torch.is_autocast_enabled(kind):
@@ -251,8 +251,8 @@ class _Linear(nn.Module):
         weight: this rank's shard.
         bias: this rank's shard of the bias, or the full bias; None for none.
         group: the tensor group.
-        transposed: the weight has shape (in, out) as in GPT-2's `Conv1D`, not (out, in) as in
-            `nn.Linear`.
+        transposed: whether the weight has shape (in, out) as in GPT-2's `Conv1D`, and not (out, in)
+            as in `nn.Linear`.
     """
 
     def __init__(
@@ -288,9 +288,9 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """Compute and launch the output of `forward` in slices, within a `with` block.
+        """Make `forward` compute its output in slices and launch each one, in a `with` block.
 
-        Yields a list that `forward` fills with the slices, with their graphs.
+        Yields a list, which `forward` fills with the slices and their autograd graphs.
         """
         self._launch, self._num_slices, self._made = launch, num_slices, []
         try:
@@ -328,7 +328,7 @@ class GatheredLinear(ColumnLinear):
 
 
 class SplitRowLinear(RowLinear):
-    """Row linear whose input is full on every rank; takes this rank's slice of it."""
+    """Row linear that takes this rank's slice of an input that is full on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, shape (..., out)."""
@@ -352,14 +352,14 @@ class DropoutAfterSum(nn.Dropout):
 
 
 class VocabEmbedding(nn.Module):
-    """Embedding sharded by words.
+    """Word embedding sharded along the vocabulary.
 
     Args:
         weight: this rank's rows, shape (V / t, H) with V padded.
-        first: index of this rank's first word.
+        first: this rank's first token id.
         group: the tensor group.
-        padding_idx: as in `nn.Embedding`: a word whose row gets no gradient.
-        scale: factor of the embeddings, as in Gemma, or None.
+        padding_idx: token id whose row gets no gradient, as in `nn.Embedding`.
+        scale: factor for the embeddings, as in Gemma, or None.
     """
 
     scale: Tensor | None
@@ -378,9 +378,9 @@ class VocabEmbedding(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Return the embeddings of integer words, shape (..., H)."""
-        # look up row 0 for words of other ranks and zero it: summed over ranks, each word gets the
-        # row of the one rank that has it
+        """Return the embeddings of integer token ids, shape (..., H)."""
+        # look up row 0 for words of other ranks and zero it: in the sum over ranks, each word has
+        # the row of the one rank that holds it
         local = words - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
 
@@ -393,7 +393,7 @@ class VocabEmbedding(nn.Module):
         if self.scale is not None:
             partial = partial * self.scale.to(partial.dtype)
 
-        # a forward hook must not see a partial sum
+        # a user's forward hook must not get a partial sum
         if self.group.overlap_embedding and not self._forward_hooks:
             self.group.unsummed = partial
             return partial
@@ -401,7 +401,7 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabHead(nn.Module):
-    """Language model head sharded by words.
+    """Language model head sharded along the vocabulary.
 
     Args:
         weight: this rank's rows, shape (V / t, H) with V padded.

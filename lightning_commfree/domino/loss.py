@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary sharded among ranks, without gathering logits."""
+"""Cross entropy with the vocabulary sharded across ranks, without gathering logits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LOSS_TAG = "tensor_loss"
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per position: log of the sum of exponentials, minus the target's logit.
+    """Cross entropy of each position: log-sum-exp of the logits, minus the target's logit.
 
-    Suffixes of names are dimensions: N positions, V words of this rank, R ranks.
+    Name suffixes are dimensions: N positions, V vocabulary entries of this rank, R ranks.
     """
 
     @staticmethod
@@ -25,7 +25,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, words: int, group: TensorGroup
     ) -> Tensor:
         width = logits_NV.shape[1]
-        if first + width > words:  # padding words must get probability 0
+        if first + width > words:  # padding must get probability 0
             logits_NV = logits_NV.clone()
             logits_NV[:, max(words - first, 0) :] = float("-inf")
 
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
         (gradient_N,) = grads
         shares_NV, index_N, mine_N = ctx.saved_tensors
         result = shares_NV * gradient_N.unsqueeze(1)
-        # minus 1 at the target, on the rank that holds it
+        # softmax minus one-hot target: subtract 1 on the rank that holds the target
         result.scatter_add_(1, index_N, -(gradient_N * mine_N).unsqueeze(1))
         return result, None, None, None, None
 
@@ -65,13 +65,13 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(
     logits: Tensor, targets: Tensor, first: int, words: int, group: TensorGroup
 ) -> Tensor:
-    """Return the cross entropy of each position, shape (N,).
+    """Return the cross entropy of each position: shape (N,), dtype of `logits`. Collective.
 
     Args:
-        logits: logits of this rank's words, floating point, shape (N, V / t).
-        targets: word indices, shape (N,); the same on all ranks. An index outside the vocabulary
-            gives a meaningless result.
-        first: index of this rank's first word.
+        logits: logits of this rank's part of the vocabulary, floating point, shape (N, V / t).
+        targets: token ids, int64, shape (N,); the same on all ranks. They are not checked: an id
+            outside the vocabulary gives a meaningless result.
+        first: this rank's first token id.
         words: size of the vocabulary without padding.
         group: the tensor group.
     """
@@ -80,7 +80,10 @@ def vocab_cross_entropy(
 
 
 def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., Tensor]:
-    """Return a drop-in for transformers' `ForCausalLMLoss` that takes this rank's logits."""
+    """Return a replacement for transformers' `ForCausalLMLoss` that takes only this rank's logits.
+
+    The arguments are those of `vocab_cross_entropy`.
+    """
 
     def loss_function(
         logits: Tensor,

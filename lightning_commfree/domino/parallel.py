@@ -1,10 +1,10 @@
 """Shard a transformers model in place and put the schedule into its forward.
 
-A transformers causal language model loops over its list of blocks. While the schedule is active,
-the list yields stand-ins instead, and the last stand-in runs all blocks as one autograd node.
-Everything around the blocks (masks, positions, last norm, head, outputs) is still transformers'
-code. Without the schedule (evaluation, generation, or if hidden states of single blocks are
-requested), the loop gets the blocks, and the sharded modules do their own all-reduces.
+A causal language model from transformers loops over its list of blocks. While the schedule is
+active, the list yields stand-ins instead, and the last stand-in runs all blocks as one autograd
+node. Everything around the blocks (masks, positions, last norm, head, outputs) is still
+transformers' code. Without the schedule (in evaluation and generation, or if the hidden states of
+single blocks are requested), the loop gets the blocks, whose modules do their own all-reduces.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from lightning_commfree.domino.splits import choose_split, legal_splits
 from lightning_commfree.domino.sublayers import Arguments
 from lightning_commfree.model.meta_init import Materializer
 
-# outputs and inputs of single blocks, which the schedule does not support
+# arguments that request outputs of single blocks, or pass inputs to them: not scheduled
 _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
-# arguments for a cache, with which a forward is not scheduled
+# KV cache arguments: a forward with a cache is not scheduled
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Raise `ValueError` if a model cannot be sharded among `ranks` ranks; change nothing."""
+    """Raise `ValueError` if a model cannot be sharded among `ranks` ranks, without changing it."""
     family = family_of(model)
     if family is not None:
         check_adapters(model, family.vocabulary(model))
@@ -60,8 +60,8 @@ class ParallelModel:
     """Transformers model that is sharded and scheduled in place.
 
     Args:
-        model: the model, with the same weights on every rank. A model of `FAMILIES` may also be on
-            the `meta` device: it is initialized one layer at a time (`model.meta_init`).
+        model: the model, with the same weights on every rank. A model in `FAMILIES` may also be on
+            the `meta` device, and is then initialized one layer at a time (`model.meta_init`).
         channel: the tensor group.
         settings: split and number of micro-batches.
         seed: seed of the random numbers that differ between ranks.
@@ -71,8 +71,8 @@ class ParallelModel:
         sharding: specs of the sharded tensors, and the record of all changes to the model.
         trace: if set, called with every event of the schedule: (event, sublayer, micro-batch).
         done: if set, called in backward with each sublayer whose gradients are complete.
-        scheduled: whether the schedule runs the blocks; if not, they do their own all-reduces.
-        shards_loss: whether the model's own loss is computed from this rank's logits only.
+        scheduled: whether the blocks have a schedule; otherwise they do their own all-reduces.
+        shards_loss: whether the model's own loss is computed without gathering logits.
         on_fallback: called with a message when a batch cannot be split as requested.
         trial: chooses the split for each batch size under `split="auto"`.
 
@@ -117,7 +117,7 @@ class ParallelModel:
         self._forbid_saving(model)
 
     def join(self, full: dict[nn.Parameter, Tensor]) -> None:
-        """Turn the model back into the plain transformers model.
+        """Restore the plain transformers model.
 
         Args:
             full: the full tensor of each sharded parameter (`gather_full_tensor`).
@@ -145,15 +145,15 @@ class ParallelModel:
         one_kind, as_tensor = len(set(kinds)) == 1, family.returns_tensor(blocks[0])
         self._blocks = _ScheduledBlocks(blocks, self._run_blocks, one_kind, as_tensor)
         self.sharding.restore.append(self._blocks.replace_in(*family.blocks_in(model)))
-        # `always_call`: after a failed forward the loop must see the blocks again
+        # `always_call`, because after a failed forward the loop must get the blocks again
         self._handles += [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
         ]
 
     def _shard_loss(self, model: Any) -> None:
-        # a user's own loss needs full logits; and adapters around the model call its `forward`
-        # directly, so the hooks would not run
+        # a user's own loss needs full logits, and peft calls the `forward` of the model inside
+        # directly, so these hooks would not run
         if model.loss_function.__name__ != "ForCausalLMLoss" or has_adapters(model):
             return
 
@@ -172,22 +172,22 @@ class ParallelModel:
             vars(model)["save_pretrained"] = _refuse_to_save
             self.sharding.restore.append(lambda: vars(model).pop("save_pretrained"))
 
-    # -- a forward of the blocks
+    # -- forward of the blocks
 
     def _run_blocks(self, hidden: Tensor, block: nn.Module, given: Sequence[Arguments]) -> Tensor:
         """Run the residual stream, shape (B, T, H), through all blocks.
 
         Args:
             hidden: the residual stream after the embedding.
-            block: any of the blocks.
+            block: any block, which tells whether activations are checkpointed.
             given: the other arguments of the blocks: one entry for all blocks, or one per block.
 
         Returns:
             The residual stream before the last norm; it supports one backward.
         """
-        # masks of different kinds of blocks differ only by a window, which affects no split
+        # block kinds have masks that differ only by a window, which matters to no split
         run = self._run(hidden, given[0], _checkpointed(block))
-        if not hidden.requires_grad:  # frozen embeddings: the node must be in the graph anyway
+        if not hidden.requires_grad:  # frozen embeddings: backward must still reach the node
             hidden = hidden.detach().requires_grad_()
         output: Tensor = _Stack.apply(hidden, run, given)  # type: ignore[no-untyped-call]
         return output
@@ -221,7 +221,7 @@ class ParallelModel:
         )
         return self.trial.timed(run, name, hidden) if timed else run
 
-    # -- hooks around a forward of the model
+    # -- hooks around forward of the model
 
     def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
@@ -229,13 +229,13 @@ class ParallelModel:
             kwargs.get(name) if name in kwargs else getattr(base.config, name, None)
             for name in _NOT_SCHEDULED
         )
-        # transformers reads `config.use_cache` later: True here was requested by the caller
+        # transformers has not applied `config.use_cache` yet: True is from the caller
         cached = cache is not None or kwargs.get("use_cache") is True
 
         active = torch.is_grad_enabled() and not requested and not cached
         self._blocks.begin(active)
-        # older transformers checkpoint around the call of a block: its recomputation would not find
-        # the partial sums of the embedding, and treat them as the finished embedding
+        # Older transformers checkpoint around the call of a block. The recomputation would take the
+        # embedding's partial sums for the finished embedding.
         around = getattr(base, "gradient_checkpointing", False) and not hasattr(
             self.sharding.blocks[0], "gradient_checkpointing"
         )
@@ -255,7 +255,7 @@ class ParallelModel:
         if not local or output is None:
             return output
 
-        # drop the logits: callers would mistake this rank's for all of them
+        # drop the logits: callers would take this rank's for those of the full vocabulary
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         return type(output)(**{k: v for k, v in output.items() if k != "logits"})
@@ -264,8 +264,8 @@ class ParallelModel:
 class _ScheduledBlocks(nn.ModuleList):
     """List of blocks that yields stand-ins while the schedule is active.
 
-    Its children are the blocks under the same names, so parameter names and state dicts are the
-    same as with the model's own list, which it replaces until `join`.
+    It replaces the model's own list until `join`. Its children are the blocks under the same names,
+    so parameter names and state dicts do not change.
 
     Args:
         blocks: the model's blocks.
@@ -316,14 +316,14 @@ RunBlocks = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
 
 
 class _StandIn:
-    """Stand-in for a block in the model's loop; has the block's attributes.
+    """Stand-in for a block in the model's loop, with the block's attributes.
 
-    It returns the residual stream unchanged and records the block's other arguments, because each
-    kind of block has its own mask. The last stand-in runs all blocks.
+    Calling it records the block's arguments, because each kind of block has its own mask, and
+    returns the residual stream unchanged. Calling the last stand-in runs all blocks.
 
     Args:
-        block: the block to replace.
-        recorded: arguments of the blocks in this forward so far, shared by all stand-ins.
+        block: the block that it replaces.
+        recorded: the blocks' arguments in this forward so far; one list for all stand-ins.
         run: runs all blocks; None except in the last stand-in.
         as_tensor: whether a block returns a tensor and not a tuple.
     """
@@ -370,7 +370,7 @@ class _Stack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            # the run would accumulate gradients of all parameters, whether requested or not
+            # the run accumulates gradients of all parameters, whether requested or not
             raise RuntimeError(
                 "A model sharded by Domino does not support `torch.autograd.grad` and"
                 " `backward(inputs=...)`: its blocks always compute the gradients of all"

@@ -1,17 +1,17 @@
 """Shard a model by the tensor-parallel plan in its config, without a schedule.
 
-A transformers plan maps module names, in which `*` is a wildcard, to styles:
+Such a plan (`base_model_tp_plan`) maps module names, where `*` is a wildcard, to styles:
 
 =================================  ==============================================================
-style                              how a layer is sharded
+style                              sharding
 =================================  ==============================================================
-`colwise`, of a linear             by outputs
+`colwise`, for a linear            by outputs
 `colwise_gather_output`            by outputs, which are gathered afterwards
-`rowwise`, of a linear             by inputs
+`rowwise`, for a linear            by inputs
 `rowwise_split_input`              by inputs, sliced from an input that every rank has in full
 `moe_tp_experts`                   by the hidden layer of every expert
-`replicated_with_grad_allreduce`   full on every rank, gradients summed
-any, of an embedding               by words, together with the head, if both are plain layers
+`replicated_with_grad_allreduce`   none: full on every rank, with gradients summed
+any, for an embedding              along the vocabulary, like the head, if both are plain layers
 =================================  ==============================================================
 """
 
@@ -51,7 +51,7 @@ _SHARED_STYLE = "replicated_with_grad_allreduce"
 
 
 def plan_of(model: nn.Module) -> Mapping[str, str]:
-    """Return the tensor-parallel plan in a model's config; empty for none."""
+    """Return the tensor-parallel plan in a model's config; empty if there is none."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     return plan or {}
 
@@ -147,9 +147,9 @@ def apply_plan(sharding: Sharding) -> None:
 
 
 def _shard_vocabulary(sharding: Sharding) -> None:
-    """Shard embedding and head by words, if both are plain layers that are used in one place."""
-    # else every rank keeps them in full: a subclass may scale its output, or other code may read
-    # the weight
+    """Shard embedding and head along the vocabulary, if both are plain layers used in one place."""
+    # otherwise every rank keeps both in full: a subclass may scale its output, and with several
+    # parents other code may read the weight
     model: Any = sharding.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     plain = type(embedding) is nn.Embedding and type(head) is nn.Linear
@@ -182,7 +182,7 @@ def _experts_width(module: nn.Module | nn.Parameter) -> int:
 
 
 def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
-    """Return the path, style, and module or parameter for each match of a plan entry."""
+    """Return the modules and parameters that the plan matches, as (path, style, object)."""
     base, plan = _base(model), plan_of(model)
     found: list[tuple[str, str, nn.Module | nn.Parameter]] = []
     experts_paths: set[str] = set()  # their parameters are sharded with the module

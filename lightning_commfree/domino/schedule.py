@@ -7,20 +7,21 @@ K sublayers, micro-batches i = 0 .. M - 1. Forward, for each sublayer k, for eac
 3. *body*: compute its partial sum,
 4. *launch* its all-reduce, which is in flight while the other micro-batches compute sublayer k.
 
-Where the embedding enters the first block unchanged, its all-reduces are launched first, and the
-first sublayer lands them.
+If the embedding enters the first block unchanged, its all-reduces are launched first, and the first
+sublayer lands them.
 
 Backward, for k from the last, for i from the last:
 
 1. *land*: wait for dx of sublayer k + 1 of micro-batch i,
 2. *enter*, backward: through norm and residual stream to d(partial) of sublayer k,
 3. *body*, backward: this rank's dx and the gradients of the weights,
-4. *launch* the all-reduce of dx, which is in flight during the others' backward of sublayer k.
+4. *launch* the all-reduce of dx, which is in flight during the other micro-batches' backward of
+   sublayer k.
 
 Autograd alone would run backward in the reverse order of forward and wait for every all-reduce
-right after its launch. So each micro-sublayer has its own graphs, and a single autograd node for
-all blocks runs them. Collectives are outside of micro-sublayers, so activation checkpointing
-recomputes without repeating communication.
+right after its launch. So each micro-sublayer (one sublayer of one micro-batch) has its own graphs,
+and a single autograd node for all blocks runs them. Collectives are outside these graphs, so
+activation checkpointing recomputes without repeating communication.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def of(cls, kind: str) -> Autocast:
-        """Return the current state for a device type."""
+        """Return the current state for a device type, such as "cuda"."""
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:
@@ -77,11 +78,11 @@ class ScheduleRun:
     Args:
         sublayers: the sublayers of all blocks, in order.
         group: the tensor group.
-        split: the split of the batch and the sums.
+        split: how the batch, and each sublayer's output, is split.
         checkpoint: whether backward recomputes micro-sublayers instead of keeping activations.
-        trace: called with every launch, land, enter and body, and its direction.
+        trace: called with every event, such as "launch forward", its sublayer and micro-batch.
         done: called with a sublayer when the gradients of its parameters are complete.
-        unsummed: whether the input is this rank's partial sum of the embedding.
+        unsummed: whether the input is this rank's partial sum of the embedding, not yet reduced.
     """
 
     sublayers: Sequence[Sublayer]
@@ -92,7 +93,7 @@ class ScheduleRun:
     done: Done | None = None
     unsummed: bool = False
     _autocast: Autocast = field(default=Autocast(), init=False)
-    # by sublayer, by micro-batch
+    # both indexed by sublayer, then by micro-batch
     _inputs: list[list[MicroInput]] = field(default_factory=list, init=False)
     _computed: list[list[MicroSublayer]] = field(default_factory=list, init=False)
     _ends: list[tuple[Inflow, Tensor]] = field(default_factory=list, init=False)
@@ -100,10 +101,10 @@ class ScheduleRun:
     # -- forward
 
     def forward(self, hidden: Tensor, arguments: Sequence[Arguments]) -> Tensor:
-        """Return the last block's output, shape of `hidden`, without a graph.
+        """Return the last block's output, with the shape of `hidden` and without an autograd graph.
 
         Args:
-            hidden: input of the first block.
+            hidden: input of the first block, shape (B, T, H).
             arguments: the blocks' other arguments: one entry for all blocks, or one per block.
         """
         self._autocast = Autocast.of(hidden.device.type)
@@ -195,7 +196,7 @@ class ScheduleRun:
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Accumulate the parameters' gradients; return the gradient of `hidden`."""
-        # autograd calls this with grad mode off, but checkpointing must build graphs again
+        # autograd calls this with grad mode off, but checkpointing must rebuild graphs
         with torch.enable_grad(), self._autocast.restored():
             d_streams, d_partials = self._backward_ends(gradient)
             order = range(len(d_streams) - 1, -1, -1)
@@ -233,7 +234,7 @@ class ScheduleRun:
         for i, source in enumerate(inputs):
             with source.replayed():
                 micro = self._enter(source, i, "again")
-                # nothing to launch: forward has the sum already
+                # nothing to launch: forward has already reduced the sum
                 self._body(micro, micros, i, "again", lambda _: None)
             micros.append(micro)
         return micros

@@ -1,4 +1,4 @@
-"""A LightningModule with sharded transformers models inside: the interface for strategies."""
+"""A LightningModule whose transformers models are sharded: the interface for strategies."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def find_models(module: nn.Module) -> list[nn.Module]:
 
 
 def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
-    """Check that a module has a model that can be sharded, without changing it.
+    """Check that a module contains models that can be sharded, without changing them.
 
     Args:
         strategy: name of the strategy, for messages.
-        module: not sharded yet.
-        ranks: the size of a tensor group.
+        module: the module, not sharded yet.
+        ranks: number of ranks in a tensor group.
 
     Raises:
-        ValueError: there is no such model, or it is wrapped, has tensors on the meta device that
-            would never get values, cannot be divided by `ranks`, or has unsupported adapters.
+        ValueError: there is no such model, or one is wrapped, has tensors on the meta device that
+            would never get values, is not divisible by `ranks`, or has unsupported adapters.
     """
     refuse_wrapped(strategy, module)
 
@@ -106,7 +106,7 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
         ValueError: the batches differ; the same error on all ranks.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    # digests instead of batches: a few bytes, and the channel compares them as text
+    # compare hashes as text: they are much smaller than the batches
     found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
     try:
         check_agreement(channel, {"the first batch": " ".join(found)})
@@ -162,7 +162,7 @@ class OptimizerShards:
     def shard_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
     ) -> dict[str, Any]:
-        """Return an optimizer's state with the shards of one rank of the tensor group."""
+        """Return an optimizer's state, with sharded tensors cut to a rank's shards."""
         sharded: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
             spec, _ = self._sharded.get(parameter, (None, None))
@@ -197,11 +197,11 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class ShardedModule:
-    """Module whose transformers models are sharded among a tensor group; create it by `prepare`.
+    """Module whose models are sharded among a tensor group; `prepare` creates it.
 
     Attributes:
         models: the sharded models.
-        optimizer_shards: gathers and shards the states of the optimizers.
+        optimizer_shards: gathers and shards the optimizer states.
     """
 
     def __init__(self, module: nn.Module, channel: Channel, models: list[ParallelModel]) -> None:
@@ -221,10 +221,10 @@ class ShardedModule:
     ) -> ShardedModule:
         """Shard the models inside `module` in place, before the optimizer is created.
 
-        The arguments are those of `ParallelModel`. All ranks must pass the same module.
+        All ranks must pass the same module. The other arguments are those of `ParallelModel`.
 
         Raises:
-            ValueError: some model cannot be sharded; `module` is unchanged.
+            ValueError: a model cannot be sharded; `module` is unchanged.
         """
         found = find_models(module)
         for model in found:  # all of them first, so that an error leaves none changed
@@ -244,7 +244,7 @@ class ShardedModule:
             check_batch(self._channel, verb, batch)
 
     def mark_shards(self, argument: str) -> None:
-        """Mark the sharded parameters, for an algorithm that does not know Domino.
+        """Mark the sharded parameters, for DiLoCo and Lion, which do not know `ShardSpec`.
 
         `argument` is the strategy's argument for the size of a tensor group, for the message.
 
@@ -287,7 +287,7 @@ class ShardedModule:
         return state if keep else {}
 
     def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a full state with this rank's shards in place of full tensors."""
+        """Return a full state, with sharded parameters cut to this rank's shards."""
         own = self._module.state_dict(keep_vars=True)
         specs, rank = self.specs, self._channel.rank
         return {
@@ -315,7 +315,7 @@ class ShardedModule:
     def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return an optimizer's full state with this rank's shards in place of full tensors."""
+        """Return an optimizer's full state, with sharded tensors cut to this rank's shards."""
         return self.optimizer_shards.shard_state_dict(optimizer, state, self._channel.rank)
 
     # -- gradients
@@ -331,14 +331,14 @@ class ShardedModule:
         norm = gradient_norm(parameters, self.specs, self.models[0].group)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
-    # -- the end
+    # -- the end of a fit
 
     def join(self) -> None:
-        """Turn the models back into plain ones, full on every rank; optimizers keep their state."""
+        """Restore the plain, full models on every rank; optimizer states stay sharded."""
         for model in self.models:
             full = {}
             for parameter, spec in model.sharding.specs.items():
-                # to the CPU, where Lightning moves a module after a fit anyway: the full model may
+                # on the CPU, where Lightning moves a module after a fit anyway: the full model may
                 # not fit on the device
                 full[parameter] = gather_full_tensor(
                     parameter.detach(), spec, self._channel, STATE_TAG

@@ -40,8 +40,7 @@ class ShardSpec:
         ranges: start and stop within a block, for every rank.
         size: length of the full dimension.
         blocks: number of equal blocks in the full dimension.
-        padded: length to which a full tensor is padded with zeros before sharding; None: no
-            padding.
+        padded: length to which a full tensor is zero-padded before sharding; None: no padding.
     """
 
     dim: int
@@ -125,17 +124,17 @@ class Sharding:
     restore: list[Callable[[], None]] = field(default_factory=list)
 
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
-        """Replace a child by `new`, until `restore`."""
+        """Replace a child module; `restore` undoes it."""
         old = getattr(parent, name)
         new.train(old.training)  # a module in eval mode must not start to apply dropout
         setattr(parent, name, new)
 
         for key, _ in new.named_parameters(recurse=False):
-            old.register_parameter(key, None)  # or a rank would keep the full tensor too
+            old.register_parameter(key, None)  # otherwise a rank would keep the full tensor too
         self.restore.append(lambda: _put_back(parent, name, old, new))
 
     def set(self, owner: nn.Module, name: str, value: Any) -> None:
-        """Change a plain attribute, until `restore`."""
+        """Change a plain attribute; `restore` undoes it."""
         old = getattr(owner, name)
         setattr(owner, name, value)
         self.restore.append(lambda: setattr(owner, name, old))
@@ -149,11 +148,10 @@ class Sharding:
 
     def mark_partial_gradients(self, module: nn.Module) -> None:
         """Mark a module that every rank holds in full, but whose gradients are partial sums."""
-        # each rank's gradient covers only its own heads or outputs; `sum_shared` adds them up, as
-        # it does for a key head that several ranks hold
+        # Each rank's gradient covers only its own heads or outputs. With the full dimension as the
+        # range of every rank, `sum_shared` adds them up, as for a key head of several ranks.
         for parameter in module.parameters():
             size = parameter.shape[0]
-            # the range of every rank is the full dimension
             self.specs[parameter] = ShardSpec(0, ((0, size),) * self.group.size, size)
 
 
@@ -211,7 +209,10 @@ def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
 def vocabulary(
     sharding: Sharding, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
 ) -> None:
-    """Shard embedding and head, given as (parent, name), by words; keep a tied weight tied."""
+    """Shard embedding and head along the vocabulary; a tied weight stays tied.
+
+    Both are given as (parent, name).
+    """
     group = sharding.group
     old_embedding, old_head = getattr(*embeddings), getattr(*head)
     tied = old_head.weight is old_embedding.weight
@@ -235,11 +236,9 @@ def vocabulary(
 def experts(sharding: Sharding, module: Any) -> None:
     """Shard the hidden layer of every expert, so that routing needs no communication.
 
-    Args:
-        sharding: the model's.
-        module: has the parameters `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, shape
-            (experts, H, I); called with hidden states, and indices and weights of the chosen
-            experts.
+    `module` has the parameters `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, shape
+    (experts, H, I). It is called with the hidden states, and indices and weights of the chosen
+    experts.
     """
     group, width = sharding.group, module.down_proj.shape[2]
     gate_up = ShardSpec.even(1, 2 * width, group.size, blocks=2)
@@ -247,8 +246,8 @@ def experts(sharding: Sharding, module: Any) -> None:
     down = ShardSpec.even(2, width, group.size)
     module.down_proj = sharding.shard(module.down_proj, down)
 
-    # each rank computes the gradients of hidden states and router weights from its slice of the
-    # experts only: sum them
+    # a rank's gradients of hidden states and router weights are partial sums, because they come
+    # from its slice of the experts
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, indices, weights, *rest = given
         return spread(hidden, group), indices, spread(weights, group), *rest
@@ -264,12 +263,12 @@ def experts(sharding: Sharding, module: Any) -> None:
 # LoRA around a sharded linear. peft's layers stay in place; A and B are sharded to match the base
 # weight W: y = x W + s (x A) B, with W, A and B in the order (in, out).
 #
-# ======  ===================  ===================  ===================================
+# ======  ===================  ===================  ==============================
 # linear  A, (in, r)           B, (r, out)          gradient summed over the group
-# ======  ===================  ===================  ===================================
-# column  full on every rank   sharded by outputs   A's: each rank's is partial
-# row     sharded by inputs    full on every rank   B's: each rank's is partial
-# ======  ===================  ===================  ===================================
+# ======  ===================  ===================  ==============================
+# column  full on every rank   sharded by outputs   of A
+# row     sharded by inputs    full on every rank   of B
+# ======  ===================  ===================  ==============================
 #
 # In a row linear, a rank's base output and its adapter output are both partial sums. They are added
 # first, so one all-reduce serves both and the schedule sends nothing extra.
@@ -283,7 +282,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def base_of(module: Any) -> Any:
-    """Return the layer inside an adapter, or the module itself."""
+    """Return the layer inside a peft adapter, or the module itself if it is not one."""
     return module.base_layer if is_adapted(module) else module
 
 
@@ -296,7 +295,7 @@ def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
     """Check that a model's adapters can be sharded; `vocabulary` is its embedding and head.
 
     Raises:
-        ValueError: an adapter is not LoRA of a linear layer in the blocks, or uses an unsupported
+        ValueError: an adapter is not plain LoRA on a linear layer of a block, or has an unsupported
             option.
     """
     for name, module in model.named_modules():

@@ -51,7 +51,7 @@ class Split:
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
-        """Split the other arguments of a block, besides `hidden`, for each micro-batch."""
+        """Return each micro-batch's share of a block's arguments other than `hidden`."""
         del hidden
         return [arguments]
 
@@ -81,8 +81,8 @@ class BatchSplit(Split):
     """Split the rows of a batch.
 
     Args:
-        num_micro_batches: at most the number of rows.
-        num_slices: see `Split`.
+        num_micro_batches: number of micro-batches, at most the number of rows.
+        num_slices: as in `Split`.
     """
 
     def __init__(self, num_micro_batches: int, num_slices: int = 1) -> None:
@@ -109,7 +109,7 @@ class BatchSplit(Split):
 
         return [
             {
-                # a tree map: transformers passes (cos, sin) of rotary positions as a tuple
+                # tree_map, because transformers passes rotary (cos, sin) as a tuple
                 key: pytree.tree_map(lambda v, i=i: own(v, i), value)
                 for key, value in arguments.items()
             }
@@ -121,9 +121,9 @@ class TokenSplit(Split):
     """Split the sequence into chunks, under causal attention.
 
     Args:
-        num_micro_batches: at most the number of tokens in a sequence.
-        flash: whether it is flash attention, which needs no mask to align the last query with the
-            last key.
+        num_micro_batches: number of micro-batches, at most the number of tokens in a sequence.
+        flash: whether the model uses flash attention, which aligns the last query with the last key
+            without a mask.
     """
 
     def __init__(self, num_micro_batches: int, flash: bool = False) -> None:
@@ -163,7 +163,7 @@ class TokenSplit(Split):
 
     @override
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
-        # the backward of the later chunks has run already and left these gradients
+        # later chunks have already run backward and accumulated these gradients
         return [d_total, *(lent.gradient() for lent in micro.lent)]
 
     def _cache_argument(self, attention: type[nn.Module]) -> str:
@@ -192,7 +192,7 @@ class TokenSplit(Split):
     def _mask(self, mask: Tensor | None, start: int, stop: int, hidden: Tensor) -> Tensor | None:
         """Return a chunk's mask, which also covers the tokens before the chunk."""
         if mask is None:
-            if start == 0 or self._flash:  # causal attention without a mask is already correct
+            if start == 0 or self._flash:  # correct without a mask, because attention is causal
                 return None
             ones = torch.ones(stop - start, stop, dtype=torch.bool, device=hidden.device)
             return ones.tril(start)[None, None]
@@ -237,16 +237,16 @@ def choose_split(
         settings: the user's settings, with "auto" replaced by the choice of `auto_split`.
         hidden: the batch's hidden state, shape (B, T, H).
         arguments: a block's other arguments.
-        config: attention's config; None if it has none.
+        config: the config of the attention module; None if it has none.
         on_fallback: called with the reason if the batch cannot be split as requested.
     """
-    # a fallback is chosen from the batch alone, so all ranks of a tensor group choose the same
+    # the choice depends only on the batch, so all ranks of a tensor group make the same one
     rows, tokens = hidden.shape[:2]
     parts, split = settings.num_micro_batches, settings.split
     if split == "hybrid":
         if rows >= 2:
             return BatchSplit(min(parts, rows), num_slices=min(parts, rows))
-        split = "weight"  # the half of hybrid that works with one row
+        split = "weight"  # the part of hybrid that works with one row
         on_fallback(
             f"A batch of {rows} cannot be split by rows (`split='hybrid'`): using `split='weight'`"
             " for it."
@@ -276,7 +276,7 @@ def choose_split(
 def legal_splits(
     hidden: Tensor, arguments: Mapping[str, Any], attention: nn.Module | None
 ) -> list[str]:
-    """Return those of "none", "batch" and "token" that can split a batch.
+    """Return which of the splits "none", "batch" and "token" are possible for a batch.
 
     Args:
         hidden: the batch's hidden state, shape (B, T, H).
@@ -311,7 +311,7 @@ def is_packed(arguments: Mapping[str, Any]) -> bool:
     """Return whether rows contain several examples, marked by their starts or positions."""
     if arguments.get("cu_seq_lens_q") is not None:
         return True
-    positions = arguments.get("position_ids")  # restart at 0 with each example
+    positions = arguments.get("position_ids")  # start at 0 in each example
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
 

@@ -1,7 +1,7 @@
 """A transformer block as two sublayers, and one sublayer's computation for one micro-batch.
 
-A sublayer is the computation between two all-reduces. The residual stream h and the sum y of the
-previous sublayer enter, and a partial sum leaves:
+A sublayer is the computation between two all-reduces. Its inputs are the residual stream h and the
+sum y of the previous sublayer, and its output is a partial sum:
 
     h <- h + finish(y)        bias, post-norm and dropout of the previous sublayer
     x <- norm(h)
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.domino.layers import DropoutAfterSum, RowLinear
 
-Arguments = dict[str, Any]  # a block's keyword arguments, besides the hidden state
+Arguments = dict[str, Any]  # a block's keyword arguments, without the hidden state
 Body = Callable[[Tensor, Arguments], Tensor]
 
 
@@ -40,11 +40,12 @@ class Sublayer:
         norm: computes x from h.
         body: computes the partial sum from x and the block's arguments.
         row: the last linear layer of the body.
-        modules: modules that contain the sublayer's parameters, which are used nowhere else.
+        modules: modules with the sublayer's parameters, which are used nowhere else.
         dropout: dropout applied to the sum, or None.
         post_norm: norm applied to the sum before dropout, or None.
         attention: the attention module; None for an MLP.
-        draws_own: returns whether the body draws random numbers that differ between ranks.
+        draws_own: returns whether the body draws random numbers that differ between ranks, as
+            attention's dropout does.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Inflow:
         """Return the residual stream, with its graph."""
         if self.finish is None:
             (stream,) = self.leaves
-            return stream.view_as(stream)  # a node of its own, whose backward reaches the leaf
+            return stream.view_as(stream)  # a view: backward must start at a node, not the leaf
 
         stream, total = self.leaves
         return stream + self.finish(total)
@@ -131,7 +132,7 @@ class MicroInput:
         sublayer: the sublayer to compute.
         arguments: its block's arguments for this micro-batch.
         inflow: the tensors that enter it.
-        replayed: returns a context in which the same random numbers are drawn again.
+        replayed: returns a context manager that replays the random numbers of forward.
     """
 
     sublayer: Sublayer
@@ -143,7 +144,7 @@ class MicroInput:
 class LentTensor:
     """Keys or values of a micro-batch that later micro-batches read.
 
-    Each reads its own leaf, because their backward passes run separately.
+    Each of them reads a leaf of its own, because their backward passes run separately.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -169,7 +170,7 @@ class MicroSublayer:
     """One sublayer of one micro-batch, with its autograd graphs.
 
     Attributes:
-        source: its inputs.
+        source: the inputs.
         entered: h + finish(y), with its graph.
         normed: norm(entered), with its graph.
         x: a leaf with the values of `normed`.
@@ -187,7 +188,7 @@ class MicroSublayer:
         self.lent: list[LentTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
-        """Run the body on `x`, with `more` arguments besides the block's."""
+        """Run the body on `x`, with the block's arguments and `more`."""
         # a view, because autocast caches half-precision copies of leaves, and gradients would
         # accumulate in the cached copy
         partial: Tensor = self.sublayer.body(
@@ -197,7 +198,7 @@ class MicroSublayer:
 
     def backward_body(self, gradients: list[Tensor]) -> Tensor:
         """Run backward from the outputs' gradients; return the gradient of `x`."""
-        # one call: keys, values and output share the graph of the body
+        # in one call, because keys, values and output share the body's graph
         torch.autograd.backward(self.outputs, gradients)
         self.outputs, self.lent = [], []
         return take_gradient(self.x)
@@ -209,7 +210,7 @@ class MicroSublayer:
             d_entered: gradient of the residual stream after this sublayer.
             d_normed: gradient of `x`, summed over the tensor group.
         """
-        # one call: both paths meet in the residual stream, whose graph is used once
+        # in one call, because both paths share the graph of the residual stream
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])
         # free the activations now: this object lives until the next sublayer
         del self.entered, self.normed, self.x

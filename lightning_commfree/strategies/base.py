@@ -14,6 +14,7 @@ Launchers, samplers, the `torch.compile` guard and device handling are those of 
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -44,6 +45,9 @@ from lightning_commfree.strategies.fit_session import FitLog, FitSession, Outsid
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
+
+# set to a level above INFO by users who do not want the summary at the end of a fit
+_logger = logging.getLogger("lightning_commfree")
 
 
 class ReplicaStrategy(DDPStrategy):
@@ -255,6 +259,15 @@ class ReplicaStrategy(DDPStrategy):
         # the last point that all ranks reach together
         self._resume.remove_leftovers()
         super().on_train_end()
+        self._report()
+
+    def _report(self) -> None:
+        """Print the summary of the fit on rank 0, unless the library's logger is set above INFO."""
+        log, quiet = self.session.log, _logger.level > logging.INFO
+        is_trial = bool(self.module.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if log.steps and self.world_size > 1 and not (is_trial or quiet):
+            apart = self.inside.size > 1 and self.group_ledger is not self.ledger
+            rank_zero_info(log.summary(" to other replicas" if apart else ""))
 
     @override
     def on_exception(self, exception: BaseException) -> None:

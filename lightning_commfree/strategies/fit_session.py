@@ -26,6 +26,7 @@ from lightning_commfree.comm.ledger import (
     Traffic,
     ring_all_reduce_bytes,
 )
+from lightning_commfree.comm.text import counted, human_bytes, plain
 from lightning_commfree.lightning_internals import Patches, add_to_rows
 from lightning_commfree.strategies.clock import PerOptimizerStep
 from lightning_commfree.strategies.contracts import Between
@@ -76,6 +77,7 @@ class FitSession(Generic[B]):
         del resumed
         self.clock.steps = self.steps_before()
         self._stopping.begin(self.trains_independently)
+        self.log.begin()
 
     def steps_before(self) -> int:
         """Return the number of steps before this fit was resumed, as the clock counts them."""
@@ -242,19 +244,41 @@ class FitLog:
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self.traffic, self._means = traffic, StepMeans(ledger, traffic, max(every, 1))
         self._steps_in_rows = 0
+        self._before = ledger.totals()
         self._last: dict[str, float] | None = None
         add_to_rows(trainer, patches, self._more_for)
+
+    def begin(self) -> None:
+        """Start counting for the summary. Called when training starts."""
+        self._before = self._ledger.totals()
 
     def after_step(self) -> None:
         """Count a step."""
         self._ledger.phase = END  # until the next step begins
         self._means.after_step()
 
+    @property
+    def steps(self) -> int:
+        """Number of steps counted."""
+        return self._means.steps
+
     def figures(self) -> dict[str, float]:
         """Return the current metrics by name; after the fit, its last ones."""
         if self._last is not None:
             return dict(self._last)
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
+
+    def summary(self, to: str = "") -> str:
+        """Return a sentence for the end of the fit; `to` names the receivers of the bytes."""
+        now, steps = self._ledger.totals(), self._means.steps
+        sent = now.bytes_sent - self._before.bytes_sent
+        ddp = steps * self.traffic.ddp_bytes_per_step
+        times = f", {plain(ddp / sent)} times as much" if sent else ""
+        return (
+            f"Trained {counted(steps, 'step')}. Rank 0 sent {human_bytes(sent)}{to} (fp32 DDP would"
+            f" have sent {human_bytes(ddp)}{times}) and waited"
+            f" {now.seconds_waited - self._before.seconds_waited:.2f} s for communication."
+        )
 
     def close(self) -> None:
         """End the log with the fit; its metrics stay readable."""

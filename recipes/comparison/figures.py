@@ -14,7 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
+from lightning_commfree.comm.text import plain
 from recipes.comparison.outcome import Measured, Outcome, Times, times, tokens
+from recipes.training.progress import History
 
 _COLORS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _COMPUTING, _HIDDEN, _EXPOSED = "#d9d9d9", "#86c5ea", "#c8443a"  # parts of a run's duration
@@ -26,21 +28,24 @@ def color(place: int) -> str:
 
 
 def draw_loss_over_tokens(axes: Axes, outcomes: Sequence[Outcome]) -> None:
-    """Draw validation loss over tokens."""
+    """Draw validation loss over tokens; of short runs, training loss."""
     for name, shade, measured in _curves(outcomes):
         summary, history = measured
-        x = tokens(history, history.validation_steps)
-        _draw_loss(axes, x, summary.tokens, measured, name, shade)
+        validated = history.validation_steps, history.validation_loss
+        steps, losses = validated if _has_curve(history) else (history.steps, history.train_loss)
+        _draw_loss(axes, tokens(history, steps), losses, summary.tokens, measured, name, shade)
     axes.set_title("Loss over tokens")
     _label_tokens(axes)
     _finish_loss(axes)
 
 
 def draw_loss_over_seconds(axes: Axes, outcomes: Sequence[Outcome]) -> None:
-    """Draw validation loss over the seconds since the first batch."""
+    """Draw validation loss over the seconds since the first batch; of short runs, training loss."""
     for name, shade, measured in _curves(outcomes):
         summary, history = measured
-        _draw_loss(axes, history.validation_seconds, summary.seconds, measured, name, shade)
+        validated = history.validation_seconds, history.validation_loss
+        x, losses = validated if _has_curve(history) else (history.seconds, history.train_loss)
+        _draw_loss(axes, x, losses, summary.seconds, measured, name, shade)
     axes.set(title="Loss over wall-clock", xlabel="seconds since the first batch")
     _finish_loss(axes)
 
@@ -135,13 +140,26 @@ def _curves(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, Measured]]:
             yield outcome.job.name, color(place), outcome.measured
 
 
+def _has_curve(history: History) -> bool:
+    """Return whether there are validations to join; a short run has only the one at its end."""
+    return len(history.validation_loss) > 1
+
+
 def _draw_loss(
-    axes: Axes, x: Sequence[float], end: float, measured: Measured, name: str, shade: str
+    axes: Axes,
+    x: Sequence[float],
+    losses: Sequence[float],
+    end: float,
+    measured: Measured,
+    name: str,
+    shade: str,
 ) -> None:
+    if not _has_curve(measured.history):
+        name += ", training"
     # the reference is wide and pale, because another curve may cover it
     first = not axes.lines
     look = {"lw": 5, "alpha": 0.35} if first else {"lw": 1.5, "marker": "o", "ms": 3}
-    axes.plot(x, measured.history.validation_loss, color=shade, label=name, **look)
+    axes.plot(x, losses, color=shade, label=name, **look)
     # not joined to the curve: validations during training may use fewer batches
     axes.plot([end], [measured.summary.validation_loss], "*", color=shade, ms=10)
 
@@ -164,6 +182,7 @@ def _legend(axes: Axes) -> None:
 
 def _label(spent: Times) -> str:
     if spent.exposed is None:
-        return f"{spent.total:.3g} s; exposed: not measured"
-    hidden = "not known" if spent.hidden is None else f"at least {spent.hidden:.3g} s"
-    return f"{spent.total:.3g} s, of which exposed {spent.exposed:.3g} s; hidden {hidden}"
+        return f"{plain(spent.total)} s; exposed: not measured"
+    hidden = "not known" if spent.hidden is None else f"at least {plain(spent.hidden)} s"
+    total, exposed = plain(spent.total), plain(spent.exposed)
+    return f"{total} s, of which exposed {exposed} s; hidden {hidden}"

@@ -14,12 +14,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from lightning_commfree.comm.text import human_bytes, plain
 from recipes.comparison.figures import DRAWINGS, color, svg
 from recipes.comparison.jobs import Plan
 from recipes.comparison.outcome import Measured, Outcome, times
 from recipes.comparison.running import failure_text
 from recipes.training.summary import share
-from recipes.training.traffic import human_bytes
 
 _TEMPLATE = "page.html.jinja"
 
@@ -161,7 +161,7 @@ def cells(outcome: Outcome, first: Measured | None, plan: Plan) -> list[Cell]:
         Cell(f"{summary.validation_loss:.4f}"),
         Cell(against),
         Cell(f"{summary.perplexity:.2f}"),
-        Cell(f"{summary.seconds:.3g}"),
+        Cell(plain(summary.seconds)),
         _seconds(spent.exposed, "not measured"),
         _seconds(spent.hidden, "not known"),
         Cell(human_bytes(sent), f"{how}; {human_bytes(besides)} besides" if besides else how),
@@ -215,7 +215,7 @@ def methods(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
 
 
 def _seconds(value: float | None, otherwise: str) -> Cell:
-    return Cell(otherwise if value is None else f"{value:.3g} s")
+    return Cell(otherwise if value is None else f"{plain(value)} s")
 
 
 def _row(place: int, outcomes: Sequence[Outcome], plan: Plan) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def find_splits(
     both = set(files["train"]) & set(files["validation"])
     if both:
         raise ValueError(
-            f"{len(both)} file(s) are in the training and in the validation split, for example"
+            f"The training and the validation split have files in common ({len(both)}), for example"
             f" '{min(both)}': the loss on training text is no validation. Give each file to"
             f" one split (`{key}.train`, `{key}.validation`)."
         )

@@ -23,12 +23,12 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.comm.text import counted, human_bytes
 from lightning_commfree.model.blocks import block_names
 from recipes.training.forked import without_initializing_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.layout import inside_of
 from recipes.training.length import Ranks, count_ranks
-from recipes.training.traffic import human_bytes
 
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container or cluster job: bytes, or "max"
@@ -73,7 +73,7 @@ def check_memory(config: Mapping[str, Any], outline: Callable[[], LanguageModel]
         raise ValueError(_sentence(need.per_rank, free, "on each GPU", need, config))
     total = need.host + (0 if on_gpu else ranks.per_node * need.per_rank)
     if total > (free := free_host_bytes()):
-        where = f"in the machine's memory for {ranks.per_node} rank(s)"
+        where = f"in the machine's memory for {counted(ranks.per_node, 'rank')}"
         raise ValueError(_sentence(total, free, where, need, config))
 
 

@@ -7,13 +7,14 @@ import os
 import lightning.pytorch as pl
 
 from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.comm.text import counted, human_bytes
 from lightning_commfree.model.shards import local_tensor
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import LanguageModel
 from recipes.training.progress import RunRecorder
 from recipes.training.summary import shown
-from recipes.training.traffic import by_tag, human_bytes
+from recipes.training.traffic import by_tag
 
 
 def plan_rows(
@@ -38,7 +39,7 @@ def plan_rows(
         "model": model,
         "parameters": count,
         "data": data.describe(),
-        "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)"
+        "strategy": f"{type(strategy).__name__} on {counted(trainer.world_size, 'rank')}"
         + _single_replica(trainer),
         "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
         "tokens per step": f"{per_step:,}, in rows of {data.tokens_per_row()}",

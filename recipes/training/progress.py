@@ -19,6 +19,7 @@ from recipes.training.language_model import Batch, LanguageModel
 from recipes.training.traffic import TrafficMeter, ddp_start_bytes
 
 _WINDOW = 21  # ends of batches; 20 batches lie between the first and the last
+_POINTS = 20  # of a curve, at least
 
 
 @dataclass
@@ -53,7 +54,8 @@ class RunRecorder(pl.Callback):
         data: the run's data.
 
     Attributes:
-        history: every `log_every_n_steps` optimizer steps, and every validation.
+        history: every `log_every_n_steps` optimizer steps, more often in a short run, so that its
+            curves have `_POINTS` points or more; and every validation.
         meter: what this rank will send and has sent; from `on_fit_start` on.
         num_parameters: of the whole model; from `setup` on, as the next one.
         num_trained: those of them that are trained.
@@ -171,6 +173,8 @@ class RunRecorder(pl.Callback):
     def _remember(self, trainer: pl.Trainer, every: int, share: Tensor) -> None:
         """Add to the history where that is due; `share` is what Lightning calls backward on."""
         history, step = self.history, trainer.global_step
+        if trainer.max_steps > 0:
+            every = min(every, max((trainer.max_steps - history.first_step) // _POINTS, 1))
         # a micro-batch that only accumulates ends without a new step; the first step opens the
         # curve
         is_new = not history.steps or step > history.steps[-1]

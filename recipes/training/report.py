@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.comm.ledger import VALIDATION
+from lightning_commfree.comm.text import counted
 from lightning_commfree.model.shards import is_shard
 from lightning_commfree.resume.files import write_atomic
 from lightning_commfree.resume.folders import is_folder, read_folder
@@ -220,7 +221,7 @@ class RunReport(pl.Callback):
 
     def _draw(self, trainer: pl.Trainer, final_loss: float) -> str:
         path = self._run_dir / "run.png"
-        title = f"{type(trainer.strategy).__name__} on {trainer.world_size} rank(s)"
+        title = f"{type(trainer.strategy).__name__} on {counted(trainer.world_size, 'rank')}"
         ddp_bytes = self._recorder.meter.plan.ddp_bytes_per_step
         draw_run(self._recorder.history, final_loss, ddp_bytes, title, path)
         return str(path)

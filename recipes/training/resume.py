@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_commfree.comm.text import counted
 from lightning_commfree.resume.folders import REST, is_folder
 from recipes.training.report import CHECKPOINT_FOLDER
 
@@ -45,9 +46,10 @@ def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str 
     steps = _steps_taken(path)
     if steps is not None and steps >= max_steps:
         raise ValueError(
-            f"'{path}' has already taken {steps} steps, and trainer.max_steps={max_steps}: nothing"
-            " is left to do. Raise trainer.max_steps (or token_budget) to train longer, or set"
-            " ckpt_path=null to start from scratch."
+            f"'{path}' has already taken {counted(steps, 'step')}, and"
+            f" trainer.max_steps={max_steps}: nothing is left to do. Raise"
+            " trainer.max_steps (or token_budget) to train longer, or set ckpt_path=null to start"
+            " from scratch."
         )
     return str(path)
 

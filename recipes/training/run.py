@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
-from lightning_commfree import DominoTPStrategy
+from lightning_commfree import DistributedLion, DistributedLionStrategy, DominoTPStrategy
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import LanguageModel
 from recipes.training.launch import check_launch, with_launcher
@@ -77,13 +77,13 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
         FileNotFoundError: `ckpt_path` or a data path does not exist. Raised before any process is
             launched, as is the next one.
         ValueError: the run has no length, its model does not fit into memory, there is too little
-            data, or a constructor refuses a value.
+            data, the strategy cannot use the optimizer, or a constructor refuses a value.
         SystemExit: SIGTERM or Ctrl-C has stopped the run, after saving a checkpoint.
     """
     max_steps = config["trainer"]["max_steps"]
     _check_length(max_steps)
     ckpt_path = find_checkpoint(config["ckpt_path"], config["run_dir"], max_steps)
-    factory(config["optimizer"])(nn.Linear(1, 1))  # raises for illegal values, before slow parts
+    _check_optimizer(config)  # before slow parts
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     config = with_launcher(config)
     forks = config["strategy"]["start_method"] == "fork"
@@ -173,6 +173,19 @@ def _check_length(max_steps: int) -> None:
         raise ValueError(
             f"trainer.max_steps={max_steps} must be positive: the learning rate's cosine, the"
             " progress bar and the checkpoints need to know the run's length in optimizer steps."
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    """Raise for illegal values, and for an optimizer that the strategy cannot use."""
+    made = factory(config["optimizer"])(nn.Linear(1, 1))
+    optimizer = made["optimizer"] if isinstance(made, dict) else made
+    strategy = config["strategy"]["_target_"].rpartition(".")[2]
+    if strategy == DistributedLionStrategy.__name__ and not isinstance(optimizer, DistributedLion):
+        raise ValueError(
+            f"strategy=distributed_lion cannot use {type(optimizer).__name__}, which does not vote."
+            " Set optimizer=distributed_lion, or optimizer=distributed_lion_finetune for"
+            " fine-tuning."
         )
 
 

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commfree.comm.ledger import STEPS
+from lightning_commfree.comm.text import counted, human_bytes, plain
 from recipes.training.progress import History
-from recipes.training.traffic import by_tag, human_bytes
+from recipes.training.traffic import by_tag
 
 _FRAME = 8  # columns of a panel for its frame and padding
 
@@ -59,7 +60,8 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
     """Return the rows of the panel at the end, label to text."""
     waited = summary.seconds_waited
     rows = {
-        "trained": f"{summary.steps:,} steps, {summary.tokens:,} tokens, {summary.seconds:.0f} s",
+        "trained": f"{counted(summary.steps, 'step')}, {summary.tokens:,} tokens,"
+        f" {summary.seconds:.0f} s",
         "before": _loss(summary.initial_loss, "of the weights that it started from"),
         "validation loss": _loss(summary.validation_loss, "of the final weights"),
         "perplexity": f"{summary.perplexity:.2f}" if math.isfinite(summary.perplexity) else "",
@@ -116,7 +118,7 @@ def _part(times_less: float) -> str:
 
 def share(times_less: float) -> str:
     """Format a ratio: "1/12.3" for 12.3 times less, "1.5" for more."""
-    return f"1/{times_less:,.3g}" if times_less > 1.005 else f"{1 / max(times_less, 1e-9):.3g}"
+    return f"1/{plain(times_less)}" if times_less > 1.005 else plain(1 / max(times_less, 1e-9))
 
 
 def _plain(value: Any) -> Any:

@@ -26,6 +26,7 @@ from lightning_commfree.comm.ledger import (
     broadcast_bytes,
     ring_all_reduce_bytes,
 )
+from lightning_commfree.comm.text import human_bytes
 from lightning_commfree.strategies import DominoTPStrategy, ReplicaStrategy, Traffic
 
 
@@ -121,15 +122,6 @@ def by_tag(sent: Mapping[str, float]) -> str:
     """Format as "outer_gradient 1.23 MB, handshake 40 B", largest first, without zeros."""
     largest_first = sorted(sent.items(), key=lambda item: -item[1])
     return ", ".join(f"{tag} {human_bytes(size)}" for tag, size in largest_first if size)
-
-
-def human_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with three digits and a decimal unit: 1.23 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def _ddp_traffic(trainer: pl.Trainer) -> Traffic:

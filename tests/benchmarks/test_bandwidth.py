@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.bandwidth import __main__ as bandwidth
 from benchmarks.bandwidth import measure
+from benchmarks.bandwidth.figures import BASELINES, FEWEST_ROUNDS, LABELS
 from benchmarks.lab import why_unavailable
 from benchmarks.lion_bandwidth import __main__ as lion_bandwidth
 from tests.benchmarks.records import SETTINGS, record
@@ -34,6 +35,17 @@ def test_results_are_continued_and_failures_repeated(tmp_path: Path) -> None:
     assert again.made_by == [["- first call"], ["- second call"]]
     with pytest.raises(ValueError, match="was measured with .*'steps': 40.*or another `--raw`"):
         measure.Results(path, {**SETTINGS, "steps": 5})
+
+
+def test_every_row_takes_turns_with_a_baseline_in_every_round() -> None:
+    options = bandwidth.parse([])
+    for round_ in range(options.rounds):
+        jobs = [rows for _, rows in measure.jobs("100mbit", options.rows, round_, options)]
+        seen = {row: dict(rows) for rows in jobs for row, _ in rows}
+        assert seen.keys() >= set(LABELS)
+        for row in LABELS:
+            assert BASELINES.get(row, "none") in seen[row]
+    assert options.rounds >= FEWEST_ROUNDS
 
 
 @needs_lab

@@ -10,11 +10,12 @@ from benchmarks.bandwidth.figures import (
     NOT_SLOWER,
     SLOWER,
     Figures,
+    baseline,
     figures_by_row,
     verdict_of_rounds,
     verdict_of_steps,
 )
-from benchmarks.bandwidth.page import headline
+from benchmarks.bandwidth.page import headline, table
 from tests.benchmarks.records import record
 
 
@@ -61,6 +62,23 @@ def test_the_verdict_by_rounds(ratio: float, by_round: list[float], verdict: str
 )
 def test_the_verdict_by_steps(ratio: float, without_one: list[float], verdict: str) -> None:
     assert verdict_of_steps(ratio, without_one) == verdict
+
+
+def test_utilization_is_of_the_rounds_that_a_row_shared_with_its_own_baseline() -> None:
+    """PowerSGD and torchft run in other processes than `none`, whose rounds may be slower."""
+    rounds = [record("none", ms, round_=i) for i, ms in enumerate([400, 500, 600])]
+    for row, ms in (("ddp", 800), ("torchft", 350), ("ddp_powersgd", 390)):
+        rounds += [record(row, ms, round_=i) for i in range(3)]
+    rounds += [record("torchft_none", 315, round_=i) for i in range(3)]
+    rounds += [record("ddp_powersgd_none", 300, round_=i) for i in range(2)]
+    found = figures_by_row(rounds, "100mbit")
+    assert baseline(found, "ddp") == (500, 500 / 800)
+    assert baseline(found, "torchft") == (315, pytest.approx(0.9))
+    assert baseline(found, "ddp_powersgd") is None
+    lines = {line.split(" | ")[0]: line for line in table(found)}
+    assert " | 315.0 | 90.0 % | " in lines["| torchft DiLoCo, no delay"]
+    assert " | too few rounds | too few rounds | " in lines["| DDP, PowerSGD rank 4"]
+    assert not any("none" in name for name in lines), "baselines have no line of their own"
 
 
 def test_missed_targets_are_reported() -> None:

@@ -63,6 +63,14 @@ def test_no_parameter_is_lost_by_rounding(capsys: pytest.CaptureFixture[str]) ->
     assert re.search(rf"data parallel .* {everything:.4g}$", text, re.MULTILINE)
 
 
+def test_large_figures_have_no_exponent(capsys: pytest.CaptureFixture[str]) -> None:
+    """A fragment of a 100B model takes more than 100 steps on such a link, in 12,345 s steps."""
+    more = ("--parameters", "100e9", "--sync-every", "5000", "--step-time", "12345")
+    text = printed(capsys, *more, "--bandwidth", "0.0001") + printed(capsys, "--blocks", "1")
+    assert not re.search(r"\de[+-]\d", text)
+    assert "The only fragment takes" in " ".join(text.split())
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

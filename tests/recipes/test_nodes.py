@@ -82,6 +82,6 @@ def test_two_nodes_train_to_the_end(by: str, tmp_path: Path) -> None:
     assert summary["validation_loss"] < summary["unigram_loss"] + 3
     # what the ledger counts has crossed the wire, and not more than the rest of the talk besides
     assert 0 < summary["bytes_sent"] < results[0].sent_bytes
-    assert "StreamingDiLoCoStrategy on 2 rank(s)" in results[0].output
+    assert "StreamingDiLoCoStrategy on 2 ranks" in results[0].output
     assert "After training" not in results[1].output, "rank 0 alone speaks"
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()

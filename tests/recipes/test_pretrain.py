@@ -309,3 +309,17 @@ def test_it_is_refused_before_a_launch(compose_config, words, sentence) -> None:
     small = [] if "data=text" in words else SMALL
     with pytest.raises(Exception, match=sentence):
         fit(compose_config(*small, "strategy=ddp", *words.split()), build)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "distributed_lion"])
+def test_lion_needs_its_optimizer_before_anything_is_loaded(compose_config, optimizer) -> None:
+    class ReachedError(Exception):
+        pass
+
+    def build_nothing(_):
+        raise ReachedError
+
+    config = compose_config(*SMALL, "strategy=distributed_lion", f"optimizer={optimizer}")
+    refused = pytest.raises(ValueError, match=r"cannot use AdamW.* Set optimizer=distributed_lion")
+    with refused if optimizer == "adamw" else pytest.raises(ReachedError):
+        fit(config, build_nothing)

@@ -55,8 +55,8 @@ def test_one_and_two_processes_in_one_sweep(compose_config, tmp_path) -> None:
     one, two = (json.loads((job / "summary.json").read_text()) for job in jobs)
     assert two["tokens"] == 2 * one["tokens"] == 2 * 4 * 16 * 16
     assert (one["bytes_sent"], two["bytes_sent"] > 0) == (0, True)
-    assert "DDPStrategy on 1 rank(s)" in result.stdout
-    assert "DDPStrategy on 2 rank(s)" in result.stdout
+    assert "DDPStrategy on 1 rank" in result.stdout
+    assert "DDPStrategy on 2 ranks" in result.stdout
     table = result.stdout[result.stdout.index("overrides") :]
     losses = (f"{one['validation_loss']:.4f}", f"{two['validation_loss']:.4f}")
     for number, loss in enumerate(losses):

@@ -72,8 +72,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_it_says_how_often_a_fragment_is_exchanged(said: Any) -> None:
     assert said["enough"] == (
         [
-            "Within 20 steps each of the 1 fragments is exchanged 5 times"
-            " (`sync_every=4`), and all of them once more when the fit ends."
+            "Within 20 steps the only fragment is exchanged 5 times (`sync_every=4`), and once more"
+            " when the fit ends."
         ],
         [],
     )
@@ -90,6 +90,7 @@ def test_few_exchanges_bring_the_advice(said: Any) -> None:
     assert Schedule(2, 2, 1).launches_until(1, 17) >= 5, "the advice is good"
     assert said["none"][1][0].endswith("Try `sync_every=3`.")
     assert "is exchanged 0 times" in said["none"][1][0]
+    assert "the only fragment is exchanged 1 time (" in said["too short"][1][0]
     assert said["too short"][1][0].endswith("The fit is too short for more exchanges.")
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from transformers import GPT2Config
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.comm.text import human_bytes
 from recipes.data.corpus import MarkovChain
 from recipes.data.token_blocks import TokenBlocks
 from recipes.data.token_data import TokenDataModule, unigram_loss
@@ -27,7 +28,7 @@ from recipes.training.plan_rows import _single_replica
 from recipes.training.progress import RunRecorder
 from recipes.training.report import RunReport
 from recipes.training.summary import RunSummary, print_panel, share, summary_rows
-from recipes.training.traffic import TrafficMeter, human_bytes
+from recipes.training.traffic import TrafficMeter
 
 BLOCK_SIZE, BATCH_SIZE, ACCUMULATE, STEPS = 16, 2, 3, 8
 CONFIG = GPT2Config(vocab_size=257, n_positions=BLOCK_SIZE, n_embd=8, n_layer=2, n_head=2)
@@ -55,11 +56,19 @@ def test_unigram_loss_by_hand(tmp_path) -> None:
         (4_287_488, "4.29 MB"),
         (999_600, "1 MB"),
         (2.5e9, "2.5 GB"),
-        (7e15, "7e+03 TB"),
+        (7e15, "7,000 TB"),
     ],
 )
 def test_human_bytes(num_bytes, text) -> None:
     assert human_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("times_less", "text"),
+    [(1190.4, "1/1,190"), (12.34, "1/12.3"), (0.8, "1.25"), (5e-5, "20,000")],
+)
+def test_a_share_has_no_exponent(times_less, text) -> None:
+    assert share(times_less) == text
 
 
 @pytest.fixture
@@ -185,8 +194,9 @@ def test_one_rank_sends_nothing_and_writes_no_text_unasked(fit, tmp_path) -> Non
     assert "none of it" in summary_rows(summary)["fp32 DDP"]
     # in this process, so the history can be looked at
     history = recorder.history
-    assert history.steps == [1, 2, 4, 6, 8]
-    assert history.bytes_sent == [0] * 5
+    # a short run: more often than every two steps, as rows are logged
+    assert history.steps == list(range(1, STEPS + 1))
+    assert history.bytes_sent == [0] * STEPS
     # of a whole batch, and not the share of it that is accumulated; the model knows nothing yet
     assert history.train_loss[0] == pytest.approx(math.log(257), abs=0.3)
     assert history.validation_steps == [4, 8]

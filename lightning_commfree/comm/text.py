@@ -1,0 +1,24 @@
+"""Format numbers for messages."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+
+def plain(number: float) -> str:
+    """Format with three significant digits and without an exponent: 0.0123, 1.23, 1,230."""
+    return f"{Decimal(f'{number:.3g}'):,f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a count with its noun: 1 step, 1,200 steps."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Format a number of bytes with three digits and a decimal unit: 1.23 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{plain(num_bytes)} {unit}"
+        num_bytes /= 1000
+    return f"{plain(num_bytes)} TB"

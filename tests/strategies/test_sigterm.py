@@ -225,7 +225,7 @@ class Slow(pl.Callback):
         print(type(error).__name__ + "\\n", end="", flush=True)  # in one piece
 
 model, data = Tiny(), loader(4000)
-trainer = quiet_trainer(strategy=sys.argv[1], devices=2, max_epochs=-1, callbacks=[Slow()])
+trainer = quiet_trainer(strategy=sys.argv[1], devices=int(sys.argv[2]), max_epochs=-1, callbacks=[Slow()])
 FIT
 print("after fit", flush=True)
 """
@@ -237,12 +237,12 @@ FIT = "trainer.fit(model, data)"
 )
 
 
-def terminate(strategy: str, fit: str, folder: Path) -> tuple[int, list[str]]:
+def terminate(strategy: str, fit: str, folder: Path, devices: int = 2) -> tuple[int, list[str]]:
     """Send SIGTERM to a script as a user starts it; return its exit code and what it prints."""
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("FIT", fit, 1))
     with subprocess.Popen(
-        [sys.executable, script, strategy],
+        [sys.executable, script, strategy, str(devices)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -257,9 +257,12 @@ def terminate(strategy: str, fit: str, folder: Path) -> tuple[int, list[str]]:
 
 
 def test_a_script_ends_as_with_lightnings_ddp(tmp_path: Path) -> None:
-    """Lightning's exception is a `SystemExit` without a code."""
-    ours, ddp = (terminate(name, FIT, tmp_path) for name in ("streaming_diloco", "ddp"))
-    assert ours == ddp == (0, ["SIGTERMException"] * 2)
+    """Lightning's exception is a `SystemExit` without a code.
+
+    On one rank: with more, the broadcast in Lightning's signal handler may meet another collective.
+    """
+    assert terminate("streaming_diloco", FIT, tmp_path) == (0, ["SIGTERMException"] * 2)
+    assert terminate("ddp", FIT, tmp_path, devices=1) == (0, ["SIGTERMException"])
 
 
 def test_the_documented_lines_give_an_exit_code(tmp_path: Path) -> None:

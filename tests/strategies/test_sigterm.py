@@ -225,7 +225,8 @@ class Slow(pl.Callback):
         print(type(error).__name__ + "\\n", end="", flush=True)  # in one piece
 
 model, data = Tiny(), loader(4000)
-trainer = quiet_trainer(strategy=sys.argv[1], devices=int(sys.argv[2]), max_epochs=-1, callbacks=[Slow()])
+strategy, devices = sys.argv[1], int(sys.argv[2])
+trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=-1, callbacks=[Slow()])
 FIT
 print("after fit", flush=True)
 """

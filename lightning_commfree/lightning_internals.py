@@ -17,6 +17,8 @@ epoch_loop.on_run_start         record random numbers (`resume.data_position`); 
 epoch_loop.reset                hide a warning about loaders (`hide_resume_warning`)
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
+setup_data and reset of         the same number of batches on ranks that share a model
+evaluation loops                (`evaluation`)
 strategy.process_dataloader     record random numbers (`resume.data_position`)
 two of the checkpoint connector find the checkpoint on any rank's disk (`around_loading`)
 three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from operator import attrgetter
@@ -38,6 +40,7 @@ from typing import Any, NamedTuple, cast
 
 import lightning
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -149,6 +152,15 @@ TIMED = Feature(
 EPOCHS = Feature(
     "equalizing epochs over ranks: give all ranks the same number of batches, or they hang",
     ("fit_loop._combined_loader", "fit_loop._data_fetcher"),
+)
+EVALUATION = Feature(
+    "equalizing validation, test and predict batches over ranks that share a model: give all ranks"
+    " the same number of batches, or they hang",
+    (
+        "fit_loop.epoch_loop.val_loop._max_batches",
+        "fit_loop.epoch_loop.val_loop._data_fetcher",
+        "predict_loop.max_batches",
+    ),
 )
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
 FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))
@@ -486,7 +498,41 @@ def end_epoch_after_this_batch(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
 
-def has_no_batch(trainer: pl.Trainer) -> bool:
-    """Return whether a loader without a length, which Lightning prefetches, was empty."""
-    fetched = getattr(data_fetcher(trainer), "batches", None)
+def has_no_batch(loop: Any) -> bool:
+    """Return whether a loop's loader without a length, which Lightning prefetches, was empty."""
+    fetched = getattr(loop._data_fetcher, "batches", None)
     return fetched is not None and not fetched
+
+
+def evaluation_loop(trainer: pl.Trainer) -> Any:
+    """Return the loop that validates, tests or predicts in the Trainer's current function."""
+    loops = {
+        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    assert trainer.state.fn is not None, "the Trainer runs"
+    return loops[trainer.state.fn]
+
+
+def batch_limits(loop: Any) -> list[int | float]:
+    """Return an evaluation loop's own list of batches per loader; a new list with new loaders."""
+    limits: list[int | float] = vars(loop).get("_max_batches", vars(loop).get("max_batches"))
+    return limits
+
+
+def fetches_ahead(loop: Any) -> bool:
+    """Return whether a loop has fetched its first batch, because it knows no length."""
+    return loop._data_fetcher.length is None and hasattr(loop._data_fetcher, "batches")
+
+
+def drop_first_batch(loop: Any) -> None:
+    """End a loop that has fetched its first batch, before it runs."""
+    fetcher = loop._data_fetcher
+    fetcher.batches, fetcher.done = [], True
+
+
+def wrap_batches(loop: Any, wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    """Replace the iterator over the batches that a loop has still to fetch."""
+    loop._data_fetcher.iterator = wrap(loop._data_fetcher.iterator)

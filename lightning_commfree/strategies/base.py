@@ -43,6 +43,7 @@ from lightning_commfree.strategies.checks import check_ddp_kwargs, present
 from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.drift import DriftCheck
+from lightning_commfree.strategies.evaluation import SharedEvaluation
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
@@ -87,6 +88,7 @@ class ReplicaStrategy(DDPStrategy):
         self.session: FitSession[Any] = OutsideOfFit()
         self._prepared: list[Optimizer] = []  # for which `inside` and the algorithm are prepared
         self._log: FitLog | None = None
+        self._evaluation: SharedEvaluation
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
         self._launch_method = ddp_kwargs.get("start_method", "popen")
         self._clean_launcher: Any = None
@@ -171,6 +173,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._evaluation = SharedEvaluation(trainer, self.ranks, self.inside, self.patches)
         if trainer.state.fn != TrainerFn.FITTING:
             self.inside.set_up_evaluation(trainer, super().setup)
             return
@@ -234,7 +237,18 @@ class ReplicaStrategy(DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.inside.same_batch:
             self.inside.check_first("validate", (args, kwargs))
-        return super().validation_step(*args, **kwargs)
+        with self._evaluation.batch():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().predict_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -7,6 +7,8 @@ import inspect
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 import traceback
 import warnings
@@ -22,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from examples.local_sgd import LocalSGDStrategy
 from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
+from tests.pages import ROOT, python_of
 from tests.strategies.models import Tiny, Voter, loader, quiet_trainer
 from tests.world import run_ranks
 
@@ -278,3 +281,65 @@ def test_ranks_of_a_replica_hear_of_it_from_each_other(tmp_path: Path) -> None:
     """The flag of rank 1 travels with its shard, to rank 3 alone; DDP would wait for the others."""
     for outcome in run_ranks(fit_replicas, 4, tmp_path, tmp_path / "checkpoints"):
         assert outcome == ("SIGTERMException", 15, True, [".commfree", "on_exception.ckpt"])
+
+
+SCRIPT = """
+import sys, time
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from tests.strategies.models import Tiny, loader, quiet_trainer
+
+class Slow(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        time.sleep(0.02)
+        if trainer.global_step == 5 and trainer.is_global_zero:
+            print("ready", flush=True)
+
+    def on_exception(self, trainer, module, error):
+        print(type(error).__name__ + "\\n", end="", flush=True)  # in one piece
+
+model, data = Tiny(), loader(4000)
+strategy, devices = sys.argv[1], int(sys.argv[2])
+trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=-1, callbacks=[Slow()])
+FIT
+print("after fit", flush=True)
+"""
+FIT = "trainer.fit(model, data)"
+(CAUGHT,) = (
+    block[block.index("try:") :]
+    for block in python_of((ROOT / "docs/troubleshooting.md").read_text("utf-8"))
+    if "SIGTERMException" in block
+)
+
+
+def terminate(strategy: str, fit: str, folder: Path, devices: int = 2) -> tuple[int, list[str]]:
+    """Send SIGTERM to a script as a user starts it; return its exit code and what it prints."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("FIT", fit, 1))
+    with subprocess.Popen(
+        [sys.executable, script, strategy, str(devices)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
+    return process.returncode, sorted(printed.split())
+
+
+def test_a_script_ends_as_with_lightnings_ddp(tmp_path: Path) -> None:
+    """Lightning's exception is a `SystemExit` without a code.
+
+    On one rank: with more, the broadcast in Lightning's signal handler may meet another collective.
+    """
+    assert terminate("streaming_diloco", FIT, tmp_path) == (0, ["SIGTERMException"] * 2)
+    assert terminate("ddp", FIT, tmp_path, devices=1) == (0, ["SIGTERMException"])
+
+
+def test_the_documented_lines_give_an_exit_code(tmp_path: Path) -> None:
+    code, printed = terminate("streaming_diloco", CAUGHT, tmp_path)
+    assert (code, printed) == (143, ["SIGTERMException"] * 2)

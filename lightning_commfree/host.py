@@ -57,11 +57,11 @@ if TYPE_CHECKING or HOST == "lightning":
     from lightning.fabric.plugins import CheckpointIO
     from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
     from lightning.pytorch import callbacks
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import TorchCheckpointIO
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
-    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+    from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities import CombinedLoader
@@ -72,11 +72,11 @@ else:
     from lightning_fabric.plugins import CheckpointIO
     from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
     from pytorch_lightning import callbacks
-    from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from pytorch_lightning.core.optimizer import LightningOptimizer
     from pytorch_lightning.plugins import TorchCheckpointIO
     from pytorch_lightning.plugins.io import AsyncCheckpointIO
-    from pytorch_lightning.plugins.precision import MixedPrecision, Precision
+    from pytorch_lightning.plugins.precision import DoublePrecision, MixedPrecision, Precision
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
     from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
     from pytorch_lightning.utilities import CombinedLoader
@@ -134,9 +134,11 @@ __all__ = [
     "CheckpointIO",
     "CombinedLoader",
     "DDPStrategy",
+    "DoublePrecision",
     "LightningOptimizer",
     "MixedPrecision",
     "ModelCheckpoint",
+    "OnExceptionCheckpoint",
     "Precision",
     "SIGTERMException",
     "StrategyRegistry",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.lion_step.operations import gpt2_shapes
-from lightning_commfree.comm.view import FixedMembership, View
+from lightning_commfree.comm.exchange import FixedMembership, View
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,

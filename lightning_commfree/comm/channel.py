@@ -98,7 +98,7 @@ class Channel:
         self.device = device or torch.device("cpu")
         self.group, self._downward = group, downward
         self.peers = PeerWatch(self.ranks, rank)  # `open` sets one with a heartbeat
-        self._owns_monitor = False
+        self._owns_monitor = self._keeps_group = False
         self._sockets = CloseOnFork()
         assert (group is None) == (self.size == 1), "several ranks need a process group"
 
@@ -193,11 +193,17 @@ class Channel:
             work = dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)
         return self._pending([work], tensor, tag)
 
+    def keep_group(self) -> dist.ProcessGroup:
+        """Return the process group, for a library that needs it longer: `close` leaves it open."""
+        assert self.group is not None, "a single rank has no process group"
+        self._keeps_group = True
+        return self.group
+
     def close(self) -> None:
         """Destroy the process groups; results that are still pending are lost."""
         # before the groups: a peer whose connection breaks can then read that this rank has left
         self.peers.close(self._owns_monitor)
-        for group in (self.group, self._downward):
+        for group in (None if self._keeps_group else self.group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         # Garbage collection in a forked worker would wait for the groups' threads, which do not

@@ -335,6 +335,10 @@ class StreamingDiLoCo:
             stacklevel=2,
         )
 
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take over the inner optimizers; hooks may replace them during a fit."""
+        self.optimizers = optimizers
+
     # -- frozen parameters
 
     def _join(self, names: Sequence[str], offset: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from lightning_commfree.comm.background import on_host
 from lightning_commfree.comm.channel import Channel, Pending
@@ -117,13 +118,20 @@ def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> N
 
 
 def gradient_norm(
-    parameters: Iterable[nn.Parameter], specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup
+    parameters: Iterable[nn.Parameter],
+    specs: Mapping[nn.Parameter, ShardSpec],
+    group: TensorGroup,
+    norm_type: float = 2.0,
 ) -> Tensor:
-    """Return the Euclidean norm of the full model's gradient; collective.
+    """Return the p-norm of the full model's gradient; collective.
 
-    `specs` has the specs of the sharded parameters. The result is 0-d, in fp32 or wider, and the
-    same on all ranks.
+    `specs` has the specs of the sharded parameters, and `norm_type` is p. The result is 0-d, in
+    fp32 or wider, and the same on all ranks.
     """
+    if math.isinf(norm_type):
+        largest = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        return group.channel.all_gather(largest, NORM_TAG).wait().amax()
+
     total: dict[bool, Tensor] = {}  # by whether the parameters are sharded
     for p in parameters:
         if p.grad is None:
@@ -131,20 +139,20 @@ def gradient_norm(
 
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
-        # each of several ranks with the same shard counts an equal part of its square
-        square = (
-            p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32)).square().sum()
-            / holders
-        )
+        # each of several ranks with the same shard counts an equal part of its powers
+        values = p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32))
+        power = values.square() if norm_type == 2 else values.abs().pow(norm_type)
+        share = power.sum() / holders
         key = spec is not None
-        total[key] = total[key] + square if key in total else square
+        total[key] = total[key] + share if key in total else share
 
     if not total:  # the same on all ranks, which have the same parameters
         return torch.zeros(())
     first = next(iter(total.values()))
     sharded = total.get(True, torch.zeros_like(first)).reshape(1)
     full = total.get(False, torch.zeros_like(first))  # the same on every rank: not summed
-    return (group.all_reduce(sharded, NORM_TAG).wait().squeeze(0) + full).sqrt()
+    summed = group.all_reduce(sharded, NORM_TAG).wait().squeeze(0) + full
+    return summed.sqrt() if norm_type == 2 else summed.pow(1 / norm_type)
 
 
 _NAMED = 3  # maximum number of ranks to name in an error

@@ -231,7 +231,7 @@ class Voting:
                 return AgreedError(
                     f"The gradient of {names[i]!r} on {self._ranks_of(worker)} contains NaN or"
                     f" Inf{more}, before step {step}. All ranks are stopping; no parameter was"
-                    " changed. Lower the learning rate or check that rank's batch;"
+                    " changed. Lower the learning rate or check the batches there;"
                     " `nonfinite='abstain'` would leave such a worker out of the vote."
                 )
 
@@ -243,10 +243,12 @@ class Voting:
 
     def _ranks_of(self, worker: int) -> str:
         rank = self.view.channel.ranks[worker]
-        if self.node is None:
+        # gradients are averaged over them, with shards too, so any may be the source
+        ranks = self.node or self._shard_peers
+        if ranks is None:
             return f"rank {rank}"
-        first = rank - self.node.rank
-        return f"ranks {first} to {first + self.node.size - 1}"
+        first = rank - ranks.rank
+        return f"ranks {first} to {first + ranks.size - 1}"
 
     def close(self) -> None:
         """Remove the hooks and stop the background thread."""

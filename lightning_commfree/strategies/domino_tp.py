@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Traffic
+from lightning_commfree.comm.settings import check_count
 from lightning_commfree.domino import DominoSettings, GradientMean, looks_finite, refuse_nonfinite
 from lightning_commfree.domino.data_parallel import FLAGS_TAG
 from lightning_commfree.strategies.base import ReplicaStrategy
@@ -115,12 +117,14 @@ class DominoTPStrategy(ReplicaStrategy):
             and outputs; "none": wait for every all-reduce. "auto": the fastest of "batch", "token"
             and "none", chosen by timing the first 30 batches of each size (`domino.auto_split`).
         num_micro_batches: number of micro-batches, 2 or more.
+        check_drift_every: compare the parameters that several ranks hold every so many steps, by a
+            hash; a difference ends the fit with an error that names parameter and ranks. 0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             A network link may be down for half of `timeout` (30 minutes by default), but for at
             most about 15 minutes, after which Linux drops its connections.
 
     Attributes:
-        settings: the arguments above.
+        settings: the arguments above except `check_drift_every`.
         ledger: bytes sent by this rank, seconds waited and number of collectives, by tag.
 
     Raises:
@@ -140,9 +144,12 @@ class DominoTPStrategy(ReplicaStrategy):
         tensor_parallel_size: int | None = None,
         split: str = "auto",
         num_micro_batches: int = 2,
+        check_drift_every: int = 100,
         **ddp_kwargs: Any,
     ) -> None:
+        check_count("check_drift_every", check_drift_every, 0, ", where 0 means never")
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
+        self.check_drift_every = check_drift_every
         super().__init__(TensorParallel(self, self.settings), **ddp_kwargs)
         self.group_ledger = self.ledger  # one ledger for both axes, told apart by tags
 
@@ -165,7 +172,15 @@ class DominoTPStrategy(ReplicaStrategy):
         sent = self.algorithm.bytes_per_step(self.module, tokens_per_step, mixed, clips)
         return Traffic(sent, 1, super().traffic().ddp_bytes_per_step)
 
+    @override
+    def fingerprint(self) -> dict[str, str]:
+        return {**super().fingerprint(), "check_drift_every": repr(self.check_drift_every)}
+
     # -- the hooks of a fit
+
+    @override
+    def equal_weights(self) -> tuple[int, Channel]:
+        return self.check_drift_every, self.channels.world
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:

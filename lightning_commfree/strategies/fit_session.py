@@ -46,6 +46,7 @@ class FitSession(Generic[B]):
     """
 
     trains_independently = False  # ranks exchange nothing at most steps
+    compares_weights = False  # the exchange of a step compares the ranks' weights
     computing = False  # whether a training step is running
     accumulates = False  # whether no optimizer step follows it
 

@@ -15,8 +15,9 @@ OLDEST_ARGS :=
 DEMO_ARGS :=
 COMPARE_ARGS :=
 NEWCOMER_ARGS :=
+GPU_ARGS :=
 
-.PHONY: help demo compare test test-fast test-oldest check audit release wheel-test bench bench-quality constraints newcomer-test docs clean
+.PHONY: help demo compare test test-fast test-oldest check audit release wheel-test bench bench-quality gpu-check constraints newcomer-test docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
@@ -32,6 +33,7 @@ help:
 	@echo "make newcomer-test  run the documented commands in a fresh clone: demo, two machines, fine-tuning, docs"
 	@echo "make bench        set up, then run the benchmarks that this machine can run, about an hour, and write their pages"
 	@echo "make bench-quality  set up, then compare losses with DDP, an hour or more"
+	@echo "make gpu-check    set up, then check correctness and cost on a GPU, half an hour, and write build/gpu_check.md"
 	@echo "make constraints  resolve constraints.txt again from pyproject.toml (UPGRADE=1: with the newest releases)"
 	@echo "make clean        remove .venv, builds and caches, but not the outputs of recipes"
 
@@ -109,6 +111,10 @@ bench: $(STAMP)
 
 bench-quality: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.quality
+
+# Where there are two or four GPUs, NCCL too; where there is none, what a CPU can play (GPU_ARGS='--stages kernels').
+gpu-check: $(STAMP)
+	$(PY) -m benchmarks.gpu_check $(GPU_ARGS)
 
 # The stamp comes last, so that an interrupted set-up is resumed. pip compiles on one core, compileall on all of them;
 # files that it cannot compile (templates, the syntax of other Pythons) are never imported.

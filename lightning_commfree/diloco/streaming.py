@@ -305,7 +305,7 @@ class StreamingDiLoCo:
 
     def _enter(self, view: View) -> None:
         """Use `view` for all exchanges from now on."""
-        self.view, self._background = view, Background(view.channel.ledger)
+        self.view, self._background = view, Background(view.channel.ledger, view.channel.peers)
         self._open_exchanges()
 
     def _open_exchanges(self) -> None:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from lightning_commfree.comm.background import on_host
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.handshake import gather_texts
-from lightning_commfree.comm.liveness import AgreedError
+from lightning_commfree.comm.liveness import AgreedError, PeerWatch
 from lightning_commfree.domino.layers import TensorGroup
 from lightning_commfree.domino.sharding import ShardSpec
 from lightning_commfree.domino.sublayers import Sublayer
@@ -157,9 +158,16 @@ def gradient_norm(
 _NAMED = 3  # maximum number of ranks to name in an error
 
 
-def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether the norm of this rank's gradients is finite; synchronizes the device once."""
-    return _norm_is_finite([p.grad for p in parameters if p.grad is not None])
+def looks_finite(parameters: Iterable[nn.Parameter], peers: PeerWatch | None = None) -> bool:
+    """Return whether the norm of this rank's gradients is finite; synchronizes the device once.
+
+    Raises:
+        PeerLostError: the device waits for one of `peers` that is lost.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return True
+    return bool(on_host(torch.nn.utils.get_total_norm(gradients).isfinite(), peers))
 
 
 def refuse_nonfinite(

@@ -26,7 +26,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -43,9 +43,11 @@ from lightning_commfree.strategies.checks import check_ddp_kwargs, present
 from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.drift import DriftCheck
+from lightning_commfree.strategies.evaluation import SharedEvaluation
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.signals import save_on_sigterm_only, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
 
 # set to a level above INFO by users who do not want the summary at the end of a fit
@@ -86,6 +88,7 @@ class ReplicaStrategy(DDPStrategy):
         self.session: FitSession[Any] = OutsideOfFit()
         self._prepared: list[Optimizer] = []  # for which `inside` and the algorithm are prepared
         self._log: FitLog | None = None
+        self._evaluation: SharedEvaluation
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
         self._launch_method = ddp_kwargs.get("start_method", "popen")
         self._clean_launcher: Any = None
@@ -170,10 +173,12 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._evaluation = SharedEvaluation(trainer, self.ranks, self.inside, self.patches)
         if trainer.state.fn != TrainerFn.FITTING:
             self.inside.set_up_evaluation(trainer, super().setup)
             return
         probe(trainer)
+        save_on_sigterm_only(trainer, self.ranks, self.patches)
         self.inside.check(self, trainer)
         # before sharding
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
@@ -232,7 +237,18 @@ class ReplicaStrategy(DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.inside.same_batch:
             self.inside.check_first("validate", (args, kwargs))
-        return super().validation_step(*args, **kwargs)
+        with self._evaluation.batch():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().predict_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -314,11 +330,7 @@ class ReplicaStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
-            rank_zero_warn(
-                "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different"
-                " steps. Earlier checkpoints are unchanged. To stop with a checkpoint, send"
-                " SIGTERM: all ranks then stop after the same step."
-            )
+            warn_unsaved("Ctrl-C has stopped the ranks in the middle of different steps")
         super().on_exception(exception)
 
     @override

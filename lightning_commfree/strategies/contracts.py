@@ -131,6 +131,11 @@ class Inside(Protocol):
     # -- states of a sharded model
 
     @property
+    def shares_model(self) -> bool:
+        """Whether the ranks of a replica hold shards of one model now."""
+        return False
+
+    @property
     def saves_folders(self) -> bool:
         """Whether checkpoints are now saved as folders, written by all ranks of a replica."""
         return False

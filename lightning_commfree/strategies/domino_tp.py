@@ -56,7 +56,8 @@ class DominoSession(FitSession[GradientMean]):
             return
         module, world = self._module, self._world
         batch = self._trainer.fit_loop.total_batch_idx
-        mine = torch.tensor([batch, not looks_finite(module.parameters()), self._stopping.wanted])
+        is_finite = looks_finite(module.parameters(), world.peers)
+        mine = torch.tensor([batch, not is_finite, self._stopping.wanted])
         batches, nonfinite, stops = world.all_gather(mine, FLAGS_TAG).wait().unbind(1)
         if len(set(batches.tolist())) > 1:
             found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]

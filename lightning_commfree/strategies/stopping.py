@@ -266,7 +266,7 @@ class Stopping:
         """
         if not self._unsized:
             return
-        empty = self._ranks.all_values(int(has_no_batch(self._trainer)))
+        empty = self._ranks.all_values(int(has_no_batch(self._trainer.fit_loop)))
         if 0 < sum(empty) < len(empty):
             without = [rank for rank, none in enumerate(empty) if none]
             raise RuntimeError(

@@ -17,7 +17,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.job import DATA, Mesh, replica_mesh
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.job import Mesh, replica_mesh
 from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
     FSDPSettings,
@@ -66,6 +67,7 @@ class FullyShard(ShardedReplica):
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
         self._sharded: nn.Module | None = None
+        self._kept: Channel | None = None  # of `_sharded`: forked workers close its sockets
         self._step_bytes, self._in_fit = (0, 0), False
 
     @property
@@ -110,10 +112,9 @@ class FullyShard(ShardedReplica):
         else:
             seed = self._start()
             materializer = Materializer(module, seed) if self._was_on_meta else None
-            replicas = self.mesh(strategy.world_size).groups(DATA)
-            units = self._settings.units
-            apply_fsdp(module, replicas, strategy.global_rank, device, materializer, units)
-            self._sharded = module
+            group = channels.within.keep_group()
+            apply_fsdp(module, group, device, materializer, self._settings.units)
+            self._sharded, self._kept = module, channels.within
             # ranks may have read values from different disks
             if materializer is not None and materializer.reads_folder:
                 broadcast_initial_weights(channels.world, module, fingerprint, channels.between)

@@ -71,6 +71,11 @@ class ShardedReplica(Inside):
         """Access to the states of the sharded model; None if no model is sharded now."""
 
     @property
+    @override
+    def shares_model(self) -> bool:
+        return self.states is not None and self.size > 1
+
+    @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
         """Whether the model is on `meta`: it has no values to restore before it is sharded."""
         module = self._strategy.lightning_module

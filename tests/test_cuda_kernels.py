@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from lightning_commfree.comm.view import FixedMembership, View
 from torch import Tensor, nn
 
 from benchmarks.lion_step.operations import gpt2_shapes
+from lightning_commfree.comm.exchange import FixedMembership, View
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,

@@ -19,7 +19,11 @@ from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import mean_momenta
-from lightning_commfree.model.replication import averaged_buffers
+from lightning_commfree.model.replication import (
+    averaged_buffers,
+    common_buffers,
+    digests_of_all,
+)
 
 
 def agree_on_parameters(
@@ -77,6 +81,7 @@ class VotingSession:
 
     Attributes:
         stream_ended: whether some worker's data stream ended with the last step; the same on all.
+        lions: the optimizers.
         votings: one per optimizer.
 
     Raises:
@@ -94,7 +99,7 @@ class VotingSession:
         channels: ReplicaChannels,
         overlaps: bool,
     ) -> None:
-        self._module, self._lions, self._settings = module, optimizers, settings
+        self._module, self.lions, self._settings = module, optimizers, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
         self._averaged = self._trainable()  # names of the parameters that DDP averages in a node
@@ -115,10 +120,10 @@ class VotingSession:
         Raises:
             RuntimeError: parameters became trainable, and a node has several ranks.
         """
-        for i, lion in enumerate(self._lions):
+        for i, lion in enumerate(self.lions):
             before = self.votings[i]
             if not lion.is_voted_on or lion.voting is not before:
-                # the user added parameters to the optimizer: join again with all of them
+                # the user added parameters to the optimizer, or replaced it: join again with all
                 self.votings[i] = self._join(i)
                 self.votings[i].load_state_dict(before.state_dict())
                 self.send_flags(before.stop, before.stream_ends)
@@ -156,9 +161,28 @@ class VotingSession:
 
     # -- outside of steps
 
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Vote with other optimizers from the next step on.
+
+        Raises:
+            TypeError: one of them is not a `DistributedLion`.
+            ValueError: there are more or fewer than before.
+        """
+        hook = "a hook has put into `trainer.optimizers` a"
+        lions = only_lions("DistributedLionStrategy", optimizers, hook)
+        if len(lions) != len(self.lions):
+            raise ValueError(
+                f"A hook has replaced the {len(self.lions)} optimizers of this fit by"
+                f" {len(lions)}. Replace each by one, on all ranks after the same step."
+            )
+        for lion in self.lions:
+            if not any(lion is one for one in lions):
+                lion.leave()
+        self.lions = lions
+
     def follow_parameters(self) -> None:
         """Update the master copies of parameters that were written to."""
-        for lion in self._lions:
+        for lion in self.lions:
             lion.follow_parameters()
 
     @torch.no_grad()
@@ -172,12 +196,20 @@ class VotingSession:
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of the votes, which is equal on all workers."""
-        return {"votings": [voting.state_dict() for voting in self.votings]}, {}
+        """Return the state of the votes, which is equal on all workers, and this rank's buffers.
+
+        The checkpoint has the means of the buffers. Collective.
+        """
+        buffers = common_buffers(self._module)
+        digests = digests_of_all(self._channels.world, buffers, BUFFERS_TAG)
+        own = {"buffers": buffers} if bool((digests != digests[0]).any()) else {}
+        return {"votings": [voting.state_dict() for voting in self.votings]}, own
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Restore a state that `state_dict` returned."""
-        del own
+        saved = (own or {}).get("buffers", [])
+        for buffer, values in zip(common_buffers(self._module), saved, strict=False):
+            buffer.detach().copy_(values)
         for voting, state in zip(self.votings, shared["votings"], strict=True):
             voting.load_state_dict(state)
 
@@ -213,6 +245,7 @@ class VotingSession:
         if len(found) > 1:
             states = zip(*(state["optimizers"] for state in found), strict=True)
             own["optimizers"] = [mean_momenta(of_workers) for of_workers in states]
+            own["algorithm"] = {}  # the checkpoint has the means of the buffers
 
         message = "every worker continues with its own momentum"
         if view.size > workers:
@@ -221,13 +254,13 @@ class VotingSession:
 
     def close(self) -> None:
         """Stop voting and make the optimizers plain Lion again."""
-        for lion in self._lions:
+        for lion in self.lions:
             lion.leave()
 
     # -- inside
 
     def _join(self, i: int) -> Voting:
-        lion, which = self._lions[i], f"{i + 1} of {len(self._lions)}"
+        lion, which = self.lions[i], f"{i + 1} of {len(self.lions)}"
         world, groups = self._channels.world, lion.param_groups
         named = agree_on_parameters(world, self._module, groups, which)
         within, sharded = self._channels.within, self._settings.inside != "ddp"
@@ -248,12 +281,16 @@ class VotingSession:
             )
 
 
-def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[DistributedLion]:
+def only_lions(
+    strategy: str,
+    optimizers: Sequence[Optimizer],
+    source: str = "`configure_optimizers` returned",
+) -> list[DistributedLion]:
     """Return `optimizers` if all are `DistributedLion`, else raise `TypeError`."""
     for optimizer in optimizers:
         if not isinstance(optimizer, DistributedLion):
             raise TypeError(
-                f"`{strategy}` requires `DistributedLion`, but `configure_optimizers` returned"
+                f"`{strategy}` requires `DistributedLion`, but {source}"
                 f" `{type(optimizer).__name__}`, which cannot step by votes. Return"
                 " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
                 " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than AdamW's and a"

@@ -213,7 +213,7 @@ def test_delta_is_read_on_the_device(rule: Rule, workers: int) -> None:
 def test_a_bucket_takes_few_kernels(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tensors: int
 ) -> None:
-    """However many tensors it has; with copies to the host and back. Before, each tensor took 43."""
+    """However many tensors it has, with copies to the host and back; once a tensor took 43."""
     memory(monkeypatch)
     exact = torch.float32
     with CudaWalk():

@@ -355,8 +355,15 @@ def _check_and_launch(
 ) -> Any:
     check(trainer)
     # a spawned process may import this package before Lightning, and must choose the same one
+    before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = HOST
-    return launch(function, *args, trainer=trainer, **kwargs)
+    try:
+        return launch(function, *args, trainer=trainer, **kwargs)
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:

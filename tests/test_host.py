@@ -123,6 +123,7 @@ def test_a_trainer_of_the_other_package_says_what_to_set(
 
 SPAWNED = """
 if __name__ == "__main__":  # so a spawned rank imports nothing before it unpickles the launcher
+    import os
     import pytorch_lightning as pl
     import lightning_commfree
     from pytorch_lightning.demos.boring_classes import BoringModel
@@ -134,8 +135,11 @@ if __name__ == "__main__":  # so a spawned rank imports nothing before it unpick
     )
     trainer.fit(BoringModel())
     print("trained", type(trainer.strategy).__mro__[2].__module__)
+    print(os.environ.get("COMMFREE_HOST"))
 """
 
 
 def test_spawned_ranks_use_the_package_of_the_process_that_spawns_them(tmp_path: Path) -> None:
-    assert run_script(SPAWNED, tmp_path)[-1] == "trained pytorch_lightning.strategies.ddp"
+    trained, variable = run_script(SPAWNED, tmp_path)[-2:]
+    assert trained == "trained pytorch_lightning.strategies.ddp"
+    assert variable == "None"  # it is set for the launch only

@@ -9,7 +9,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Raise a `ValueError` unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(
-            f"`{name}={value!r}` is unknown. Choose one of {', '.join(map(repr, choices))}."
+            f"`{name}={value!r}` is not valid. Choose one of {', '.join(map(repr, choices))}."
         )
 
 

@@ -65,9 +65,9 @@ def refuse_landing(
     if arrival.drifted:
         raise RuntimeError(
             f"The replicas' global copies of fragment {p} differ (detected when it was due after"
-            f" inner step {step}): {', '.join(names)}. They were equal when the fit began, so"
-            " something other than the strategy changed them, or a replica computes wrong values."
-            " Resume from an earlier checkpoint."
+            f" inner step {step}): {', '.join(names)}. They were identical when the fit began, so"
+            " either code outside the strategy modified them, or the hardware of one replica"
+            " returns wrong results. Resume from an earlier checkpoint."
         )
     if arrival.nonfinite:
         _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)

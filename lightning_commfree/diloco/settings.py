@@ -129,17 +129,17 @@ class DiLoCoSettings:
         # compared with a tuple, because the value may not be hashable
         if self.wire_dtype not in tuple(CODECS) and not isinstance(self.wire_dtype, Codec):
             raise ValueError(
-                f"`wire_dtype={self.wire_dtype!r}` is unknown. Choose one of"
+                f"`wire_dtype={self.wire_dtype!r}` is not valid. Choose one of"
                 f" {', '.join(map(repr, CODECS))}, or pass your own codec"
                 " (`lightning_commfree.diloco.codec.Codec`)."
             )
         if self.evaluate not in ("outer", "mean"):
             raise ValueError(
-                f"`evaluate={self.evaluate!r}` is unknown. Choose 'outer' (the outer weights) or"
+                f"`evaluate={self.evaluate!r}` is not valid. Choose 'outer' (the outer weights) or"
                 " 'mean' (the mean of the replicas' local weights)."
             )
         if self.outer_device not in (None, "cpu"):
             raise ValueError(
-                f"`outer_device={self.outer_device!r}` is unknown. Choose 'cpu' (host memory) or"
+                f"`outer_device={self.outer_device!r}` is not valid. Choose 'cpu' (host memory) or"
                 " None (the device of the parameters)."
             )

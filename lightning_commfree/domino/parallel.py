@@ -50,9 +50,9 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     else:
         raise ValueError(
             f"Tensor parallelism of `{type(model).__name__}` is not supported: its config has no"
-            f" tensor-parallel plan. Use one of {', '.join(FAMILIES)} (which get Domino's"
-            " schedule), or a transformers model whose config has a `base_model_tp_plan` of column-"
-            " and row-wise linear layers (without the schedule)."
+            f" tensor-parallel plan. Use one of {', '.join(FAMILIES)}, which run with Domino's"
+            " schedule, or another transformers model whose config has a `base_model_tp_plan` of"
+            " column- and row-wise linear layers, which runs without it."
         )
 
 
@@ -373,8 +373,8 @@ class _Stack(torch.autograd.Function):
             # the run accumulates gradients of all parameters, whether requested or not
             raise RuntimeError(
                 "A model sharded by Domino does not support `torch.autograd.grad` and"
-                " `backward(inputs=...)`: its blocks always compute the gradients of all"
-                " parameters. Call `backward()`, or use another strategy."
+                " `backward(inputs=...)`: its blocks always compute gradients for all parameters."
+                " Call `backward()` without `inputs`, or use another strategy."
             )
         return ctx.run.backward(gradients[0]), None, None
 

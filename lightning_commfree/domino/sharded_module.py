@@ -128,8 +128,8 @@ def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module])
     if left:
         raise ValueError(
             f"{len(left)} tensors, including {left[0]!r}, are on the meta device and have no"
-            f" values. `{strategy}` can initialize a model only if all of its parameters are on"
-            f" the meta device, and only {', '.join(FAMILIES)}. Build the rest on the CPU."
+            f" values. `{strategy}` can initialize only {', '.join(FAMILIES)}, and only if all"
+            " parameters of the model are on the meta device. Build everything else on the CPU."
         )
 
 

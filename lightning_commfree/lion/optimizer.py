@@ -228,8 +228,8 @@ def _check_group(group: dict[str, Any]) -> None:
 
     if not float(lr) >= 0:
         raise ValueError(
-            f"`lr={lr}` must be 0 or more. Every step moves each parameter by `lr`, so choose it 3"
-            " to 10 times smaller than for AdamW."
+            f"`lr={lr}` must be 0 or more. Every step changes each parameter by `lr`, so use a"
+            " value 3 to 10 times smaller than for AdamW."
         )
     pair = isinstance(betas, tuple | list) and len(betas) == 2
     if not pair or not all(0 <= beta < 1 for beta in betas):

@@ -257,7 +257,7 @@ def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[Distribut
                 f" `{type(optimizer).__name__}`, which cannot step by votes. Return"
                 " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
                 " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than AdamW's and a"
-                " weight decay larger by the same factor, or use the strategy `ddp`."
+                " weight decay larger by the same factor, or use the `ddp` strategy."
             )
     return cast(list[DistributedLion], [*optimizers])
 
@@ -274,7 +274,8 @@ def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
     """
     if step and not any("momentum" in own for lion in lions for own in lion.state.values()):
         raise ValueError(
-            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum:"
-            " it is from another optimizer than `DistributedLion`. Resume with that optimizer, or"
-            " load only the weights: `load_from_checkpoint`, then `fit` without `ckpt_path`."
+            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum"
+            " buffers, so it was saved by an optimizer other than `DistributedLion`. Resume with"
+            " that optimizer, or load only the weights: call `load_from_checkpoint`, then `fit`"
+            " without `ckpt_path`."
         )

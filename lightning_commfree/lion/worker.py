@@ -342,8 +342,8 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
 
         raise ValueError(
             "The optimizer state was not saved by `DistributedLion` for this model: parameter"
-            f" {index} needs a momentum ({dtype} of shape {list(parameter.shape)}), but the state"
-            f" has {found}. Resume with the same model, precision and optimizer as at the save, or"
-            " load only the weights: `load_state_dict` or `load_from_checkpoint`, then `fit`"
-            " without `ckpt_path`."
+            f" {index} needs a momentum buffer ({dtype} of shape {list(parameter.shape)}), but the"
+            f" state has {found}. Resume with the model, precision and optimizer that the"
+            " checkpoint was saved with, or load only the weights: call `load_state_dict` or"
+            " `load_from_checkpoint`, then `fit` without `ckpt_path`."
         )

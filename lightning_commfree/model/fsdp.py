@@ -90,8 +90,8 @@ def refuse_wrapped(strategy: str, module: nn.Module) -> None:
         if wrapped or compiled:
             what = f"'{name}'" if name else "The module"
             raise ValueError(
-                f"{what} is already {'compiled' if compiled else 'wrapped'}, as `{kind}`, but"
-                f" `{strategy}` must shard the model first. Pass the plain model."
+                f"{what} is already {'compiled' if compiled else 'wrapped'} (in `{kind}`), but"
+                f" `{strategy}` has to shard the model first. Pass the plain model."
             )
 
 

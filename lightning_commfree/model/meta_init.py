@@ -93,9 +93,9 @@ class SavedWeights:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ValueError(
                 f"{str(self._folder)!r} has no tensor named {', '.join(map(repr, lacking[:3]))}"
-                f"{more} for `{type(model).__name__}`. It was saved by another class, or"
-                " transformers renames its tensors on loading: load it with `from_pretrained` and"
-                " save it again with `save_pretrained`."
+                f"{more} for `{type(model).__name__}`. Either the folder was saved from a model of"
+                " another class, or transformers renames its tensors on load. In the second case,"
+                " load it with `from_pretrained` and save it again with `save_pretrained`."
             )
 
     def find(self, model: Any, names: Iterable[str]) -> str | None:

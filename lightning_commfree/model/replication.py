@@ -138,8 +138,8 @@ def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
     if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
         raise ValueError(
             f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
-            " forward. Remove `sync_batchnorm=True`: the strategy averages the statistics of"
-            " ordinary BatchNorm layers when it needs them."
+            " forward pass. Use ordinary BatchNorm layers, without `sync_batchnorm=True`: the"
+            " strategy averages their statistics across replicas."
         )
 
 

@@ -98,9 +98,9 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
     if values.shape != mine.shape:
         if values.shape != like.shape:
             raise ValueError(
-                f"A saved tensor has shape {list(values.shape)}, but the model's has shape"
-                f" {list(like.shape)}, of which this rank's shard is {list(mine.shape)}. Load a"
-                " checkpoint of the same model."
+                f"A saved tensor has shape {list(values.shape)}, but the model needs shape"
+                f" {list(like.shape)}, or {list(mine.shape)} for this rank's shard. The checkpoint"
+                " is from a different model. Load one that was saved from this model."
             )
         # FSDP gives each rank ceil(rows / ranks) rows, and the last ranks fewer or none
         rows = values.shape[placement.dim]

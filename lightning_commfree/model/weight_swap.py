@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_commfree.comm.digest import digest
 
 ADVICE = (
-    "Callbacks that put other weights into the module for a validation are not supported, except"
-    " for Lightning's `WeightAveraging`: remove them, or average `outer_weights()` yourself."
+    "Callbacks that swap other weights into the module for validation are not supported, except for"
+    " Lightning's `WeightAveraging`. Remove them, or average `outer_weights()` yourself."
 )
 
 
@@ -215,8 +215,8 @@ class WeightSwap:
         if written and check:
             raise RuntimeError(
                 f"The parameters {written[:3]}{' and others' if written[3:] else ''} were modified"
-                " while the module contained the outer weights, as it does during validations and"
-                f" saves. {ADVICE}"
+                " while the module held the outer weights, during validation or a checkpoint save."
+                f" {ADVICE}"
             )
 
     def _hashes(self) -> list[Tensor]:

@@ -286,7 +286,7 @@ class ExactResume:
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
         if lost:
-            rank_zero_warn(f"The resume is not exact in these respects: {'; '.join(lost)}.")
+            rank_zero_warn(f"The run does not resume exactly: {'; '.join(lost)}.")
         return True
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
@@ -295,7 +295,7 @@ class ExactResume:
         if reason := save.why_not_exact(fit.algorithm, self._own is not None):
             self._own, kept = save.adopt(fit.algorithm)
             rank_zero_warn(
-                f"Resuming from {str(save.path)!r} is not exact: {reason}. Every rank starts from"
+                f"Cannot resume exactly from {str(save.path)!r}: {reason}. Every rank starts from"
                 f" the checkpoint's weights, {kept}."
             )
         own, checkpoint = self._own or {}, save.checkpoint

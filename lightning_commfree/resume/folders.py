@@ -89,9 +89,9 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     target = local_path(path)
     if target is None:
         raise RuntimeError(
-            f"The checkpoint {str(path)!r} cannot be a folder: `folder_above_bytes` needs a file"
-            " system mounted on this machine and shared by all ranks of a replica. Save to one, or"
-            " set `folder_above_bytes=None`."
+            f"The checkpoint {str(path)!r} cannot be saved as a folder: `folder_above_bytes` needs"
+            " a file system that is mounted on this machine and shared by all ranks of a replica."
+            " Save to such a file system, or set `folder_above_bytes=None`."
         )
     shards: dict[str, Tensor] = {}
     names: dict[int, str] = {}  # by id: a tied weight is written once

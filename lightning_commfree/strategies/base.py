@@ -260,9 +260,9 @@ class ReplicaStrategy(DDPStrategy):
         # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             rank_zero_warn(
-                "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different"
-                " steps. Earlier checkpoints are unchanged. To stop with a checkpoint, send"
-                " SIGTERM: all ranks then stop after the same step."
+                "No checkpoint was saved: Ctrl-C interrupted the ranks in the middle of different"
+                " steps. Earlier checkpoints are unchanged. To stop and save a checkpoint, send"
+                " SIGTERM instead: all ranks then stop after the same step."
             )
         super().on_exception(exception)
 

@@ -69,8 +69,8 @@ _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 _COPIES_FULL = "it copies the full model before it is sharded"
 REFUSED_IF_LOCAL = {
     "LearningRateFinder": (
-        "its trial steps would be counted and exchanged as steps of the fit. Run it, or"
-        " `Tuner.lr_find`, with the strategy `ddp`, and use the learning rate it finds in this fit"
+        "its trial steps would be counted and exchanged as training steps. Run it, or"
+        " `Tuner.lr_find`, with the `ddp` strategy, and use the learning rate it finds here"
     ),
     "StochasticWeightAveraging": (
         "it averages the local weights of each replica, so every rank would end with different"
@@ -102,8 +102,7 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
             if kind is not None and isinstance(callback, kind):
                 raise ValueError(
                     f"`{strategy}` does not support the callback `{type(callback).__name__}`:"
-                    f" {reason}. Remove it, or use it in a Trainer with the strategy `ddp` or a"
-                    " single device."
+                    f" {reason}. Remove it, or train with the `ddp` strategy or on a single device."
                 )
 
 
@@ -116,8 +115,8 @@ def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
     if seconds is not None and trainer.world_size > 1:
         raise ValueError(
             f"`{strategy}` does not support a time interval as `val_check_interval` (here"
-            f" {seconds:g} s): each rank would measure it by its own clock and validate after a"
-            " different step. Set a number of batches or a fraction of an epoch."
+            f" {seconds:g} s), because ranks with different clocks would validate after different"
+            " steps. Set a number of batches or a fraction of an epoch."
         )
 
 
@@ -125,9 +124,9 @@ def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
     """Raise a `ValueError` if the LightningModule, which is to be sharded, is compiled."""
     if is_compiled(module):
         raise ValueError(
-            f"`{strategy}` does not support `torch.compile` of the LightningModule: Python code"
-            " between the layers of a sharded model launches its all-reduces, which the compiler"
-            " cannot handle. Pass the uncompiled module to `fit`."
+            f"`{strategy}` does not support a LightningModule compiled with `torch.compile`: a"
+            " sharded model launches its all-reduces from Python code between its layers, and the"
+            " compiler cannot handle that. Pass the uncompiled module to `fit`."
         )
 
 
@@ -136,8 +135,8 @@ def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> Non
     if not module.automatic_optimization:
         raise ValueError(
             f"`{strategy}` does not support manual optimization: {reason}. Set"
-            " `automatic_optimization` to True and use one optimizer, with parameter groups where"
-            " learning rates differ, or use the strategy `ddp`."
+            " `automatic_optimization = True` and use one optimizer, with a parameter group for"
+            " each learning rate, or use the `ddp` strategy."
         )
 
 

@@ -320,7 +320,7 @@ def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
     ("settings", "text"),
     [
         ({"inside": "fsdp"}, "with `replica_size=1` a replica has only one"),
-        ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is unknown"),
+        ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is not valid"),
     ],
 )
 def test_wrong_values_of_inside_are_refused(settings: dict[str, Any], text: str) -> None:

@@ -136,7 +136,7 @@ def interrupt(rank: int, size: int, folder: Path, saves: bool) -> Any:
 def test_after_ctrl_c_nothing_is_saved_and_no_rank_waits(tmp_path: Path) -> None:
     start = time.monotonic()
     said = run_ranks(interrupt, 2, tmp_path, tmp_path / "checkpoints", True)
-    assert [text.startswith("No checkpoint is saved: Ctrl-C has stopped") for text in said[0]] == [
+    assert [text.startswith("No checkpoint was saved: Ctrl-C interrupted") for text in said[0]] == [
         True
     ]
     assert said[1] == []

@@ -90,9 +90,9 @@ def choose_layout(
     settings = _SETTINGS.get(inside, inside) if isinstance(inside, str) else inside
     if not isinstance(settings, FSDPSettings | DominoSettings):
         raise ValueError(
-            f"`inside={inside!r}` is unknown. Choose 'ddp' (every rank of a replica holds the full"
-            " model), 'fsdp' or an `FSDPSettings` (parameters are sharded), or 'domino' or a"
-            " `DominoSettings` (tensor parallelism of every layer)."
+            f"`inside={inside!r}` is not valid. Choose 'ddp' (every rank of a replica holds the"
+            " full model), 'fsdp' or an `FSDPSettings` (parameters are sharded), or 'domino' or a"
+            " `DominoSettings` (tensor parallelism in every layer)."
         )
     if size < 2:
         raise ValueError(

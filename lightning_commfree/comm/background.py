@@ -1,4 +1,4 @@
-"""Run work beside the training thread: exchanges on a thread, encoding on a CUDA stream."""
+"""Run work outside the training thread: exchanges on a thread, encoding on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ T = TypeVar("T")
 
 
 class Background:
-    """Background thread that runs exchanges in the order of submission.
+    """Background thread that runs exchanges in the order in which they are submitted.
 
-    A two-phase exchange computes its second payload from the result of its first phase. Doing that
-    here keeps the training thread free. Only the training thread's waits count in the ledger.
+    A two-phase exchange computes its second payload from the result of its first phase. Computing
+    it on this thread keeps the training thread free. The ledger counts only the time that the
+    training thread waits.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -30,10 +31,11 @@ class Background:
     def submit(
         self, task: Callable[[], T], tag: str, staged: Callable[[], object] | None = None
     ) -> Pending[T]:
-        """Queue `task`; the ledger counts waiting for its result under `tag`.
+        """Queue `task`; the ledger counts the time spent waiting for its result under `tag`.
 
         `staged` blocks until this rank's device has computed the payload. The result's `wait` calls
-        it first, uncounted: the host may be far ahead of the device, and that time is computation.
+        it first, and the ledger does not count this time: the host may be far ahead of the device,
+        so it is computation time.
         """
         if self._executor is None:  # created on first use: a fork would lose the thread
             # A single thread: the collectives of two fragments keep their order on all ranks.
@@ -51,7 +53,7 @@ class Background:
         return Pending(resolve)
 
     def close(self) -> None:
-        """Stop the thread after its current task and drop queued tasks."""
+        """Stop the thread after its current task, and discard queued tasks."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
@@ -70,7 +72,7 @@ class Background:
 
 
 class Staging:
-    """Side CUDA stream for encoding and copies to the host; runs at once on other devices."""
+    """Side CUDA stream for encoding and copies to the host; other devices run work immediately."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -83,8 +85,8 @@ class Staging:
             inputs: all device tensors that `work` reads; the caller may free them after this call.
 
         Returns:
-            A function that waits for the result and returns it in host memory; callable from any
-            thread.
+            A function that waits for the result and returns it in host memory. It may be called
+            from any thread.
         """
         device = inputs[0].device
         if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Checks that all algorithms' settings share."""
+"""Checks shared by the settings of all algorithms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
-    """Check that `value` is an int of at least `least`; `meaning` ends the error's sentence.
+    """Check that `value` is an int of at least `least`; `meaning` is the end of the error message.
 
     Raises:
         TypeError: it is not an int.

@@ -1,4 +1,4 @@
-"""The strategies: the only folder that imports Lightning."""
+"""The Lightning strategies, one module for each, and the parts that they share."""
 
 from functools import partial
 from typing import NoReturn
@@ -25,7 +25,7 @@ _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
 def register_strategies() -> None:
     """Register every strategy for `Trainer(strategy="...")`; idempotent.
 
-    Fabric then explains that they need the Trainer.
+    Selecting one in Fabric then raises an error that says it needs the Trainer.
     """
     for name, strategy in _NAMES.items():
         for suffix, start_method in _START_METHODS.items():

@@ -1,15 +1,14 @@
-"""Base of all strategies: the hooks in which Lightning calls them.
+"""Base class of all strategies: the hooks that Lightning calls.
 
-Launchers, samplers, the `torch.compile` guard and device handling are those of Lightning's
-`DDPStrategy`; its gradient wrapper and its SIGTERM broadcast per batch are not used. In a fit:
+Launchers, samplers, the `torch.compile` guard and device handling come from Lightning's
+`DDPStrategy`; its gradient wrapper and per-batch SIGTERM broadcast are not used. During a fit:
 
 1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
-   algorithm between replicas is created (`begin`); a resumed fit restores its state
-   (`ExactResume`).
+   cross-replica algorithm is created (`begin`); a resumed fit restores its state (`ExactResume`).
 2. Every optimizer step is Lightning's own, inside `FitSession.step`. After a step of the algorithm
    (`clock`), the exchanges that are due run.
-3. At validations, checkpoints and the end, all ranks have taken the same number of steps
-   (`Stopping`), and the session swaps the shared weights into the module.
+3. By the time of each validation run, each checkpoint and the end of training, all ranks have taken
+   the same number of steps (`Stopping`), and the session swaps the shared weights into the module.
 """
 
 from __future__ import annotations
@@ -52,18 +51,19 @@ _logger = logging.getLogger("lightning_commfree")
 class ReplicaStrategy(DDPStrategy):
     """Replicas of a model, synchronized by an algorithm.
 
-    A subclass returns the settings that must be equal on all ranks (`fingerprint`), creates the
-    algorithm (`begin`) and names the `session_type` of its fits.
+    A subclass returns the settings that must be the same on all ranks (`fingerprint`), creates the
+    algorithm (`begin`) and sets `session_type`, the class of its fit sessions.
 
     Args:
-        inside: layout of the model on the ranks of a replica.
-        **ddp_kwargs: arguments of `DDPStrategy`, except those about gradient synchronization.
+        inside: layout of the model across the ranks of a replica.
+        **ddp_kwargs: arguments of `DDPStrategy`, except those for gradient synchronization.
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
-        group_ledger: bytes sent within a replica, by tag; not DDP's, and FSDP's by formula.
+        group_ledger: bytes sent within a replica, by tag; FSDP's are computed by formula, and DDP's
+            are not counted.
         session: the current fit.
-        patches: functions that wrap methods of Lightning during a fit.
+        patches: wrappers around Lightning's methods during a fit.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
     """
 
@@ -87,26 +87,26 @@ class ReplicaStrategy(DDPStrategy):
         self._resume = ExactResume(self, self.ranks)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal on all ranks."""
+        """Return the settings that must be the same on all ranks."""
         return dict(self.settings.fingerprint())
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Create the algorithm; model and optimizers are set up and the ranks' settings agree."""
+        """Create the algorithm, after model and optimizers are set up and all settings agree."""
 
     @property
     def module(self) -> pl.LightningModule:
-        """The LightningModule, which the Trainer connects first."""
+        """The LightningModule; available once the Trainer has connected it."""
         return present(self.lightning_module, "no LightningModule is connected")
 
     @property
     def channels(self) -> ReplicaChannels:
-        """The channels to all ranks, between replicas and within this one."""
+        """The channels to all ranks, across replicas and within this replica."""
         return self.ranks.channels
 
     @property
     def algorithm(self) -> Any:
-        """The algorithm between replicas, from `setup` to `teardown` of a fit."""
+        """The cross-replica algorithm; available from `setup` to `teardown`."""
         return self.session.between
 
     def traffic(self) -> Traffic:
@@ -114,7 +114,7 @@ class ReplicaStrategy(DDPStrategy):
         return present(self._log, "the traffic is known from `on_fit_start` on").traffic
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's latest metrics by name, the same as in the Trainer's loggers."""
+        """Return a dict of this rank's latest metrics, the same as in the Trainer's loggers."""
         return {} if self._log is None else self._log.figures()
 
     def _open_channels(self, info: RankInfo) -> ReplicaChannels:
@@ -206,7 +206,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in a `with` block; the name is Lightning's."""
+        """Accumulate gradients only on this rank in a `with` block; a Lightning method."""
         no_sync = self.inside.accumulating() or super().block_backward_sync()
         with self.session.accumulating(), no_sync:
             yield
@@ -248,7 +248,7 @@ class ReplicaStrategy(DDPStrategy):
         self._report()
 
     def _report(self) -> None:
-        """Print the summary of the fit on rank 0, unless the library's logger is set above INFO."""
+        """Print a summary of the fit on rank 0, unless the library's logger is set above INFO."""
         log, quiet = self.session.log, _logger.level > logging.INFO
         is_trial = bool(self.module.trainer.fast_dev_run)  # type: ignore[attr-defined]
         if log.steps and self.world_size > 1 and not (is_trial or quiet):
@@ -295,7 +295,8 @@ class ReplicaStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all ranks; in a training step, over the ranks of this replica only.
 
-        A metric logged per step with `sync_dist=True` would be a round trip over the slow link.
+        Otherwise every metric logged per step with `sync_dist=True` would take a round trip over
+        the slow link.
         """
         if self.session.computing:
             if self.inside.size == 1:

@@ -1,4 +1,4 @@
-"""Validation of arguments, Trainer settings and callbacks."""
+"""Checks of arguments, Trainer settings and callbacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 def why_gradients_change(
     trainer: pl.Trainer, module: pl.LightningModule, precision: Precision
 ) -> list[str]:
-    """Return the reasons why gradients may change between backward and optimizer step."""
+    """Return the reasons why gradients may change between backward and the optimizer step."""
     reasons = []
     if trainer.gradient_clip_val:
         reasons.append("`gradient_clip_val` is set")
@@ -92,7 +92,7 @@ REFUSED_IF_SHARDED = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Raise a `ValueError` if the Trainer has a callback of a class in `reasons`, or a subclass.
+    """Raise a `ValueError` if the Trainer has a callback of a class in `reasons` or a subclass.
 
     Callbacks that `Tuner` adds are included.
     """
@@ -107,9 +107,10 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
 
 
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
-    """Raise a `ValueError` if validations are scheduled by time.
+    """Raise a `ValueError` if validation is scheduled by time.
 
-    Each rank would measure the time by its own clock, so that one validates while others train.
+    Each rank would measure the time with its own clock, so one rank would validate while the others
+    train.
     """
     seconds = validation_seconds(trainer)
     if seconds is not None and trainer.world_size > 1:
@@ -131,7 +132,7 @@ def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
 
 
 def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> None:
-    """Raise a `ValueError` for manual optimization, and so for several optimizers."""
+    """Raise a `ValueError` for manual optimization, which also rules out several optimizers."""
     if not module.automatic_optimization:
         raise ValueError(
             f"`{strategy}` does not support manual optimization: {reason}. Set"
@@ -154,12 +155,12 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
 def check_ddp_kwargs(
     strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
-    """Return the arguments that differ from DDP's defaults; refuse those that do not apply.
+    """Return the arguments that differ from DDP's defaults; reject those that do not apply.
 
-    `with_ddp`: DDP averages gradients within replicas, so that its own arguments apply.
+    `with_ddp`: whether DDP averages gradients within replicas, so that its own arguments apply.
 
     Raises:
-        TypeError: an argument is unknown or does not apply.
+        TypeError: an argument does not exist or does not apply.
     """
     taken = [inspect.signature(kind).parameters for kind in (DistributedDataParallel, DDPStrategy)]
     defaults = {name: known.default for names in taken for name, known in names.items()}

@@ -1,4 +1,4 @@
-"""Layouts of a model on the ranks of a replica: DDP here; FSDP and Domino in their own modules."""
+"""Layouts of a model across the ranks of a replica: DDP; `fsdp` and `domino` have the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class DataParallel(Inside):
     """The full model on every rank of a replica; DDP averages gradients within it.
 
-    `argument` is the strategy's argument that sets `size`, for messages.
+    `argument` is the name of the strategy's argument that sets `size`, for messages.
     """
 
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
@@ -71,19 +71,19 @@ _SETTINGS = {"fsdp": FSDPSettings(), "domino": DominoSettings()}
 
 
 def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
-    """Return the layout as recorded for exact resume; FSDP's settings do not affect results."""
+    """Return the layout's name for exact resume; FSDP's settings do not affect results."""
     return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 
 def choose_layout(
     strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
 ) -> Inside:
-    """Return the layout for a strategy's argument `inside`, a name or settings.
+    """Return the layout for a strategy's argument `inside`, which is a name or a settings object.
 
-    `argument` is the strategy's argument that sets `size`, for messages.
+    `argument` is the name of the strategy's argument that sets `size`, for messages.
 
     Raises:
-        ValueError: the name is unknown, or the layout needs a larger `size`.
+        ValueError: the name is not valid, or the layout needs a larger `size`.
     """
     if inside == "ddp":
         return DataParallel(size, argument)

@@ -15,14 +15,16 @@ OLDEST_ARGS :=
 DEMO_ARGS :=
 COMPARE_ARGS :=
 NEWCOMER_ARGS :=
+GPU_ARGS :=
 
-.PHONY: help demo compare test test-fast test-oldest check audit release wheel-test bench bench-quality constraints newcomer-test docs clean
+.PHONY: help demo compare test test-fast test-pytorch-lightning test-oldest check audit release wheel-test bench bench-quality gpu-check constraints newcomer-test docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
 	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
 	@echo "make test-fast    set up, then run the tests without a Trainer: under two minutes, for use while you work"
+	@echo "make test-pytorch-lightning  set up, then run tests with pytorch_lightning in place of lightning, a minute"
 	@echo "make test-oldest  install the oldest supported torch and Lightning, and run tests with them, some minutes"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
 	@echo "make audit        set up, then check the pinned releases for known vulnerabilities, under a minute"
@@ -32,6 +34,7 @@ help:
 	@echo "make newcomer-test  run the documented commands in a fresh clone: demo, two machines, fine-tuning, docs"
 	@echo "make bench        set up, then run the benchmarks that this machine can run, about an hour, and write their pages"
 	@echo "make bench-quality  set up, then compare losses with DDP, an hour or more"
+	@echo "make gpu-check    set up, then check correctness and cost on a GPU, half an hour, and write build/gpu_check.md"
 	@echo "make constraints  resolve constraints.txt again from pyproject.toml (UPGRADE=1: with the newest releases)"
 	@echo "make clean        remove .venv, builds and caches, but not the outputs of recipes"
 
@@ -54,6 +57,14 @@ FAST_LEFT_OUT := cuda_walk frozen voting_ranks liveness finish ballot_exchange
 test-fast: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(FAST_TESTS) \
 	  $(FAST_LEFT_OUT:%=--ignore-glob='*/test_%*') $(PYTEST_ARGS)
+
+# Fits, resumes and stops of the three strategies, and every private name of Lightning.
+PYTORCH_LIGHTNING_TESTS := tests/test_internals.py tests/resume/test_resume.py $(addprefix tests/strategies/test_, \
+  domino_tp.py lion_fit.py sigterm_forked.py stopping.py streaming_diloco.py)
+
+test-pytorch-lightning: $(STAMP)
+	COMMFREE_HOST=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile \
+	  $(PYTORCH_LIGHTNING_TESTS) $(PYTEST_ARGS)
 
 # On a machine that cannot install them, it prints the reason and exits with 0.
 test-oldest: $(STAMP)
@@ -109,6 +120,10 @@ bench: $(STAMP)
 
 bench-quality: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.quality
+
+# Where there are two or four GPUs, NCCL too; where there is none, what a CPU can play (GPU_ARGS='--stages kernels').
+gpu-check: $(STAMP)
+	$(PY) -m benchmarks.gpu_check $(GPU_ARGS)
 
 # The stamp comes last, so that an interrupted set-up is resumed. pip compiles on one core, compileall on all of them;
 # files that it cannot compile (templates, the syntax of other Pythons) are never imported.

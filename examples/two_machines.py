@@ -1,8 +1,8 @@
 r"""Train your own module on two machines with torchrun.
 
-Run this on both machines, where HOST is the first one:
+Run this on the first machine, where HOST is its address, and with `--node-rank 1` on the second:
 
-torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+torchrun --nnodes 2 --nproc-per-node 1 --master-addr HOST --master-port 29500 --node-rank 0 \
     examples/two_machines.py
 """
 

@@ -14,9 +14,14 @@ trainer.save_checkpoint         agree to stop, then show the shared weights (`lo
 fit_loop.setup_data             the same number of batches on all ranks (`stopping`)
 epoch_loop.on_run_start         record random numbers (`resume.data_position`); defer stop requests
                                 and check the first batch (`stopping`)
+epoch_loop.reset                hide a warning about loaders (`hide_resume_warning`)
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
+val_loop.on_run_start           show the shared weights (`fit_session`)
+setup_data and reset of         the same number of batches on ranks that share a model
+evaluation loops                (`evaluation`)
 strategy.process_dataloader     record random numbers (`resume.data_position`)
+two of the checkpoint connector find the checkpoint on any rank's disk (`around_loading`)
 three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
 logger_connector.log_metrics    communication metrics in the loggers' rows (`add_to_rows`)
 callbacks of `WeightAveraging`  average the shared weights (`local_weights`)
@@ -27,17 +32,19 @@ precision.clip_grad_by_norm     clip by the norm of the full gradient (`inside.d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
-import lightning
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_commfree.host import HOST, VARIABLE, SIGTERMException, TrainerFn, pl
 
 
 class Patches:
@@ -64,8 +71,8 @@ class Patches:
         self._put = []
 
 
-_LAUNCHERS = "lightning.pytorch.strategies.launchers"
-_CALL = "lightning.pytorch.trainer.call"
+_LAUNCHERS = f"{pl.__name__}.strategies.launchers"
+_CALL = f"{pl.__name__}.trainer.call"
 
 
 class Feature(NamedTuple):
@@ -105,7 +112,7 @@ LAUNCH = Feature(
         f"{_LAUNCHERS}:_MultiProcessingLauncher._wrapping_function",
         f"{_LAUNCHERS}:_MultiProcessingLauncher._recover_results_in_main_process",
         f"{_CALL}:_interrupt",
-        "lightning.pytorch:Trainer._teardown",
+        f"{pl.__name__}:Trainer._teardown",
     ),
 )
 MID_EPOCH = Feature(
@@ -123,9 +130,17 @@ LOADERS = Feature(
     "restoring the position of data loaders whose state needs pickle",
     ("fit_loop._combined_loader_states_to_load",),
 )
+LOADING = Feature(
+    "sending checkpoints to machines that have none (copy them there before a resume)",
+    ("_checkpoint_connector.resume_start", "_checkpoint_connector.resume_end"),
+)
 RELOAD = Feature(
     "the schedule of `reload_dataloaders_every_n_epochs` after a resume",
     ("fit_loop._last_train_dl_reload_epoch",),
+)
+METRICS = Feature(
+    "a message at a resume in the middle of an epoch that metrics of the epoch are not restored",
+    ("fit_loop.epoch_loop._results",),
 )
 COMPILED = Feature(
     "a clear error for a compiled LightningModule, which cannot be sharded",
@@ -133,11 +148,20 @@ COMPILED = Feature(
 )
 TIMED = Feature(
     "the error for a time interval as `val_check_interval`, with which ranks may deadlock",
-    ("_val_check_time_interval",) if RequirementCache("lightning>=2.6.0") else (),
+    ("_val_check_time_interval",) if RequirementCache(f"{HOST}>=2.6.0") else (),
 )
 EPOCHS = Feature(
     "equalizing epochs over ranks: give all ranks the same number of batches, or they hang",
     ("fit_loop._combined_loader", "fit_loop._data_fetcher"),
+)
+EVALUATION = Feature(
+    "equalizing validation, test and predict batches over ranks that share a model: give all ranks"
+    " the same number of batches, or they hang",
+    (
+        "fit_loop.epoch_loop.val_loop._max_batches",
+        "fit_loop.epoch_loop.val_loop._data_fetcher",
+        "predict_loop.max_batches",
+    ),
 )
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
 FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))
@@ -150,7 +174,7 @@ def probe(trainer: pl.Trainer) -> None:
         lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in lacks.items())
         rank_zero_warn(
             "lightning_commfree does not support some internals of Lightning"
-            f" {lightning.__version__}. Disabled for this fit: {lost}. A later version of"
+            f" {version(HOST)}. Disabled for this fit: {lost}. A later version of"
             " lightning_commfree may support them."
         )
 
@@ -208,6 +232,54 @@ def add_to_rows(
             connector._logged_metrics.pop(name, None)
 
     patches.put(connector, "log_metrics", log_row)
+
+
+def around_loading(
+    trainer: pl.Trainer,
+    patches: Patches,
+    find: Callable[[Any], Any],
+    done: Callable[[Any], None],
+) -> None:
+    """Replace the path of the checkpoint that `fit`, `validate`, `test` or `predict` loads.
+
+    Args:
+        trainer: the Trainer, before it loads.
+        patches: receives the wrappers.
+        find: called on all ranks with the path, or None; returns the path to load, or None.
+        done: called with the returned path when all ranks have loaded it.
+    """
+    if not LOADING.works(trainer):
+        return
+    connector, paths = trainer._checkpoint_connector, []
+    start, end = connector.resume_start, connector.resume_end
+
+    def find_and_start(path: Any = None, *args: Any, **kwargs: Any) -> None:
+        paths.append(find(path))
+        start(paths[-1], *args, **kwargs)
+
+    def end_and_drop() -> None:
+        end()  # with a barrier
+        while paths:
+            done(paths.pop())
+
+    patches.put(connector, "resume_start", find_and_start)
+    patches.put(connector, "resume_end", end_and_drop)
+
+
+def hide_resume_warning(trainer: pl.Trainer, patches: Patches) -> None:
+    """Hide Lightning's warning that a resume in mid-epoch needs loaders with a `state_dict`.
+
+    Call it where the position in the data is restored without one.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    reset = loop.reset
+
+    def reset_quietly() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+            reset()
+
+    patches.put(loop, "reset", reset_quietly)
 
 
 _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", object)
@@ -282,6 +354,8 @@ def _check_and_launch(
     **kwargs: Any,
 ) -> Any:
     check(trainer)
+    # a spawned process may import this package before Lightning, and must choose the same one
+    os.environ[VARIABLE] = HOST
     return launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -321,6 +395,14 @@ def take_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
         states = trainer.fit_loop._combined_loader_states_to_load
         trainer.fit_loop._combined_loader_states_to_load = []
     return states
+
+
+def epoch_metrics(trainer: pl.Trainer) -> list[str]:
+    """Return the names of metrics that training has logged for the current epoch so far."""
+    if not METRICS.works(trainer):
+        return []
+    logged = trainer.fit_loop.epoch_loop._results.values()
+    return sorted({one.meta.name for one in logged if one.meta.on_epoch and not one.has_reset})
 
 
 def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
@@ -419,7 +501,41 @@ def end_epoch_after_this_batch(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
 
-def has_no_batch(trainer: pl.Trainer) -> bool:
-    """Return whether a loader without a length, which Lightning prefetches, was empty."""
-    fetched = getattr(data_fetcher(trainer), "batches", None)
+def has_no_batch(loop: Any) -> bool:
+    """Return whether a loop's loader without a length, which Lightning prefetches, was empty."""
+    fetched = getattr(loop._data_fetcher, "batches", None)
     return fetched is not None and not fetched
+
+
+def evaluation_loop(trainer: pl.Trainer) -> Any:
+    """Return the loop that validates, tests or predicts in the Trainer's current function."""
+    loops = {
+        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    assert trainer.state.fn is not None, "the Trainer runs"
+    return loops[trainer.state.fn]
+
+
+def batch_limits(loop: Any) -> list[int | float]:
+    """Return an evaluation loop's own list of batches per loader; a new list with new loaders."""
+    limits: list[int | float] = vars(loop).get("_max_batches", vars(loop).get("max_batches"))
+    return limits
+
+
+def fetches_ahead(loop: Any) -> bool:
+    """Return whether a loop has fetched its first batch, because it knows no length."""
+    return loop._data_fetcher.length is None and hasattr(loop._data_fetcher, "batches")
+
+
+def drop_first_batch(loop: Any) -> None:
+    """End a loop that has fetched its first batch, before it runs."""
+    fetcher = loop._data_fetcher
+    fetcher.batches, fetcher.done = [], True
+
+
+def wrap_batches(loop: Any, wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    """Replace the iterator over the batches that a loop has still to fetch."""
+    loop._data_fetcher.iterator = wrap(loop._data_fetcher.iterator)

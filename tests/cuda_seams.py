@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_commfree.comm.background import Background
@@ -28,6 +29,7 @@ def tasks_at_once(patch: pytest.MonkeyPatch, walk: CudaWalk) -> None:
         task: Callable[[], Any],
         tag: str,
         staged: Callable[[], object] | None = None,
+        device: torch.device | None = None,
     ) -> Pending[Any]:
         def resolve() -> Any:
             if staged is not None:

@@ -1,7 +1,8 @@
 """What a training step does on a CUDA device, walked without one.
 
-`FakeTensorMode` computes shapes, dtypes and devices, and no values; it takes "cuda:0" in a build
-for the CPU too. On top of it `CudaWalk` sees two kinds of mistakes:
+`FakeTensorMode` computes shapes, dtypes and devices, and no values; it takes a CUDA device in a
+build for the CPU too, here the second one, so that a device that is named in the code is found. On
+top of it `CudaWalk` sees two kinds of mistakes:
 
 - tensors of two devices meet in one operation: an error, as on a GPU (there, and in fake mode, some
   operations take an index from the CPU: an error here all the same);
@@ -27,10 +28,10 @@ model in bfloat16 instead. `torch.device("cuda")` needs its index here: take `wa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
@@ -42,10 +43,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_commfree.comm.channel import Pending
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.liveness import PeerWatch
 
 ROOT = Path(__file__).resolve().parents[1]
+WALKS = {str(ROOT / "tests" / name) for name in ("cuda_walk.py", "kernels.py", "race_walk.py")}
 TORCH = str(Path(torch.__file__).parent)
-CPU, CUDA, META = torch.device("cpu"), torch.device("cuda:0"), torch.device("meta")
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda:1"), torch.device("meta")
 Module = TypeVar("Module", bound=nn.Module)
 aten: Any = torch.ops.aten
 
@@ -91,7 +94,7 @@ class CudaWalk(TorchDispatchMode):
 
     def __enter__(self) -> CudaWalk:
         with ExitStack() as outer:
-            outer.enter_context(_StandIns(self.ask).installed())
+            outer.enter_context(self._installed())
             # a tensor made outside is one of the CPU, and found out where it meets another
             outer.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             self._outer = outer.pop_all()
@@ -102,6 +105,10 @@ class CudaWalk(TorchDispatchMode):
         super().__exit__(*error)
         if self._outer is not None:
             self._outer.close()
+
+    def _installed(self) -> AbstractContextManager[None]:
+        """Return a context manager that puts stand-ins into `torch.cuda`."""
+        return _StandIns(self.ask).installed()
 
     @contextmanager
     def during(self, step: str) -> Iterator[None]:
@@ -186,24 +193,36 @@ class CudaWalk(TorchDispatchMode):
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return file and function of the innermost frame that is neither torch's nor this module's."""
-    while frame is not None and _is_passed_over(frame.f_code):
-        frame = frame.f_back
-    assert frame is not None, "somebody asks"
-    path = Path(frame.f_code.co_filename)
+    """Return the place in which `frame` is."""
+
+    def outward() -> Iterator[tuple[str, str]]:
+        here = frame
+        while here is not None:
+            yield here.f_code.co_filename, here.f_code.co_name
+            here = here.f_back
+
+    return innermost(outward())
+
+
+def innermost(frames: Iterable[tuple[str, str]]) -> str:
+    """Return file and function of the first frame that is neither torch's nor the walk's own.
+
+    `frames` are names of files and functions, innermost first.
+    """
+    file, function = next(frame for frame in frames if not _is_passed_over(*frame))
+    path = Path(file)
     parts = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else path.parts
     if "site-packages" in parts:
         parts = parts[parts.index("site-packages") + 1 :]
     if parts[0] == "lightning_commfree":
         parts = parts[1:]
-    return f"{'/'.join(parts)} {frame.f_code.co_name}"
+    return f"{'/'.join(parts)} {function}"
 
 
-def _is_passed_over(code: CodeType) -> bool:
-    file = code.co_filename
+def _is_passed_over(file: str, function: str) -> bool:
     # a comprehension is a frame of its own in some Pythons only
-    inner = code.co_name in ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
-    return inner or file == __file__ or file.startswith((TORCH, "<")) or "contextlib" in file
+    inner = function in ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+    return inner or file in WALKS or file.startswith((TORCH, "<")) or "contextlib" in file
 
 
 def _refuse_mix(func: Any, tensors: list[Tensor]) -> None:
@@ -328,27 +347,32 @@ class InstantChannel:
     def __init__(self, size: int = 2, rank: int = 0, device: torch.device = CUDA) -> None:
         self.size, self.rank, self.device = size, rank, device
         self.ranks = tuple(range(size))
-        self.ledger = Ledger()
+        self.ledger, self.peers = Ledger(), PeerWatch()
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Sum over the ranks, in place."""
-        return self._here(tensor, tensor.mul_(self.size))
+        return self._launch(lambda: tensor.mul_(self.size), tensor, tensor)
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Collect tensors of shape S as one of shape (size, *S)."""
-        return self._here(tensor, tensor.expand(self.size, *tensor.shape).clone())
+        received = tensor.new_empty(self.size, *tensor.shape)
+        return self._launch(lambda: received.copy_(tensor), tensor, received)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Send each rank a row; every row that comes is this rank's."""
-        return self._here(tensor, tensor[self.rank].expand(tensor.shape).clone())
+        received = torch.empty_like(tensor)
+        return self._launch(lambda: received.copy_(tensor[self.rank]), tensor, received)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
         """Leave `tensor` as it is."""
-        return self._here(tensor, tensor)
+        return self._launch(lambda: tensor, tensor, tensor)
 
-    def _here(self, sent: Tensor, result: Tensor) -> Pending[Tensor]:
+    def _launch(
+        self, work: Callable[[], object], sent: Tensor, received: Tensor
+    ) -> Pending[Tensor]:
         assert sent.device == self.device, f"a tensor on {sent.device} is sent on {self.device}"
-        return Pending.here(result)
+        work()
+        return Pending.here(received)
 
 
 def is_walked(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,20 @@ def commands_of(text: str) -> list[str]:
 def python_of(text: str) -> list[str]:
     """Return a page's Python blocks."""
     return [block for language, block in _FENCED.findall(text) if language == "python"]
+
+
+def on_machines(command: str, address: str) -> list[list[str]]:
+    """Return what a reader runs on each of two machines, from the command for the first one.
+
+    Args:
+        command: a page's command with `NODE_RANK=0` or `--node-rank 0`.
+        address: of the first machine, which is HOST or 10.0.0.1 in the pages.
+    """
+    command = re.sub(r"HOST|10\.0\.0\.1", address, command.partition("  #")[0])
+    second, found = re.subn(r"(NODE_RANK=|--node-rank )0", r"\g<1>1", command)
+    assert found == 1, command
+    path = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
+    return [["bash", "-c", f"export {path}; {one}"] for one in (command, second)]
 
 
 def programs_in(script: str) -> Iterator[list[str]]:

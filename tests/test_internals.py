@@ -10,11 +10,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commfree import lightning_internals
+from lightning_commfree.host import DDPStrategy, pl
 
 PACKAGE = Path(lightning_internals.__file__).parent
 DOOR = Path(lightning_internals.__file__)

@@ -72,6 +72,8 @@ def try_out(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if batch:
             ranks = int(batch["nodes"]), int(batch["ntasks-per-node"])
             _pretend_launch("SLURM", ranks, monkeypatch)
+        if node := re.search(r"NODE_RANK=(\d)", script):
+            monkeypatch.setenv("NODE_RANK", node[1])
         if program == "make":
             _check_make(words, monkeypatch)
         elif program == "commfree-plan":

@@ -80,16 +80,17 @@ class Module(pl.LightningModule):
 
 
 def quiet_trainer(
-    strategy: Strategy,
+    strategy: Strategy | str,
     nodes: int,
     max_steps: int,
     callbacks: Sequence[pl.Callback],
     devices: int = 1,
     precision: Any = "32-true",
+    accelerator: str = "cpu",
 ) -> pl.Trainer:
-    """Return a CPU Trainer that writes and prints nothing."""
+    """Return a Trainer that writes and prints nothing."""
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=devices,
         precision=precision,
         num_nodes=nodes,

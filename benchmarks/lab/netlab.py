@@ -85,6 +85,9 @@ class NetLab:
     Args:
         nodes: number of nodes.
         rate: of every link in each direction, in the format of `tc` ("100mbit"); None: unshaped.
+        fresh: whether a node is like a newly installed Debian or Ubuntu: /etc/hosts has only its
+            own name, for 127.0.1.1, and jobs get no variables. Otherwise every node can resolve all
+            names, and jobs get `environment`.
 
     Raises:
         ValueError: `nodes` or `rate` is invalid.
@@ -96,20 +99,20 @@ class NetLab:
             results = lab.run([["python", "train.py"]] * 2, timeout_s=60)
     """
 
-    def __init__(self, nodes: int = 2, rate: str | None = "100mbit") -> None:
+    def __init__(self, nodes: int = 2, rate: str | None = "100mbit", fresh: bool = False) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"`nodes={nodes}` must be between 1 and {MAX_NODES}.")
         _check_rate(rate)
         self.rate = rate
-        self._nodes = nodes
+        self._nodes, self._fresh = nodes, fresh
         # the suffix keeps several laboratories of one process apart
         self._prefix = f"netlab-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._cleanup = ExitStack()
-        self._hosts = Path()
+        self._folder = Path()
 
     @property
     def names(self) -> list[str]:
-        """Host names of the nodes; every node can resolve all of them."""
+        """Host names of the nodes."""
         return [f"node{i}" for i in range(self._nodes)]
 
     def address(self, node: int) -> str:
@@ -122,9 +125,11 @@ class NetLab:
             raise LaboratoryUnavailable(reason)
         with ExitStack() as stack:  # undoes the finished steps if a later one fails
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="netlab-"))
-            self._hosts = Path(folder) / "hosts"
+            self._folder = Path(folder)
             rows = [f"{self.address(i)} {name}" for i, name in enumerate(self.names)]
-            self._hosts.write_text("\n".join(["127.0.0.1 localhost", *rows]) + "\n")
+            for node, name in enumerate(self.names):
+                known = [f"127.0.1.1 {name}"] if self._fresh else rows
+                self._hosts(node).write_text("\n".join(["127.0.0.1 localhost", *known]) + "\n")
             for namespace in (self._switch, *map(self._namespace, range(self._nodes))):
                 # register the removal first, as an interrupt may come in between
                 stack.callback(remove_namespace, namespace)
@@ -198,7 +203,7 @@ class NetLab:
         Args:
             commands: one argv per node.
             timeout_s: for all jobs together; jobs still running then are killed (code -9).
-            env: overrides this process's environment and `environment(node)`.
+            env: overrides this process's environment and the node's.
 
         Raises:
             ValueError: the number of commands is not the number of nodes.
@@ -230,15 +235,18 @@ class NetLab:
         self, node: int, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         into = ["ip", "netns", "exec", self._namespace(node), "unshare", "--uts", "--mount"]
-        enter = [*into, "sh", "-c", _ENTER, "sh", str(self._hosts), self.names[node]]
+        enter = [*into, "sh", "-c", _ENTER, "sh", str(self._hosts(node)), self.names[node]]
         return subprocess.Popen(
             [*enter, *command],
-            env={**os.environ, **self.environment(node), **env},
+            env={**os.environ, **({} if self._fresh else self.environment(node)), **env},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches only this process, which ends the jobs
         )
+
+    def _hosts(self, node: int) -> Path:
+        return self._folder / f"hosts{node}"
 
     @property
     def _switch(self) -> str:

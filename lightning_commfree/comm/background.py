@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import wait as wait_for
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_commfree.comm.channel import Pending
+from lightning_commfree.comm.channel import Pending, abort_nccl
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.liveness import AgreedError, PeerLostError, PeerWatch
+
+DEVICE_TAG = "work on the device"
+
+_POLL_S = 0.0005  # how often a waiting thread asks a device
 
 T = TypeVar("T")
 
@@ -21,21 +29,29 @@ class Background:
     A two-phase exchange computes its second payload from the result of its first phase. Computing
     it on this thread keeps the training thread free. The ledger counts only the time that the
     training thread waits.
+
+    Attributes:
+        staging: CUDA stream on which payloads are encoded.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, peers: PeerWatch | None = None) -> None:
         self._ledger = ledger
+        self.staging = Staging(peers)
         self._executor: ThreadPoolExecutor | None = None
         self._error: Exception | None = None  # of the first task that failed
 
     def submit(
-        self, task: Callable[[], T], tag: str, staged: Callable[[], object] | None = None
+        self,
+        task: Callable[[], T],
+        tag: str,
+        staged: Callable[[], object] | None = None,
+        device: torch.device | None = None,
     ) -> Pending[T]:
         """Queue `task`; the ledger counts the time spent waiting for its result under `tag`.
 
-        `staged` blocks until this rank's device has computed the payload. The result's `wait` calls
-        it first, and the ledger does not count this time: the host may be far ahead of the device,
-        so it is computation time.
+        The host may be far ahead of a CUDA device. So the result's `wait` counts only the time
+        after `device` has computed everything that was queued before the call. `staged` blocks
+        until the payload has been computed; that time is not counted either.
         """
         if self._executor is None:  # created on first use: a fork would lose the thread
             # A single thread: the collectives of two fragments keep their order on all ranks.
@@ -45,8 +61,11 @@ class Background:
         future = self._executor.submit(self._run, task, self._ledger.phase)
 
         def resolve() -> T:
+            computing = DeviceWork(device) if device and device.type == "cuda" else None
             if staged is not None:
                 staged()
+            while computing and not future.done() and not computing.is_completed():
+                wait_for([future], _POLL_S)
             with self._ledger.count_wait(tag):
                 return future.result()
 
@@ -74,8 +93,9 @@ class Background:
 class Staging:
     """Side CUDA stream for encoding and copies to the host; other devices run work immediately."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: PeerWatch | None = None) -> None:
         self._stream: torch.cuda.Stream | None = None
+        self._peers = peers
 
     def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Start `work` after everything queued on the caller's stream, without blocking the host.
@@ -97,7 +117,7 @@ class Staging:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            host, wait = to_host(work())
+            host, wait = to_host(work(), self._peers)
 
         # keep the allocator from reusing memory that the side stream still reads
         for tensor in inputs:
@@ -110,25 +130,61 @@ class Staging:
         return result_on_host
 
 
-def to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Callable[[], None]]:
     """Start a copy to host memory, after everything queued on the device's current stream.
 
     Returns:
         The copy (pinned if the tensor is on a CUDA device), and a function to call before reading
-        it, from any thread.
+        it, from any thread. It raises `PeerLostError` if one of `peers` is lost: the device may
+        wait for it in an NCCL collective, which would block the host without end.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None
 
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    # on the stream of the tensor's device, which may not be this thread's current device;
-    # `blocking` lets the waiting thread sleep instead of spin
-    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    arrived.record(torch.cuda.current_stream(tensor.device))
+    copied: Any = DeviceWork(tensor.device)  # behaves like a `dist.Work`
 
     def wait() -> None:
-        with torch.cuda.device(tensor.device):  # else a new thread opens a context on device 0
-            arrived.synchronize()
+        try:
+            (peers or PeerWatch()).wait([copied], DEVICE_TAG)
+        except (PeerLostError, AgreedError):
+            abort_nccl()
+            raise
 
     return host, wait
+
+
+def on_host(tensor: Tensor, peers: PeerWatch | None = None) -> Tensor:
+    """Return a copy in host memory; blocks, and raises like the function of `to_host`."""
+    host, wait = to_host(tensor, peers)
+    wait()
+    return host
+
+
+class DeviceWork:
+    """Everything queued so far on a device's current stream; `PeerWatch` waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # `blocking` lets a waiting thread sleep instead of spin
+        self._end: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        # on the stream of this device, which may not be the thread's current device
+        self._end.record(torch.cuda.current_stream(device))
+
+    def is_completed(self) -> bool:
+        """Return whether the device has computed all of it."""
+        with torch.cuda.device(self._device):  # else a new thread opens a context on device 0
+            return bool(self._end.query())
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Block until then; raise `RuntimeError` after `timeout`, like `dist.Work`."""
+        if timeout is None:
+            with torch.cuda.device(self._device):
+                self._end.synchronize()
+            return
+        end_s = time.monotonic() + timeout.total_seconds()
+        while not self.is_completed():
+            if time.monotonic() > end_s:
+                raise RuntimeError("The device is still computing.")
+            time.sleep(_POLL_S)

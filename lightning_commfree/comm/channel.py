@@ -99,7 +99,7 @@ class Channel:
         self.device = device or torch.device("cpu")
         self.group, self._downward = group, downward
         self.peers = PeerWatch(self.ranks, rank)  # `open` sets one with a heartbeat
-        self._owns_monitor = False
+        self._owns_monitor = self._keeps_group = False
         self._sockets = CloseOnFork()
         assert (group is None) == (self.size == 1), "several ranks need a process group"
 
@@ -195,11 +195,17 @@ class Channel:
             work = dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)
         return self._pending([work], tensor, tag)
 
+    def keep_group(self) -> dist.ProcessGroup:
+        """Return the process group, for a library that needs it longer: `close` leaves it open."""
+        assert self.group is not None, "a single rank has no process group"
+        self._keeps_group = True
+        return self.group
+
     def close(self) -> None:
         """Destroy the process groups; pending results are lost."""
         # before the groups: a peer whose connection breaks can then read that this rank has left
         self.peers.close(self._owns_monitor)
-        for group in (self.group, self._downward):
+        for group in (None if self._keeps_group else self.group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         # Garbage collection in a forked worker would wait for the groups' threads, which do not
@@ -251,13 +257,40 @@ class Channel:
 
     def _pending(self, works: Sequence[Any], result: Tensor, tag: str) -> Pending[Tensor]:
         def resolve() -> Tensor:
-            with self.ledger.count_wait(tag):
-                # nccl's `wait` orders streams without blocking: nothing to watch
-                watch = self.peers if self.device.type == "cpu" else PeerWatch()
-                watch.wait(works, tag)
+            if self.device.type == "cuda":
+                self._order_stream(works, tag)
+            else:
+                with self.ledger.count_wait(tag):
+                    self.peers.wait(works, tag)
             return result
 
         return Pending(resolve)
+
+    def _order_stream(self, works: Sequence[Any], tag: str) -> None:
+        """Let the current stream wait for NCCL's, and count for how long it does."""
+        stream = torch.cuda.current_stream(self.device)
+        make: Any = torch.cuda.Event
+        begin, end = make(enable_timing=True), make(enable_timing=True)
+        begin.record(stream)
+        for work in works:
+            work.wait()  # does not block the host: nothing to watch
+        end.record(stream)
+        self.ledger.count_device_wait(
+            tag, lambda: begin.elapsed_time(end) / 1e3 if end.query() else None
+        )
+
+
+def abort_nccl() -> None:
+    """End NCCL's collectives, so that a lost rank does not block this process when it exits."""
+    c10d = dist.distributed_c10d
+    groups = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "nccl"]
+    if not groups:
+        return
+    first: Any = groups[0]._get_backend(torch.device("cuda"))
+    first._group_start()  # together: aborted one by one, communicators wait for each other
+    for group in groups:
+        group.abort()
+    first._group_end()
 
 
 def _all_to_all(

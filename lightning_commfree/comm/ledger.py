@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -65,7 +65,8 @@ class LedgerTotals(NamedTuple):
 class Ledger:
     """Bytes sent and seconds waited by this rank, by tag.
 
-    The caller waits while it is blocked in `Pending.wait` or in a blocking collective.
+    Waiting time is the time during which the caller is blocked, in `Pending.wait` or in a blocking
+    collective; on a CUDA device, only while the device has nothing else to compute.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
@@ -79,6 +80,9 @@ class Ledger:
     seconds_by_phase: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _idle_threads: set[int] = field(default_factory=set, repr=False, compare=False)
     _phase_by_thread: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
+    _device_waits: deque[tuple[str, str, Callable[[], float | None]]] = field(
+        default_factory=deque, repr=False, compare=False
+    )
 
     @property
     def bytes_sent(self) -> int:
@@ -143,11 +147,31 @@ class Ledger:
             yield
         finally:
             if threading.get_ident() not in self._idle_threads:
-                seconds = time.perf_counter() - start
-                self.seconds_by_tag[tag] += seconds
-                # not `_phase_here`: the waiting thread is the one that trains
-                phase = self.phase if self.follows is None else self.follows.phase
-                self.seconds_by_phase[phase] += seconds
+                self._add_wait(tag, self._training_phase(), time.perf_counter() - start)
+
+    def count_device_wait(self, tag: str, seconds: Callable[[], float | None]) -> None:
+        """Add a wait of a device; `seconds` returns None until the device has passed it."""
+        if threading.get_ident() not in self._idle_threads:
+            self._device_waits.append((tag, self._training_phase(), seconds))
+            self.settle()
+
+    def settle(self) -> None:
+        """Add the device's waits that it has passed; they are in the order of the device."""
+        while self._device_waits:
+            tag, phase, seconds = self._device_waits[0]
+            waited = seconds()
+            if waited is None:
+                return
+            self._add_wait(tag, phase, waited)
+            self._device_waits.popleft()
+
+    def _add_wait(self, tag: str, phase: str, seconds: float) -> None:
+        self.seconds_by_tag[tag] += seconds
+        self.seconds_by_phase[phase] += seconds
+
+    def _training_phase(self) -> str:
+        # not `_phase_here`: the waiting thread is the one that trains
+        return self.phase if self.follows is None else self.follows.phase
 
     def _phase_here(self) -> str:
         if self.follows is not None:
@@ -208,4 +232,5 @@ class StepMeans:
         return figures
 
     def _sums(self) -> tuple[int, float]:
+        self._ledger.settle()
         return self._ledger.bytes_in(STEPS), self._ledger.seconds_by_phase[STEPS]

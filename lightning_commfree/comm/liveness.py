@@ -42,6 +42,7 @@ rank may go undetected until the timeout. The same applies if the process group 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 import threading
@@ -71,6 +72,9 @@ _STORE_RANK = 0  # the rank on whose machine the store is
 _NO_VERDICT = "{}"
 _MAX_NAMED = 50  # lost ranks in a message
 _REASON_CHARACTERS = 250
+# of gloo's errors, around what happened
+_SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
+_GLOO_ADVICE = ". This is typically caused by"
 
 
 class PeerLostError(RuntimeError):
@@ -115,6 +119,7 @@ class PeerMonitor:
         self.token = secrets.randbits(62) + 1  # names this rank's key; to be sent to other ranks
         self.verdict: Verdict = {}  # empty until the job has ended; the first one is final
         self.statuses: dict[int, Status] = {}  # latest heartbeat of every other rank
+        self.failure = ""  # this rank's first `PeerLostError`, which later ones repeat
         self.store_error = ""  # set once the store is no longer reachable
         self.published: Callable[[], Any] = str  # returns the value published with heartbeats
         self.launched: list[int] = []
@@ -426,7 +431,9 @@ class PeerWatch:
             if computing and not found:
                 raise
             found = found or self._blame_the_living(tag, waited_s)
-            raise self._failure(tag, waited_s, str(error), found) from error
+            # gloo's error says nothing more than the message, which contains its first line
+            is_told = isinstance(error, _StopWaitingError) or "gloo" in str(error)
+            raise self._failure(tag, waited_s, str(error), found) from None if is_told else error
 
     def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
         """Raise `_StopWaitingError` if this rank must not wait any longer.
@@ -519,13 +526,14 @@ class PeerWatch:
             time.sleep(max(0.0, 2 * HEARTBEAT_SECONDS - spent_s))
         if isinstance(verdict, str):
             return AgreedError(verdict)
-        first_line = cause.strip().partition("\n")[0][:_REASON_CHARACTERS]
+        first_line = _SOURCE_LINE.sub("", cause.strip().partition("\n")[0])
+        first_line = first_line.partition(_GLOO_ADVICE)[0][:_REASON_CHARACTERS]
         named = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(lost.items()))
-        return PeerLostError(
+        monitor.failure = monitor.failure or (
             f"The exchange '{tag}' failed on rank {self.rank} after {waited_s:.1f} s"
-            f" ({first_line}): {named}. {ADVICE}",
-            lost,
+            f" ({first_line}): {named}. {ADVICE}"
         )
+        return PeerLostError(monitor.failure, lost)
 
 
 class _StopWaitingError(RuntimeError):

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_commfree.comm.background import Background, Staging
+from lightning_commfree.comm.background import Background, on_host
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import MessageLayout, Route, View, routes
+from lightning_commfree.comm.liveness import PeerWatch
 from lightning_commfree.diloco.codec import BLOCK, Codec, chunks, decode_all
 from lightning_commfree.diloco.outer import WITHIN_TAG
 
@@ -164,9 +165,9 @@ class FragmentMessage:
         self._codec.encode(values, self._layout.section(message, "payload"), residual)
         self._layout.section(message, "buffers", torch.float32).copy_(buffers)
 
-    def headers(self, messages: Tensor) -> Tensor:
+    def headers(self, messages: Tensor, peers: PeerWatch) -> Tensor:
         """Return the headers of M messages: int64, shape (M, 3), in host memory."""
-        return self._layout.sections(messages, "header", torch.int64).cpu()
+        return on_host(self._layout.sections(messages, "header", torch.int64), peers)
 
     def gram(self, messages: Tensor) -> Tensor:
         """Return the inner products in M messages: fp32, shape (M, gram_size)."""
@@ -241,7 +242,7 @@ class Arrival(NamedTuple):
         """Combine the flags and inner products of the replica's ranks; collective within it."""
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
         mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(within.device)
-        rows = within.all_gather(mine, WITHIN_TAG).wait().cpu()
+        rows = on_host(within.all_gather(mine, WITHIN_TAG).wait(), within.peers)
 
         anywhere = rows[:, : len(flags)].any(dim=0).tolist()
         stop, drifted, steps_differ, joined_differ = (bool(flag) for flag in anywhere)
@@ -280,7 +281,6 @@ class FragmentExchange:
         numel: N.
         num_buffers: E.
         background: thread for the work that training must not wait for.
-        staging: CUDA stream for encoding, shared by all exchanges to reuse its memory.
         in_thread: whether gathers are launched on the background thread too (`fragment_exchanges`).
     """
 
@@ -289,7 +289,6 @@ class FragmentExchange:
     numel: int
     num_buffers: int
     background: Background
-    staging: Staging
     in_thread: bool = False
 
     def __post_init__(self) -> None:
@@ -333,14 +332,16 @@ class FragmentExchange:
             return self.route.down(reduced, tag).wait()
 
         if values.device != self.route.view.channel.device:
-            staged = self.staging.stage(
+            staged = self.background.staging.stage(
                 lambda: self._write(values, header, residual), header.on_device(values)
             )
-            pending = self.background.submit(lambda: exchange(staged), tag, staged)
+            pending = self.background.submit(lambda: exchange(staged), tag, staged, values.device)
         else:
             messages = self._write(values, header, residual)
             if self.in_thread or self.route.two_phase:
-                pending = self.background.submit(lambda: exchange(lambda: messages), tag)
+                pending = self.background.submit(
+                    lambda: exchange(lambda: messages), tag, device=values.device
+                )
             else:
                 pending = self.route.up(messages, tag)
 
@@ -352,14 +353,14 @@ class FragmentExchange:
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """Decode received messages on `device`."""
         if not self.route.two_phase:
-            summary = summarize_headers(self._up.headers(arrived))
+            summary = summarize_headers(self._up.headers(arrived, self.route.view.channel.peers))
             on_device = finite_messages(arrived, summary.nonfinite).to(device)
             mean, gram_KK = self._up.average(on_device)
             return Arrival(
                 _concatenate(mean, self._up.average_buffers(on_device)), *summary, gram_KK
             )
 
-        summary = merge_summaries(self._down.headers(arrived))
+        summary = merge_summaries(self._down.headers(arrived, self.route.view.channel.peers))
         on_device = arrived.to(device)
         values = self._down.values(on_device).view(-1)[: self.numel]
         mean = _concatenate(values, self._down.buffers(on_device).flatten()[: self.num_buffers])
@@ -386,7 +387,7 @@ class FragmentExchange:
 
     def _reduce(self, received: Tensor, keep_loss: bool) -> tuple[Tensor, Tensor | None]:
         """Average the shard that this replica owns; return the message about it and its error."""
-        summary = summarize_headers(self._up.headers(received))
+        summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
         counted = finite_messages(received, summary.nonfinite)
         mean, gram_KK = self._up.average(counted)
         # K < M if replicas are left out, but all messages must have the same size
@@ -428,8 +429,7 @@ def cheaper_exchange(
     """
     background = background or Background(view.channel.ledger)
     both = [
-        FragmentExchange(route, codec, numel, num_buffers, background, Staging())
-        for route in routes(view)
+        FragmentExchange(route, codec, numel, num_buffers, background) for route in routes(view)
     ]
     return min(both, key=lambda exchange: exchange.num_bytes)
 
@@ -446,7 +446,6 @@ def fragment_exchanges(
     in_thread = any(exchange.route.two_phase for exchange in exchanges)
     for exchange in exchanges:
         exchange.in_thread = in_thread
-        exchange.staging = exchanges[0].staging
     return exchanges
 
 

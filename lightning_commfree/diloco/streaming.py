@@ -305,7 +305,7 @@ class StreamingDiLoCo:
 
     def _enter(self, view: View) -> None:
         """Use `view` for all exchanges from now on."""
-        self.view, self._background = view, Background(view.channel.ledger)
+        self.view, self._background = view, Background(view.channel.ledger, view.channel.peers)
         self._open_exchanges()
 
     def _open_exchanges(self) -> None:
@@ -334,6 +334,10 @@ class StreamingDiLoCo:
             " optimizer's state of their parameters was reset where it was not finite.",
             stacklevel=2,
         )
+
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take over the inner optimizers; hooks may replace them during a fit."""
+        self.optimizers = optimizers
 
     # -- frozen parameters
 

@@ -14,10 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
+from lightning_commfree.comm.background import on_host
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.handshake import gather_texts
-from lightning_commfree.comm.liveness import AgreedError
+from lightning_commfree.comm.liveness import AgreedError, PeerWatch
 from lightning_commfree.domino.layers import TensorGroup
 from lightning_commfree.domino.sharding import ShardSpec
 from lightning_commfree.domino.sublayers import Sublayer
@@ -116,13 +118,20 @@ def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> N
 
 
 def gradient_norm(
-    parameters: Iterable[nn.Parameter], specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup
+    parameters: Iterable[nn.Parameter],
+    specs: Mapping[nn.Parameter, ShardSpec],
+    group: TensorGroup,
+    norm_type: float = 2.0,
 ) -> Tensor:
-    """Return the Euclidean norm of the full model's gradient; collective.
+    """Return the p-norm of the full model's gradient; collective.
 
-    `specs` has the specs of the sharded parameters. The result is 0-d, in fp32 or wider, and the
-    same on all ranks.
+    `specs` has the specs of the sharded parameters, and `norm_type` is p. The result is 0-d, in
+    fp32 or wider, and the same on all ranks.
     """
+    if math.isinf(norm_type):
+        largest = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        return group.channel.all_gather(largest, NORM_TAG).wait().amax()
+
     total: dict[bool, Tensor] = {}  # by whether the parameters are sharded
     for p in parameters:
         if p.grad is None:
@@ -130,28 +139,35 @@ def gradient_norm(
 
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
-        # each of several ranks with the same shard counts an equal part of its square
-        square = (
-            p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32)).square().sum()
-            / holders
-        )
+        # each of several ranks with the same shard counts an equal part of its powers
+        values = p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32))
+        power = values.square() if norm_type == 2 else values.abs().pow(norm_type)
+        share = power.sum() / holders
         key = spec is not None
-        total[key] = total[key] + square if key in total else square
+        total[key] = total[key] + share if key in total else share
 
     if not total:  # the same on all ranks, which have the same parameters
         return torch.zeros(())
     first = next(iter(total.values()))
     sharded = total.get(True, torch.zeros_like(first)).reshape(1)
     full = total.get(False, torch.zeros_like(first))  # the same on every rank: not summed
-    return (group.all_reduce(sharded, NORM_TAG).wait().squeeze(0) + full).sqrt()
+    summed = group.all_reduce(sharded, NORM_TAG).wait().squeeze(0) + full
+    return summed.sqrt() if norm_type == 2 else summed.pow(1 / norm_type)
 
 
 _NAMED = 3  # maximum number of ranks to name in an error
 
 
-def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether the norm of this rank's gradients is finite; synchronizes the device once."""
-    return _norm_is_finite([p.grad for p in parameters if p.grad is not None])
+def looks_finite(parameters: Iterable[nn.Parameter], peers: PeerWatch | None = None) -> bool:
+    """Return whether the norm of this rank's gradients is finite; synchronizes the device once.
+
+    Raises:
+        PeerLostError: the device waits for one of `peers` that is lost.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return True
+    return bool(on_host(torch.nn.utils.get_total_norm(gradients).isfinite(), peers))
 
 
 def refuse_nonfinite(

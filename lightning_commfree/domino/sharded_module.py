@@ -325,10 +325,14 @@ class ShardedModule:
         for model in self.models:
             sum_shared(model.sharding.specs, model.group)
 
+    def gradient_norm(self, parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the full gradient, each element counted once; collective."""
+        return gradient_norm(parameters, self.specs, self.models[0].group, norm_type)
+
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of the full gradient, each element counted once; collective."""
         parameters = parameters_of(optimizer)
-        norm = gradient_norm(parameters, self.specs, self.models[0].group)
+        norm = self.gradient_norm(parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     # -- the end of a fit

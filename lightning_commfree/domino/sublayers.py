@@ -114,7 +114,7 @@ class Inflow:
         """Return the residual stream, with its graph."""
         if self.finish is None:
             (stream,) = self.leaves
-            return stream.view_as(stream)  # a view: backward must start at a node, not the leaf
+            return stream.view_as(stream)  # a node of its own, whose backward reaches the leaf
 
         stream, total = self.leaves
         return stream + self.finish(total)

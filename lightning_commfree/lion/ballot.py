@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_commfree.comm.background import on_host
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import Route, View, routes
 from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
@@ -343,7 +344,9 @@ class NodeBallotExchange:
         seen = [summary.stop, summary.stream_ends, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
         message = torch.cat([flags, digest_of(ballot.header), planes.flatten()])
-        gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
+        gathered = on_host(
+            self._node.all_gather(message.to(self._node.device), NODE_TAG).wait(), self._node.peers
+        )
 
         # one rank's exchange may have been refused and the others' not: the node acts as one worker
         sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]

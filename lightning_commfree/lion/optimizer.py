@@ -1,4 +1,4 @@
-"""`DistributedLion` optimizer (arXiv:2404.00438); plain Lion if there are no other workers."""
+"""`DistributedLion` optimizer (arXiv:2404.00438), equal to plain Lion without other workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DistributedLion(Optimizer):
     fp32 master copy: steps update it, and the parameter is its rounded value. In bf16 alone most
     steps would be rounded away.
 
-    To choose settings, start from AdamW's (`docs/choose.md` has measurements):
+    To choose hyperparameters, start from those of AdamW (`docs/choose.md` has measurements):
 
     - `lr`: 3 to 10 times smaller (arXiv:2302.06675, section 5), because every step moves each
       parameter by `lr`; 4 times smaller was best for small language models.
@@ -54,7 +54,7 @@ class DistributedLion(Optimizer):
     Args:
         params: tensors or parameter groups, as for any optimizer; `lr`, `betas` and `weight_decay`
             of a group are read at every step.
-        lr: learning rate, 0 or more.
+        lr: learning rate, at least 0.
         betas: coefficients of direction and momentum, in [0, 1).
         weight_decay: decoupled decay (lambda), not part of the vote.
 
@@ -89,7 +89,7 @@ class DistributedLion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Validate and add a parameter group; other workers require a new `join` before a step."""
+        """Validate and add a parameter group; with other workers, `join` must follow."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -110,16 +110,16 @@ class DistributedLion(Optimizer):
         node: Channel | None = None,
         shard_peers: Channel | None = None,
     ) -> Voting:
-        """Start to vote with other workers; called by `DistributedLionStrategy`.
+        """Start voting with other workers; called by `DistributedLionStrategy`.
 
         Args:
-            parameters: names and parameters, all of this optimizer's, in order of use in forward;
-                order and values are the same on all workers.
+            parameters: names and values of all of this optimizer's parameters, in the order in
+                which forward uses them; the same on all workers.
             view: the workers, with a channel for CPU tensors.
             settings: settings of the vote, the same on all workers.
-            node: channel between the ranks of this worker if they have equal gradients.
-            shard_peers: channel between the ranks of this worker if each holds, and votes on, a
-                different shard of the parameters.
+            node: channel between the ranks of this worker, if they have equal gradients.
+            shard_peers: channel between the ranks of this worker, if each of them holds and votes
+                on a different shard of the parameters.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         assert {p for _, p in parameters} == own, "the parameters are this optimizer's"
@@ -132,12 +132,12 @@ class DistributedLion(Optimizer):
 
     @property
     def is_voted_on(self) -> bool:
-        """Whether the votes cover exactly the parameters that the optimizer has now."""
+        """Whether the votes cover exactly the optimizer's current parameters."""
         now = {self._local.get(p, p) for group in self.param_groups for p in group["params"]}
         return self.voting is not None and self.voting.parameters == now
 
     def leave(self) -> None:
-        """Stop voting and become plain Lion again."""
+        """Stop voting and return to plain Lion."""
         if self.voting is not None:
             self.voting.close()
             self.voting = None
@@ -148,11 +148,11 @@ class DistributedLion(Optimizer):
         """Take a step, together with the other workers if there are any.
 
         Args:
-            closure: computes loss and gradients; called once, before the vote.
+            closure: computes the loss and gradients; called once, before the vote.
 
         Raises:
-            RuntimeError: the vote was refused (`Voting.run_step`), or the parameters changed since
-                `join`.
+            RuntimeError: the vote was rejected (`Voting.run_step`), or the parameters have changed
+                since `join`.
             TypeError: a gradient is sparse.
         """
         loss = None
@@ -170,7 +170,7 @@ class DistributedLion(Optimizer):
         """Restore a state that `state_dict` returned.
 
         Raises:
-            ValueError: the state has no momenta for these parameters; nothing has been loaded.
+            ValueError: the state has no momentum buffers for these parameters; nothing is loaded.
         """
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -186,7 +186,7 @@ class DistributedLion(Optimizer):
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Update the master copies of parameters that were written to since the last step."""
+        """Update the master copies of parameters that were modified since the last step."""
         for group in self.param_groups:
             for p in group["params"]:
                 update_master(self.state[p], local_tensor(p))
@@ -214,7 +214,7 @@ class DistributedLion(Optimizer):
         return self.voting
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[LionParam]:
-        """Return local parameters with their state, created if missing, and their group."""
+        """Return local parameters with their group and their state, which is created if missing."""
         owners = {self._local.get(p, p): (p, g) for g in self.param_groups for p in g["params"]}
         members = []
         for local in parameters:

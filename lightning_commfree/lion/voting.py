@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commfree.comm.background import Background, to_host
+from lightning_commfree.comm.background import Background, on_host, to_host
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
@@ -201,7 +201,7 @@ class Voting:
         if peers is None or peers.size == 1:
             return flags
         mine = torch.tensor(flags, dtype=torch.uint8, device=peers.device)
-        return peers.all_gather(mine, NODE_TAG).wait().cpu().bool().any(0).tolist()
+        return on_host(peers.all_gather(mine, NODE_TAG).wait(), peers.peers).bool().any(0).tolist()
 
     def _refusal(self, results: Sequence[VoteResult]) -> RuntimeError:
         """Return the error for a step that was refused on all workers."""
@@ -231,7 +231,7 @@ class Voting:
                 return AgreedError(
                     f"The gradient of {names[i]!r} on {self._ranks_of(worker)} contains NaN or"
                     f" Inf{more}, before step {step}. All ranks are stopping; no parameter was"
-                    " changed. Lower the learning rate or check that rank's batch;"
+                    " changed. Lower the learning rate or check the batches there;"
                     " `nonfinite='abstain'` would leave such a worker out of the vote."
                 )
 
@@ -243,10 +243,12 @@ class Voting:
 
     def _ranks_of(self, worker: int) -> str:
         rank = self.view.channel.ranks[worker]
-        if self.node is None:
+        # gradients are averaged over them, with shards too, so any may be the source
+        ranks = self.node or self._shard_peers
+        if ranks is None:
             return f"rank {rank}"
-        first = rank - self.node.rank
-        return f"ranks {first} to {first + self.node.size - 1}"
+        first = rank - ranks.rank
+        return f"ranks {first} to {first + ranks.size - 1}"
 
     def close(self) -> None:
         """Remove the hooks and stop the background thread."""
@@ -356,13 +358,17 @@ class BucketVote:
             hashes = join_digests(tuning, _digest(self.bucket) if due else 0)
 
             raw = cast_ballot(self.bucket, members, self._valid_on_device, flags, hashes)
-            host, wait_for_host = to_host(raw)
+            host, wait_for_host = to_host(raw, self._view.channel.peers)
             head = header_bytes(len(self.bucket.parameters))
             ballot = Ballot(host[:head], *host[head:].view(2, -1))
 
             task = partial(self._exchange_ballot, ballot, wait_for_host)
             alone = self._view.size == 1 and self._node is None  # nothing is sent
-            pending = Pending(task) if alone else background.submit(task, WAIT_TAG, wait_for_host)
+            pending = (
+                Pending(task)
+                if alone
+                else background.submit(task, WAIT_TAG, wait_for_host, raw.device)
+            )
             return BallotInFlight(ballot, pending, self._gradients())
 
     def check_gradients(self, flight: BallotInFlight) -> None:

@@ -97,34 +97,32 @@ def refuse_wrapped(strategy: str, module: nn.Module) -> None:
 
 def apply_fsdp(
     module: nn.Module,
-    groups: Sequence[Sequence[int]],
-    rank: int,
+    group: dist.ProcessGroup,
     device: torch.device,
     materializer: Materializer | None = None,
     units: Collection[str] = (),
 ) -> None:
-    """Shard a module's parameters over the ranks of each replica; collective over the job.
+    """Shard a module's parameters over the ranks of a replica.
 
     Every block is a unit, and the rest of the model is another one. A unit is gathered for its
     forward and its backward; backward averages its gradients over the replica. The parameters
-    become `DTensor`s. The module stays sharded, and its process group is never destroyed.
+    become `DTensor`s. The module stays sharded, and needs `group` as long as it lives.
 
     Args:
-        module: the plain module, on any device; the same on all ranks of a replica.
-        groups: the ranks of every replica.
-        rank: global rank of this process.
+        module: the plain module, on any device; the same on all ranks of the replica.
+        group: the process group of the replica.
         device: device of the shards; a unit is moved there before it is sharded.
         materializer: initializes a module on `meta`, one unit at a time, so that no rank ever holds
             the full model.
         units: class names of the units; empty: the transformer blocks.
 
     Raises:
-        ValueError: the module has no submodule of one of these classes.
+        ValueError: the module has no submodule of one of these classes, or a parameter that FSDP2
+            cannot train.
     """
     names = outermost(module, units) if units else list(block_names(module))
+    _refuse_parameters(module, names)
     ties = _ties(module)
-    made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
-    (group,) = (group for ranks, group in made.items() if rank in ranks)
     # By default, the outermost unit stays gathered after a forward without a backward: the training
     # step after a validation would use the validation's weights.
     how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, device.type)}
@@ -147,6 +145,40 @@ def apply_fsdp(
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
     _refuse_save_pretrained(module)
+
+
+_CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
+
+
+def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
+    """Check that FSDP2 can train all parameters; its own errors come late and name none.
+
+    `units` are the names of the submodules that are gathered on their own.
+
+    Raises:
+        ValueError: a parameter is empty, has sparse gradients, or has another dtype than its unit.
+    """
+    dtypes: dict[str, dict[torch.dtype, str]] = {}  # by unit: its dtypes, with an example of each
+    for owner_name, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(owner_name, recurse=False):
+            if not parameter.requires_grad:
+                continue
+            if parameter.numel() == 0:
+                why = "is empty. Remove it, set `requires_grad=False` on it, or make it a buffer"
+                raise ValueError(f"{_CANNOT_TRAIN} {name!r}, which {why}.")
+            if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
+                why = f"has sparse gradients. Use `sparse=False` in its `{type(owner).__name__}`"
+                raise ValueError(f"{_CANNOT_TRAIN} {name!r}, which {why}.")
+            unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
+            dtypes.setdefault(unit, {}).setdefault(parameter.dtype, name)
+    for examples in dtypes.values():
+        if len(examples) > 1:
+            found = " and ".join(f"{name!r} ({dtype})" for dtype, name in examples.items())
+            raise ValueError(
+                f"{_CANNOT_TRAIN} parameters of different dtypes that it gathers together: {found}."
+                " Convert the model to one dtype, or list the classes of its modules as units of"
+                " their own: `inside=FSDPSettings(units=[...])`."
+            )
 
 
 def _refuse_save_pretrained(module: nn.Module) -> None:
@@ -202,17 +234,17 @@ def step_bytes(module: nn.Module) -> tuple[int, int]:
     return gathered, scattered
 
 
-def check_optimizers(optimizers: Iterable[Optimizer], replaced: Set[nn.Parameter]) -> None:
+def check_optimizers(optimizers: Iterable[Optimizer], held: Set[nn.Parameter]) -> None:
     """Check that the optimizers hold the sharded parameters, not the originals.
 
     Raises:
-        ValueError: an optimizer holds one of `replaced`, the parameters from before sharding.
+        ValueError: an optimizer holds a parameter that is not one of `held`, the sharded module's.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    count = sum(parameter in replaced for group in groups for parameter in group["params"])
+    count = sum(parameter not in held for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
-            f"The optimizer still holds {count} parameters from before the model was sharded, so"
-            " they would not be trained. It or its parameter list was created before `fit`. Create"
-            " both in `configure_optimizers`, from `self.parameters()`."
+            f"The optimizer still holds {count} parameters from before the model was sharded, or"
+            " outside of it, so they would not be trained. It or its parameter list was created"
+            " before `fit`. Create both in `configure_optimizers`, from `self.parameters()`."
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
@@ -55,7 +57,7 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
     held = [tensor for tensor in held if tensor.numel()]
     if not held or channel.size == 1:
         return
-    digests = _digests_of_all(channel, held, tag)
+    digests = digests_of_all(channel, held, tag)
     differs = (digests != digests[0]).any(dim=0).tolist()
     for tensor in (tensor for tensor, sent in zip(held, differs, strict=True) if sent):
         raw = tensor.to(channel.device).contiguous().view(-1).view(torch.uint8)
@@ -70,16 +72,23 @@ def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> 
     """
     if not tensors or channel.size == 1:
         return [False] * len(tensors)
-    digests = _digests_of_all(channel, [local_tensor(tensor) for tensor in tensors], tag)
+    digests = digests_of_all(channel, tensors, tag)
     return (digests[channel.rank] != digests[0]).tolist()
 
 
-def _digests_of_all(channel: Channel, tensors: Sequence[Tensor], tag: str) -> Tensor:
-    """Return all ranks' hashes of some tensors, shape (ranks, tensors)."""
+def digests_of_all(
+    channel: Channel,
+    tensors: Sequence[Tensor],
+    tag: str,
+    hashed: Callable[[Tensor], Tensor] = thorough_digest,
+) -> Tensor:
+    """Return all ranks' hashes of some tensors or their local shards, shape (ranks, tensors)."""
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
+    if not tensors:
+        return nothing.expand(channel.size, 0)
     digests = [
-        thorough_digest(one.contiguous()).to(channel.device) if one.numel() else nothing
-        for one in tensors
+        hashed(one.contiguous()).to(channel.device) if one.numel() else nothing
+        for one in map(local_tensor, tensors)
     ]
     return channel.all_gather(torch.stack(digests), tag).wait()
 
@@ -102,6 +111,16 @@ def _describe(module: nn.Module) -> dict[str, str]:
     }
 
 
+def common_buffers(module: nn.Module) -> list[Tensor]:
+    """Return the persistent floating-point buffers, which a checkpoint holds as their means."""
+    kept = module.state_dict(keep_vars=True)
+    return [
+        buffer
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.numel() and name in kept
+    ]
+
+
 def averaged_buffers(
     module: nn.Module, channel: Channel, tag: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -110,12 +129,7 @@ def averaged_buffers(
     Sums are at least fp32 and in rank order, so the means are bit-identical on all ranks. A value
     that is equal on all ranks is returned unchanged, even if the sum would overflow.
     """
-    kept = module.state_dict(keep_vars=True)
-    buffers = [
-        buffer
-        for name, buffer in module.named_buffers()
-        if buffer.is_floating_point() and buffer.numel() and name in kept
-    ]
+    buffers = common_buffers(module)
     if not buffers:
         return
 
@@ -131,6 +145,61 @@ def averaged_buffers(
 
     for buffer, mean in zip(buffers, means, strict=True):
         yield buffer, mean.view(buffer.shape)
+
+
+class BucketOrder:
+    """The order in which DDP puts gradients into buckets, for an exact resume.
+
+    After its first backward DDP orders them as they became ready. All-reduces of three or more
+    ranks round a sum by its place in a bucket, so a resumed fit must begin with the same order.
+
+    Args:
+        ddp: the wrapped module, which has not been trained yet.
+
+    Attributes:
+        names: the trained parameters in this order; empty before the first backward.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.names: list[str] = []
+        self._ddp = ddp
+        self._trained = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._ready, name))
+            for name, p in self._trained.items()
+        ]
+
+    def restore(self, names: Sequence[str]) -> None:
+        """Make DDP use an order that was saved, by a backward of zeros; collective."""
+        if set(names) != self._trained.keys():  # saved before the first backward
+            return
+        self._ddp.require_forward_param_sync = False  # do not broadcast buffers
+        own = vars(self._ddp.module)
+        before = own.get("forward")  # of a compiled module
+        # autograd begins with what was computed last
+        own["forward"] = lambda _: [self._trained[n].flatten()[:0].sum() for n in reversed(names)]
+        try:
+            with torch.enable_grad():
+                sums = self._ddp(torch.zeros(()))
+                torch.autograd.backward(sums, [torch.ones_like(one) for one in sums])
+        finally:
+            del own["forward"]
+            if before is not None:
+                own["forward"] = before
+        for p in self._trained.values():
+            p.grad = None
+
+    def _ready(self, name: str, _: Tensor) -> None:
+        if self._ddp.require_backward_grad_sync and name not in self.names:
+            self.names.append(name)
+        if len(self.names) == len(self._trained):
+            self.close()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from lightning_commfree.comm.digest import digest
 
 ADVICE = (
-    "Callbacks that swap other weights into the module for validation are not supported, except for"
-    " Lightning's `WeightAveraging`. Remove them, or average `outer_weights()` yourself."
+    "A callback may put other weights into the module in `on_validation_start` or"
+    " `on_validation_epoch_start` if it restores the previous ones in `on_validation_epoch_end` or"
+    " `on_validation_end`. Lightning's `WeightAveraging` does so."
 )
 
 

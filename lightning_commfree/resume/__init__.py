@@ -7,5 +7,6 @@ data_position    loaders, random numbers, half-accumulated gradients
 loops            Lightning's loops, set back to the moment of the save
 files            atomic writes, and checksums when reading
 folders          checkpoints of large sharded models, as folders
+copies           files sent to ranks that share no disk with the rank that saved
 checkpoint_io    Lightning's checkpoint plugins
 """

@@ -7,11 +7,9 @@ import zipfile
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
+from lightning_commfree.host import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning_commfree.resume.files import FilePath, local_path, write_atomic
 from lightning_commfree.resume.folders import read_folder
 

@@ -16,16 +16,16 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.imports import module_available
 from torch import Tensor
 
+from lightning_commfree.host import CombinedLoader, pl
 from lightning_commfree.lightning_internals import (
     MID_EPOCH,
     Patches,
     data_fetcher,
+    epoch_metrics,
     in_accumulation,
     set_last_reload,
     take_loader_states,
@@ -210,6 +210,9 @@ def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
+EPOCH_METRICS = "cover only the batches after the resume"
+
+
 def not_saved(
     trainer: pl.Trainer, checkpoint: Mapping[str, Any], own: Mapping[str, Any]
 ) -> list[str]:
@@ -219,6 +222,12 @@ def not_saved(
         texts.append(
             "the gradients of a half-accumulated optimizer step are lost: FSDP exposes them only at"
             " the step"
+        )
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    if epoch.processed != epoch.started and (names := epoch_metrics(trainer)):
+        texts.append(
+            f"the epoch's values of {', '.join(map(repr, names))} {EPOCH_METRICS}, because"
+            " Lightning does not save metrics"
         )
     return texts + _skipped_schedulers(trainer)
 

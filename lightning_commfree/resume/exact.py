@@ -27,18 +27,22 @@ why it is not exact.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.host import DDPStrategy, TrainerFn, pl
+from lightning_commfree.lightning_internals import (
+    Patches,
+    around_loading,
+    hide_resume_warning,
+)
 from lightning_commfree.resume.checkpoint_io import writes_later
+from lightning_commfree.resume.copies import drop_copy, fail_together, find_checkpoint, send
 from lightning_commfree.resume.data_position import (
     EpochStart,
     data_state,
@@ -54,6 +58,7 @@ from lightning_commfree.resume.rank_files import (
     Owner,
     RankFiles,
     copy_to_cpu,
+    file_of_rank,
     local_tensors,
     plain_or_none,
 )
@@ -107,23 +112,6 @@ class Resumable(Protocol):
         return None
 
 
-@contextmanager
-def fail_together(ranks: Any) -> Iterator[None]:
-    """If the `with` block fails on any rank, raise an error on all ranks; collective.
-
-    Ranks on which it succeeds raise the error text of the first rank on which it failed.
-    """
-    failure = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - raised below
-        failure = error
-    failed = ranks.all_flags(failure is not None)
-    if any(failed):
-        text = ranks.broadcast(str(failure), failed.index(True))
-        raise failure or RuntimeError(text)
-
-
 @dataclass
 class _Fit:
     """The objects of one fit, from `begin` to `end`."""
@@ -171,8 +159,24 @@ class Save:
         )
         return found
 
+    def fetch(self, wanted: Iterable[int]) -> None:
+        """Copy the files of `wanted` ranks that are on other ranks' disks only; collective."""
+        folder, all_flags = self.entry["folder"], self._ranks.all_flags
+        saved = range(1, self.entry["ranks"])  # rank 0 has no file
+        found = {rank: RankFiles(self.path).find(folder, rank) for rank in saved}
+        lacks = {rank for rank in saved if rank in wanted and found[rank] is None}
+        if not any(all_flags(bool(lacks))):
+            return
+        for rank in saved:
+            has, needed = all_flags(found[rank] is not None), any(all_flags(rank in lacks))
+            if needed and any(has):
+                place = Path(found[rank] or file_of_rank(self.path, folder, rank))
+                send(self._ranks, has.index(True), place, place if rank in lacks else None)
+
     def load(self, wanted: Iterable[int]) -> list[State]:
         """Return the own states of the `wanted` ranks, or [] if any is missing; collective."""
+        wanted = list(wanted)
+        self.fetch(wanted)
         with fail_together(self._ranks):
             found = [self.own_state(rank) for rank in wanted]
         complete = all(self._ranks.all_flags(None not in found))
@@ -228,11 +232,17 @@ class ExactResume:
         self._fit: _Fit | None = None
         self._save: Save | None = None  # the save to resume from, until `begin` or `read` uses it
         self._own: State | None = None  # this rank's state to restore, until all of it is restored
+        self._complete = False  # whether all ranks have found their own state
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Start recording random generator states; call it before the first loader is made."""
+        """Record random generator states from now on, and find checkpoints on any rank's disk.
+
+        Call it before the first loader is made.
+        """
         self._epoch_start = EpochStart(trainer, patches)
+        if self._ranks.size > 1:
+            around_loading(trainer, patches, partial(find_checkpoint, self._ranks), drop_copy)
 
     # -- resuming
 
@@ -249,6 +259,7 @@ class ExactResume:
         save = Save(path, checkpoint, self._ranks, weights_only)
         self._own = None
         if save.entry.get("ranks") == self._ranks.size:
+            save.fetch([self._ranks.rank])
             with fail_together(self._ranks):
                 self._own = save.own_state(self._ranks.rank)
         self._save = save
@@ -261,7 +272,7 @@ class ExactResume:
         If it resumes, restore this rank's own weights and tensors. If Lightning restores
         checkpoints after setup, `read` does that instead.
         """
-        tensors = OwnTensors(trainer.lightning_module, self._strategy.optimizers)
+        tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
         if self._save is not None:
             self._restore_own(self._fit, self._save)
@@ -282,17 +293,23 @@ class ExactResume:
             restore_loops(fit.trainer)
             return bool(own)
         lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
+        lost += self._strategy.not_restored()
+        hide_resume_warning(fit.trainer, self._strategy.patches)
         for name, gradient in own.get("gradients", {}).items():
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
         if lost:
             rank_zero_warn(f"The run does not resume exactly: {'; '.join(lost)}.")
+        if self._complete and not any(self._ranks.all_flags(bool(lost))):
+            rank_zero_info("The resume is exact: every rank continues as if the fit had not ended.")
         return True
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
         """Restore the state that must be in place before Lightning restores the rest."""
         self._save = None
-        if reason := save.why_not_exact(fit.algorithm, self._own is not None):
+        reason = save.why_not_exact(fit.algorithm, self._own is not None)
+        self._complete = not reason
+        if reason:
             self._own, kept = save.adopt(fit.algorithm)
             rank_zero_warn(
                 f"Cannot resume exactly from {str(save.path)!r}: {reason}. Every rank starts from"

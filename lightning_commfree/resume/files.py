@@ -202,7 +202,7 @@ def verify_records(archive: Path | IO[bytes]) -> None:
         raise ValueError(f"its record {bad!r} is damaged")
 
 
-def damaged(path: FilePath, error: Exception) -> RuntimeError:
+def damaged(path: FilePath, error: BaseException) -> RuntimeError:
     """Return the error for a checkpoint that cannot be read."""
     return RuntimeError(
         f"The checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {error}. It was"

@@ -3,12 +3,22 @@
 A checkpoint file is gathered and written by one rank. With FSDP, all ranks of the first replica can
 write their shards in parallel instead, with `torch.distributed.checkpoint`:
 
-    last.ckpt/checkpoint.pt    the checkpoint, with names in place of sharded tensors
-    last.ckpt/.metadata        which file contains which shards of each tensor, by name
-    last.ckpt/__1_0.distcp     the shards of rank 1
+    last.ckpt/checkpoint.pt               the checkpoint, with names in place of sharded tensors
+    last.ckpt/1763..64/.metadata          which file contains which shards of each tensor, by name
+    last.ckpt/1763..64/__1_0.distcp       the shards of rank 1
 
-The folder is written under a hidden name and renamed when it is complete. An older folder of that
-name is moved aside first, so for a moment, between the two renames, neither exists.
+`checkpoint.pt` names the subfolder of its save, so replacing this one file replaces the checkpoint:
+
+1. Everything is written into a hidden folder beside the checkpoint. If no checkpoint of this name
+   exists, the hidden folder is renamed, and that is all.
+2. Otherwise the new subfolder is moved into the existing folder,
+3. `checkpoint.pt` is replaced by the new one,
+4. and subfolders of earlier saves are removed.
+
+A kill at any moment leaves the old or the new checkpoint, on every file system. (Exchanging two
+folders atomically is impossible on NFS.)
+
+`checkpoint.pt` also contains a checksum of `.metadata`; every other file has its own (`files`).
 
 To convert a folder to a single file, on a machine with enough memory for the full model:
 
@@ -21,6 +31,7 @@ not work here: it turns the parameter indices of an optimizer's state into a lis
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import pickle
@@ -58,7 +69,9 @@ from lightning_commfree.resume.files import (
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
 NAME = "in the folder"  # {NAME: name} replaces a sharded tensor in checkpoint.pt
-TOKEN = "lightning_commfree.token"  # key of a number that is unique to the save, in all its files
+# key of a number that is unique to the save, in all its files; in checkpoint.pt it comes with the
+# number of ranks that wrote shards and the checksum of the metadata
+TOKEN = "lightning_commfree.token"
 # the only types that unpickling the metadata may construct; their constructors are harmless
 _DCP = "torch.distributed.checkpoint"
 _MODULES = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "torch")
@@ -71,7 +84,7 @@ _ALSO = {
 
 def is_folder(path: Path) -> bool:
     """Return whether the path is a checkpoint folder."""
-    return (path / REST).is_file() and (path / _METADATA).is_file()
+    return (path / REST).is_file()
 
 
 # -- writing
@@ -104,31 +117,26 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
         return {NAME: name}
 
     rest = map_nested(checkpoint, named)
-    half, before = _hidden(target, "writing"), _hidden(target, "before")
-    first = channel.rank == 0
+    half, first = target.with_name(f".{target.name}.writing"), channel.rank == 0
     problem = _make_empty(half) if first else ""
     from_first = gather_texts(channel, json.dumps((time.time_ns(), problem)))[0]
     token, problem = json.loads(from_first)
     if problem:
         raise _not_written(target, problem)
-    rest[TOKEN] = token, channel.size
+    written = half / str(token)
     shards[f"{TOKEN}.{channel.rank}"] = torch.tensor([token, channel.rank])
     try:
-        save(shards, storage_writer=FileSystemWriter(half), process_group=channel.group)
+        save(shards, storage_writer=FileSystemWriter(written), process_group=channel.group)
     except CheckpointException as error:  # a `BaseException`; raised on all ranks
         failures = [f"{one} (rank {rank})" for rank, (one, _) in error.failures.items()]
         raise _not_written(target, "; ".join(failures)) from error
     if not first:
         return
     try:
-        _check_complete(half)
+        _check_complete(written)
+        rest[TOKEN] = token, channel.size, _checksum(written)
         write_atomic(rest, half / REST)
-        _remove(before)
-        if target.exists():
-            os.replace(target, before)
-        os.replace(half, target)
-        sync_folder(target.parent)
-        _remove(before)
+        _replace(target, half, written.name)
     except OSError as error:
         raise _not_written(target, error) from error
 
@@ -143,6 +151,26 @@ def _make_empty(folder: Path) -> str:
     return ""
 
 
+def _replace(target: Path, half: Path, token: str) -> None:
+    """Replace the checkpoint `target` by the complete folder `half` (module docstring)."""
+    if target.is_symlink() or not target.is_dir():
+        target.unlink(missing_ok=True)
+        os.replace(half, target)
+        sync_folder(target.parent)
+        return
+    os.replace(half / token, target / token)
+    sync_folder(target)  # before `checkpoint.pt` names it
+    os.replace(half / REST, target / REST)
+    sync_folder(target)
+    for entry in {*target.iterdir()} - {target / token, target / REST}:
+        _remove(entry)
+    _remove(half)
+
+
+def _checksum(folder: Path) -> str:
+    return hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest()
+
+
 def _check_complete(folder: Path) -> None:
     files = {where.relative_path for where in read_metadata(folder).storage_data.values()}
     missing = sorted(file for file in files if not (folder / file).exists())
@@ -151,10 +179,6 @@ def _check_complete(folder: Path) -> None:
             f"files of other ranks are missing ({', '.join(missing)}): all ranks of a replica must"
             " write to a shared disk"
         )
-
-
-def _hidden(folder: Path, word: str) -> Path:
-    return folder.with_name(f".{folder.name}.{word}")
 
 
 def _not_written(folder: FilePath, why: object) -> RuntimeError:
@@ -192,7 +216,11 @@ class FolderTensor:
         with warnings.catch_warnings():
             # `no_dist` is intended: each rank reads what it needs
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load({self.name: values}, storage_reader=self.reader, no_dist=True)
+            try:
+                load({self.name: values}, storage_reader=self.reader, no_dist=True)
+            except CheckpointException as error:  # a `BaseException`
+                [(why, _)] = error.failures.values()
+                raise damaged(Path(self.reader.path) / "*.distcp", why) from error
         return values
 
 
@@ -212,15 +240,21 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
     """
     rest = read_verified(folder / REST, weights_only)
     try:
-        reader = _Reader(folder)
+        token, ranks, checksum = rest.pop(TOKEN)
+    except (KeyError, ValueError) as error:
+        raise damaged(folder / REST, ValueError("it is not from a checkpoint folder")) from error
+    shards = folder / str(token)
+    try:
+        if _checksum(shards) != checksum:
+            raise ValueError("it is damaged, or from a different save")
+        reader = _Reader(shards)
         metadata = reader.read_metadata()
-    except Exception as error:  # a damaged pickle raises anything
-        raise damaged(folder / _METADATA, error) from error
+    except Exception as error:  # what unpickling refuses, too
+        raise damaged(shards / _METADATA, error) from error
     for where in metadata.storage_data.values():
-        _check_shard(folder / where.relative_path, where.offset, where.length)
-    token, ranks = rest.pop(TOKEN, (0, 1))
+        _check_shard(shards / where.relative_path, where.offset, where.length)
     for rank in range(ranks):
-        _check_token(folder, reader, token, rank)
+        _check_token(shards, reader, token, rank)
 
     def in_folder(value: Any, _: str) -> Any:
         if not isinstance(value, dict) or value.keys() != {NAME}:

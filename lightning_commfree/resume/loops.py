@@ -21,9 +21,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
-
+from lightning_commfree.host import is_overridden, pl
 from lightning_commfree.lightning_internals import (
     MID_EPOCH,
     accumulates,

@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,12 @@ TAG = "save"  # in the ledger
 
 
 class OwnTensors:
-    """The untrained tensors of one fit; created before any rank has restored its own state."""
+    """The untrained tensors of one fit; created before any rank has restored its own state.
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    `optimizers` returns this rank's optimizers, which hooks may replace.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
         self._module = module
         self._optimizers = optimizers
         self._at_begin = _digests(self._tensors()[1])
@@ -65,7 +68,7 @@ class OwnTensors:
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the untrained tensors, split by whether a checkpoint contains them."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         kept = self._module.state_dict(keep_vars=True)
         persistent: dict[str, Tensor] = {

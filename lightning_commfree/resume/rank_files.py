@@ -12,8 +12,9 @@ The `.commfree` folder is copied and moved together with the checkpoints. It is 
 
 A checkpoint always matches its rank files, even if a process dies during a save: new rank files are
 complete before the checkpoint is replaced, and old ones are removed afterwards. Ranks without a
-shared disk use a file on their own machine. Every file contains its rank, the number of ranks and
-the token of its save, so swapped or leftover files are refused.
+shared disk use a file on their own machine; `copies` sends it if another rank needs it. Every file
+contains its rank, the number of ranks and the token of its save, so swapped or leftover files are
+refused.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class RankFiles:
         Raises:
             RuntimeError: the file cannot be written.
         """
-        file = f"{self._root}/{owner.token}/rank_{owner.rank}.pt"
+        file = file_of_rank(self._path, self.folder(owner.token), owner.rank)
         try:
             write_atomic({**owner._asdict(), "state": local_tensors(state)}, file)
         except (OSError, RuntimeError) as error:
@@ -87,7 +88,7 @@ class RankFiles:
         Raises:
             RuntimeError: the file is from another rank or save, or damaged.
         """
-        file = self._find(folder, owner.rank)
+        file = self.find(folder, owner.rank)
         if file is None:
             return None
         saved = read_verified(file, weights_only)
@@ -97,6 +98,26 @@ class RankFiles:
         if found != owner:
             raise _refused(file, f"it contains {found}, but {owner} is needed")
         return saved["state"]
+
+    def find(self, folder: str, rank: int) -> str | None:
+        """Return the path of a rank's file in a folder that a checkpoint names; None if missing.
+
+        Raises:
+            RuntimeError: rank files cannot be in that folder.
+        """
+        parts = PurePosixPath(folder).parts
+        if len(parts) != 3 or parts[0] != FOLDER or ".." in parts:
+            raise RuntimeError(
+                f"The checkpoint {self._path!r} names {folder!r} as the folder of its rank files,"
+                f" but they are always in '{FOLDER}/' beside it: the checkpoint was modified after"
+                " it was saved. Nothing was loaded; resume from another checkpoint."
+            )
+        # if the path is a link, the files may be beside the checkpoint that it points to
+        for path in dict.fromkeys((self._path, os.path.realpath(self._path))):
+            file = file_of_rank(path, folder, rank)
+            if self._fs.exists(file):
+                return file
+        return None
 
     def remove_older(self, token: str, keep: int = 0) -> None:
         """Remove the files of all saves other than `token`, except the `keep` latest.
@@ -116,26 +137,16 @@ class RankFiles:
         with suppress(OSError):  # not empty: it contains files of another checkpoint
             self._fs.rmdir(os.path.dirname(self._root))
 
-    def _find(self, folder: str, rank: int) -> str | None:
-        parts = PurePosixPath(folder).parts
-        if len(parts) != 3 or parts[0] != FOLDER or ".." in parts:
-            raise RuntimeError(
-                f"The checkpoint {self._path!r} names {folder!r} as the folder of its rank files,"
-                f" but they are always in '{FOLDER}/' beside it: the checkpoint was modified after"
-                " it was saved. Nothing was loaded; resume from another checkpoint."
-            )
-        # if the path is a link, the files may be beside the checkpoint that it points to
-        for path in dict.fromkeys((self._path, os.path.realpath(self._path))):
-            file = f"{_beside(path, folder)}/rank_{rank}.pt"
-            if self._fs.exists(file):
-                return file
-        return None
-
     def _remove(self, folder: str) -> None:
         # another rank may remove it first, which each file system reports differently; leftover
         # files are harmless
         with suppress(OSError):
             self._fs.rm(folder, recursive=True)
+
+
+def file_of_rank(path: FilePath, folder: str, rank: int) -> str:
+    """Return where a rank's file is, for a checkpoint's path and the folder that it names."""
+    return f"{_beside(str(path), folder)}/rank_{rank}.pt"
 
 
 def _beside(path: str, name: str) -> str:

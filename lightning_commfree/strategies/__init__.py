@@ -1,12 +1,17 @@
-"""The Lightning strategies, one module for each, and the parts that they share."""
+"""The strategies, registered with Lightning under their names."""
 
 from functools import partial
-from typing import NoReturn
-
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
+from itertools import product
+from typing import Any, NoReturn
 
 from lightning_commfree.comm.ledger import Traffic
+from lightning_commfree.host import (
+    FABRIC_STRATEGIES,
+    StrategyRegistry,
+    pl,
+    when_other_is_imported,
+    wrong_host,
+)
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.contracts import EveryStep, LocalUpdates
 from lightning_commfree.strategies.distributed_lion import DistributedLionStrategy
@@ -36,18 +41,26 @@ def register_strategies() -> None:
                 override=True,
                 start_method=start_method,
             )
-            refuse = partial(_refuse_fabric, name + suffix)
-            STRATEGY_REGISTRY.register(name + suffix, refuse, override=True)
-
-
-def _refuse_fabric(name: str) -> NoReturn:
-    raise TypeError(
-        f"{name!r} works only with the Lightning Trainer: it needs the Trainer's loops and hooks,"
-        f" which Fabric does not have. Use `lightning.pytorch.Trainer(strategy={name!r})`."
+    _refuse_in(
+        FABRIC_STRATEGIES,
+        "{name!r} works only with the Lightning Trainer: it needs the Trainer's loops and hooks,"
+        f" which Fabric does not have. Use `{pl.__name__}.Trainer(strategy={{name!r}})`.",
     )
 
 
+def _refuse_in(registry: Any, message: str) -> None:
+    """Register every name in a registry that cannot use it, with the error message."""
+    for name in product(_NAMES, _START_METHODS):
+        refuse = partial(_refuse, message.format(name="".join(name)))
+        registry.register("".join(name), refuse, override=True)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TypeError(message)
+
+
 register_strategies()
+when_other_is_imported(partial(_refuse_in, message=wrong_host("{name!r}")))
 
 __all__ = [
     "DataParallel",

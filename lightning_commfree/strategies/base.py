@@ -19,18 +19,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import DEFAULT_TIMEOUT, RankInfo, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
+from lightning_commfree.host import (
+    CheckpointIO,
+    DDPStrategy,
+    DoublePrecision,
+    LightningOptimizer,
+    TrainerFn,
+    other_is_imported,
+    pl,
+    wrong_host,
+)
 from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
@@ -39,9 +45,12 @@ from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.strategies.checks import check_ddp_kwargs, present
 from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
+from lightning_commfree.strategies.drift import DriftCheck
+from lightning_commfree.strategies.evaluation import SharedEvaluation
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.signals import save_on_sigterm_only, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
 
 # set to a level above INFO by users who do not want the summary at the end of a fit
@@ -63,6 +72,7 @@ class ReplicaStrategy(DDPStrategy):
         group_ledger: bytes sent within a replica, by tag; FSDP's are computed by formula, and DDP's
             are not counted.
         session: the current fit.
+        ddp_kwargs: the arguments of `DDPStrategy` that differ from its defaults.
         patches: wrappers around Lightning's methods during a fit.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
     """
@@ -70,21 +80,30 @@ class ReplicaStrategy(DDPStrategy):
     settings: Any
     liveness = True
     session_type: type[FitSession[Any]] = LocalWeightsSession
+    _trainers_accelerator: Any = None
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
         # LightningCLI follows the name `ddp_kwargs` to DDP's own arguments, so it must be kept
         ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
         super().__init__(**ddp_kwargs)
+        self.ddp_kwargs = ddp_kwargs
         self.inside, self.patches = inside, Patches()
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
+        self._prepared: list[Optimizer] = []  # for which `inside` and the algorithm are prepared
         self._log: FitLog | None = None
+        self._evaluation: SharedEvaluation
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
         self._launch_method = ddp_kwargs.get("start_method", "popen")
         self._clean_launcher: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
+
+    @override
+    def __repr__(self) -> str:
+        # a Trainer of the other package shows this in the error with which it refuses the strategy
+        return f"<{wrong_host(type(self).__name__)}>" if other_is_imported() else super().__repr__()
 
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks."""
@@ -93,6 +112,14 @@ class ReplicaStrategy(DDPStrategy):
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
         """Create the algorithm, after model and optimizers are set up and all settings agree."""
+
+    def equal_weights(self) -> tuple[int, Channel]:
+        """Return how often ranks compare their weights, in steps (0: never), and which ranks do."""
+        return 0, self.channels.world
+
+    def not_restored(self) -> list[str]:
+        """Return messages about what a resume of this fit does not restore."""
+        return self.inside.not_restored(self)
 
     @property
     def module(self) -> pl.LightningModule:
@@ -131,6 +158,22 @@ class ReplicaStrategy(DDPStrategy):
 
     @property
     @override
+    def accelerator(self) -> Any:
+        return self._trainers_accelerator or super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # Set by every Trainer that gets this strategy. Devices and launcher of the first one would
+        # stay. Lightning's own attribute stays empty, as its check speaks of accelerators instead.
+        if self._trainers_accelerator is not None:
+            raise RuntimeError(
+                f"This `{type(self).__name__}` was already passed to another Trainer. Create a"
+                " strategy for each Trainer, or pass a registered name."
+            )
+        self._trainers_accelerator = accelerator
+
+    @property
+    @override
     def launcher(self) -> Any:
         if self._clean_launcher is None:
             check = self.inside.check_before_launch
@@ -156,10 +199,12 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._evaluation = SharedEvaluation(trainer, self.ranks, self.inside, self.patches)
         if trainer.state.fn != TrainerFn.FITTING:
             self.inside.set_up_evaluation(trainer, super().setup)
             return
         probe(trainer)
+        save_on_sigterm_only(trainer, self.ranks, self.patches)
         self.inside.check(self, trainer)
         # before sharding
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
@@ -168,9 +213,11 @@ class ReplicaStrategy(DDPStrategy):
         super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)
+        self._prepared = [*self.optimizers]
         self.session = self.session_type(
             trainer, self.ranks, between, stopping, self.patches, numel
         )
+        self._drift = DriftCheck(self, *self.equal_weights())
         self._log = self.session.log
         self._resume.begin(trainer, self.session.between, self.inside)
 
@@ -195,6 +242,7 @@ class ReplicaStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.session.batch_begins()
+        self._drift.before_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +263,18 @@ class ReplicaStrategy(DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.inside.same_batch:
             self.inside.check_first("validate", (args, kwargs))
-        return super().validation_step(*args, **kwargs)
+        with self._evaluation.batch():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().predict_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -226,13 +285,46 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.session.step(optimizer):
+        if [*map(id, self._prepared)] != [*map(id, self.optimizers)]:
+            self._prepare_replaced()
+        if not any(optimizer is one for one in self._prepared):
+            raise RuntimeError(
+                f"A `{type(optimizer).__name__}` steps that is not in `trainer.optimizers`, so it"
+                " was not prepared for this strategy. To replace an optimizer during a fit, assign"
+                " a new list (`trainer.optimizers = [new]`) instead of changing the old one, in a"
+                " hook between two steps (`on_train_batch_start` or `on_train_batch_end`)."
+            )
+        with self.session.step(optimizer), self.inside.stepping():
             return super().optimizer_step(optimizer, *args, **kwargs)
 
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self.session.validation_begins()
+    def _prepare_replaced(self) -> None:
+        """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step.
+
+        Collective over the job: the hook must replace them on all ranks after the same step.
+        """
+        self.inside.begin(self.optimizers)
+        self.algorithm.follow_optimizers(self.optimizers)
+        self._prepared = [*self.optimizers]
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the full model's gradient; collective over the ranks of a replica.
+
+        For `on_before_optimizer_step`, where gradients are complete: there, norms of
+        `self.parameters()` are those of this rank's shards, if ranks hold shards. Of Streaming
+        DiLoCo and Distributed Lion it is the norm of this replica's own gradient.
+
+        Args:
+            norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
+
+        Returns:
+            A scalar tensor, the same on all ranks of the replica; 0 without gradients.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"`norm_type={norm_type}` must be above 0, or `math.inf`.")
+        return self.inside.grad_norm(self.module, norm_type)
 
     @override
     def on_validation_end(self) -> None:
@@ -259,10 +351,12 @@ class ReplicaStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
+            warn_unsaved("Ctrl-C interrupted the ranks in the middle of different steps")
+        if "object has no attribute 'module'" in str(exception):
             rank_zero_warn(
-                "No checkpoint was saved: Ctrl-C interrupted the ranks in the middle of different"
-                " steps. Earlier checkpoints are unchanged. To stop and save a checkpoint, send"
-                " SIGTERM instead: all ranks then stop after the same step."
+                f"Under `{type(self).__name__}`, `trainer.model` may be the LightningModule itself,"
+                " as on one device, and not a wrapper with the attribute `module`. Use"
+                " `trainer.lightning_module`, which works with every strategy."
             )
         super().on_exception(exception)
 
@@ -321,6 +415,8 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self.module.double()  # Lightning converts it later, after fp32 has rounded the weights
         super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
 
     @override

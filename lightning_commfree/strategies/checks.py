@@ -7,14 +7,17 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
-from lightning.pytorch import callbacks
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.host import (
+    DDPStrategy,
+    MixedPrecision,
+    Precision,
+    callbacks,
+    is_overridden,
+    pl,
+)
 from lightning_commfree.lightning_internals import is_compiled, validation_seconds
 from lightning_commfree.model.replication import CommonGradScaler
 

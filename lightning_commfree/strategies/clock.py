@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
+
+from lightning_commfree.host import pl
 
 
 class Clock(Protocol):

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
+from lightning_commfree.host import pl
+from lightning_commfree.model.shards import is_shard
 from lightning_commfree.model.weight_swap import WeightSwap
 from lightning_commfree.resume.exact import Resumable
 
@@ -60,7 +62,7 @@ class Inside(Protocol):
         ...
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check the newly created optimizers.
+        """Check the optimizers, newly created or replaced during a fit.
 
         Raises:
             ValueError: they cannot train the prepared model's parameters.
@@ -85,12 +87,25 @@ class Inside(Protocol):
         """
         del verb, batch
 
+    def stepping(self) -> AbstractContextManager[None]:
+        """Wrap an optimizer step with its forward, backward and hooks."""
+        return nullcontext()
+
     def after_backward(self, steps: bool) -> None:
         """Combine gradients after backward; collective within the replica.
 
         `steps`: whether an optimizer step follows; otherwise gradients accumulate.
         """
         del steps
+
+    def is_shard(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank holds a shard of a parameter, and not all of it."""
+        return is_shard(parameter)
+
+    def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
+        """Return the p-norm of the full model's gradient; collective within the replica."""
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        return get_total_norm(gradients, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's own state for an exact resume, without weights and optimizers."""
@@ -99,6 +114,11 @@ class Inside(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         del state
+
+    def not_restored(self, strategy: Any) -> list[str]:
+        """Return messages about state or rounding that a resumed fit does not restore."""
+        del strategy
+        return []
 
     def release(self) -> None:
         """Release the model, after a fit or an error."""
@@ -109,6 +129,11 @@ class Inside(Protocol):
         setup(trainer)
 
     # -- states of a sharded model
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether the ranks of a replica hold shards of one model now."""
+        return False
 
     @property
     def saves_folders(self) -> bool:
@@ -162,6 +187,14 @@ class Between(Resumable, Protocol):
         all ranks stop now; the result is the same on every rank.
         """
         ...
+
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Called before the first step of optimizers that have replaced those of the fit.
+
+        Raises:
+            ValueError: the algorithm cannot use them.
+        """
+        del optimizers
 
     def figures(self) -> dict[str, float]:
         """Return a dict of the latest metrics for the Trainer's loggers."""

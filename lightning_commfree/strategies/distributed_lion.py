@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import DominoSettings
+from lightning_commfree.host import callbacks, pl
 from lightning_commfree.lion import LionSettings, VotingSession, only_lions, refuse_without_momenta
+from lightning_commfree.model.replication import common_buffers
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import agree_on_overflow, why_gradients_change
 from lightning_commfree.strategies.inside import (
@@ -118,8 +120,23 @@ class DistributedLionStrategy(ReplicaStrategy):
     # -- the hooks of a fit
 
     @override
+    def equal_weights(self) -> tuple[int, Channel]:
+        return self.settings.check_drift_every, self.channels.world
+
+    @override
+    def not_restored(self) -> list[str]:
+        lost, averaging = super().not_restored(), getattr(callbacks, "WeightAveraging", ())
+        averages = any(isinstance(one, averaging) for one in self.module.trainer.callbacks)  # type: ignore[attr-defined]
+        if averages and self.world_size > 1 and common_buffers(self.module):
+            lost.append(
+                "`WeightAveraging` continues on every rank with rank 0's buffers (BatchNorm"
+                " statistics), which are in its state"
+            )
+        return lost
+
+    @override
     def begin(self, trainer: pl.Trainer) -> VotingSession:
-        self._lions = only_lions(type(self).__name__, self.optimizers)
+        lions = only_lions(type(self).__name__, self.optimizers)
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)
         if not self.module.automatic_optimization:
@@ -138,9 +155,9 @@ class DistributedLionStrategy(ReplicaStrategy):
                 " gradients are not exchanged."
             )
         self._overlaps = self.overlap and not why
-        return VotingSession(self.module, self._lions, self.settings, self.channels, self._overlaps)
+        return VotingSession(self.module, lions, self.settings, self.channels, self._overlaps)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        refuse_without_momenta(self._lions, checkpoint.get("global_step", 0))
+        refuse_without_momenta(self.algorithm.lions, checkpoint.get("global_step", 0))

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Traffic
+from lightning_commfree.comm.settings import check_count
 from lightning_commfree.domino import DominoSettings, GradientMean, looks_finite, refuse_nonfinite
 from lightning_commfree.domino.data_parallel import FLAGS_TAG
+from lightning_commfree.host import pl
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import present
 from lightning_commfree.strategies.fit_session import FitSession
@@ -55,7 +57,8 @@ class DominoSession(FitSession[GradientMean]):
             return
         module, world = self._module, self._world
         batch = self._trainer.fit_loop.total_batch_idx
-        mine = torch.tensor([batch, not looks_finite(module.parameters()), self._stopping.wanted])
+        is_finite = looks_finite(module.parameters(), world.peers)
+        mine = torch.tensor([batch, not is_finite, self._stopping.wanted])
         batches, nonfinite, stops = world.all_gather(mine, FLAGS_TAG).wait().unbind(1)
         if len(set(batches.tolist())) > 1:
             found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]
@@ -117,12 +120,14 @@ class DominoTPStrategy(ReplicaStrategy):
             and outputs; "none": wait for every all-reduce. "auto": the fastest of "batch", "token"
             and "none", chosen by timing the first 30 batches of each size (`domino.auto_split`).
         num_micro_batches: number of micro-batches, 2 or more.
+        check_drift_every: compare the parameters that several ranks hold every so many steps, by a
+            hash; a difference ends the fit with an error that names parameter and ranks. 0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
             and of about 15 minutes at most, after which Linux drops the connections.
 
     Attributes:
-        settings: the arguments above.
+        settings: the arguments above except `check_drift_every`.
         ledger: bytes sent by this rank, seconds waited and number of collectives, by tag.
 
     Raises:
@@ -142,9 +147,12 @@ class DominoTPStrategy(ReplicaStrategy):
         tensor_parallel_size: int | None = None,
         split: str = "auto",
         num_micro_batches: int = 2,
+        check_drift_every: int = 100,
         **ddp_kwargs: Any,
     ) -> None:
+        check_count("check_drift_every", check_drift_every, 0, ", where 0 means never")
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
+        self.check_drift_every = check_drift_every
         super().__init__(TensorParallel(self, self.settings), **ddp_kwargs)
         self.group_ledger = self.ledger  # one ledger for both axes, told apart by tags
 
@@ -168,7 +176,15 @@ class DominoTPStrategy(ReplicaStrategy):
         sent = self.algorithm.bytes_per_step(self.module, tokens_per_step, mixed, clips)
         return Traffic(sent, 1, super().traffic().ddp_bytes_per_step)
 
+    @override
+    def fingerprint(self) -> dict[str, str]:
+        return {**super().fingerprint(), "check_drift_every": repr(self.check_drift_every)}
+
     # -- the hooks of a fit
+
+    @override
+    def equal_weights(self) -> tuple[int, Channel]:
+        return self.check_drift_every, self.channels.world
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:

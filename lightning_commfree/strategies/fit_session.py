@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,6 +27,7 @@ from lightning_commfree.comm.ledger import (
     ring_all_reduce_bytes,
 )
 from lightning_commfree.comm.text import counted, human_bytes, plain
+from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import Patches, add_to_rows
 from lightning_commfree.strategies.clock import PerOptimizerStep
 from lightning_commfree.strategies.contracts import Between
@@ -46,6 +47,7 @@ class FitSession(Generic[B]):
     """
 
     trains_independently = False  # ranks exchange nothing at most steps
+    compares_weights = False  # the exchange of a step compares the ranks' weights
     computing = False  # whether a training step is running
     accumulates = False  # whether no optimizer step follows it
 
@@ -68,6 +70,8 @@ class FitSession(Generic[B]):
         traffic = Traffic(*between.cycle(), ddp_bytes)
         self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
         stopping.sigterm.stops_after = self.stops_after
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
 
     def begin(self, resumed: bool) -> None:
         """Prepare for the first training step; weights that hooks have changed are accepted.
@@ -162,8 +166,14 @@ class FitSession(Generic[B]):
         """
         return self.clock.steps + 2
 
+    def _start_validation(self, start: Callable[[], None]) -> None:
+        # Lightning calls the strategy's own hook after those of callbacks and module, which may put
+        # an average of the weights into the module and take it out again before `validation_ends`
+        self.validation_begins()
+        start()
+
     def validation_begins(self) -> None:
-        """Called after Lightning's `on_validation_start` hooks."""
+        """Called before Lightning's `on_validation_start` hooks."""
         ledger = self._world.ledger
         self._phase_before, ledger.phase = ledger.phase, VALIDATION
 
@@ -207,10 +217,6 @@ class OutsideOfFit(FitSession[Any]):
 
     @override
     def batch_begins(self) -> None:
-        pass
-
-    @override
-    def validation_begins(self) -> None:
         pass
 
     @override

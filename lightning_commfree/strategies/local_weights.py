@@ -13,15 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import END
+from lightning_commfree.host import ModelCheckpoint, TrainerStatus, callbacks, pl
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.model.replication import broadcast_initial_weights
 from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap

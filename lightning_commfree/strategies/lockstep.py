@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.liveness import AgreedError
+from lightning_commfree.model.replication import common_buffers
+from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
 
@@ -25,6 +27,8 @@ _NO_STEP = -1  # in place of an optimizer's number
 
 class LockstepSession(FitSession[EveryStep]):
     """Fit session for algorithms that communicate in every step."""
+
+    compares_weights = True
 
     @override
     def begin(self, resumed: bool) -> None:
@@ -65,9 +69,16 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if not self._ranks.interrupted:
-            self.between.average_buffers()
-        return read()
+        if self._ranks.interrupted:
+            return read()
+        # a checkpoint has the means, but a fit that saves must train like one that does not
+        buffers = common_buffers(self._module)
+        own = [buffer.clone() for buffer in buffers]
+        self.between.average_buffers()
+        state: dict[str, Any] = copy_to_cpu(read(), only=buffers)
+        for buffer, values in zip(buffers, own, strict=True):
+            buffer.copy_(values)
+        return state
 
     @override
     def fit_ends(self) -> None:

@@ -9,8 +9,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_commfree.comm.job import (
     RankInfo,
@@ -21,6 +19,7 @@ from lightning_commfree.comm.job import (
     waiting_for_all,
 )
 from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
+from lightning_commfree.host import DDPStrategy, SIGTERMException, TrainerStatus
 
 T = TypeVar("T")
 
@@ -111,15 +110,20 @@ class Ranks:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C has stopped ranks at different steps, so that collectives would hang."""
-        module = self._strategy.lightning_module
-        if module is None or not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+        """Whether Ctrl-C or an error is ending the fit: collectives may hang, nothing is saved.
+
+        SIGTERM stops all ranks after the same step.
+        """
+        module, error = self._strategy.lightning_module, sys.exc_info()[1]
+        if module is None or error is None or isinstance(error, SIGTERMException):
             return False
         try:
             trainer = module.trainer
         except RuntimeError:  # in the launching process, no Trainer is attached
             return False
-        return trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
+        # a script that has caught the error may save after the fit
+        in_fit = trainer.state.stage is not None and trainer.world_size > 1
+        return in_fit and trainer.state.status == TrainerStatus.INTERRUPTED
 
     # -- collectives of Lightning, over all ranks
 
@@ -131,7 +135,7 @@ class Ranks:
         return self._channels.world.peers.naming_lost(what, computing=True)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run one of Lightning's collectives; after Ctrl-C, return its first argument instead.
+        """Run one of Lightning's collectives; if `interrupted`, return its first argument instead.
 
         Raises:
             RuntimeError: a rank died; the message names it.

@@ -13,6 +13,9 @@ Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every batch ins
 per batch on a slow link. The delay here is at most a launch interval plus the overlap, or before
 the first launch a full cycle plus the overlap. A job scheduler's grace period must be longer. The
 terminal shows the step after which all ranks will have stopped.
+
+Ctrl-C, or an error on one rank, stops the ranks in different steps, so no checkpoint can be saved
+any more (`save_on_sigterm_only`).
 """
 
 from __future__ import annotations
@@ -23,14 +26,50 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
-import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_commfree.host import OnExceptionCheckpoint, pl
 from lightning_commfree.lightning_internals import Patches, handle_signals, set_sigterm_received
 from lightning_commfree.strategies.clock import Clock
+from lightning_commfree.strategies.ranks import Ranks
 
 log = logging.getLogger(__name__)
+
+
+def warn_unsaved(why: str) -> None:
+    """Warn that no checkpoint is saved when a fit ends."""
+    rank_zero_warn(
+        f"No checkpoint was saved: {why}. Earlier checkpoints are unchanged. To stop and save a"
+        " checkpoint, send SIGTERM instead: all ranks then stop after the same step."
+    )
+
+
+def save_on_sigterm_only(trainer: pl.Trainer, ranks: Ranks, patches: Patches) -> None:
+    """Let callbacks that save on exceptions do so only if all ranks stop after the same step.
+
+    Otherwise nothing could be saved, but Lightning's `ModelCheckpoint` would report a file.
+    """
+    for callback in trainer.checkpoint_callbacks if ranks.size > 1 else []:
+        saves = getattr(callback, "save_on_exception", False)  # Lightning 2.6 and later
+        if saves or isinstance(callback, OnExceptionCheckpoint):
+            save = partial(_save_unless_interrupted, callback.on_exception, ranks)
+            patches.put(callback, "on_exception", save)
+
+
+def _save_unless_interrupted(
+    save: Callable[..., None],
+    ranks: Ranks,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    error: BaseException,
+) -> None:
+    if not ranks.interrupted:
+        save(trainer, module, error)
+    elif not isinstance(error, KeyboardInterrupt):  # of which the strategy warns
+        warn_unsaved("an error has ended the fit, and the ranks may be in different steps")
 
 
 class DeferredSigterm:

@@ -27,13 +27,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.epoch_ends import EpochEnds
+from lightning_commfree.host import SIGTERMException, pl
 from lightning_commfree.lightning_internals import (
     EPOCHS,
     Patches,
@@ -268,7 +267,7 @@ class Stopping:
         """
         if not self._unsized:
             return
-        empty = self._ranks.all_values(int(has_no_batch(self._trainer)))
+        empty = self._ranks.all_values(int(has_no_batch(self._trainer.fit_loop)))
         if 0 < sum(empty) < len(empty):
             without = [rank for rank, none in enumerate(empty) if none]
             raise RuntimeError(

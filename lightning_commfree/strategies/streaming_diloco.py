@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     Codec,
@@ -20,6 +20,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.domino import DominoSettings
+from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import REFUSED_IF_LOCAL, refuse_callbacks
@@ -171,6 +172,12 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     # -- the hooks of a fit
 
     @override
+    def equal_weights(self) -> tuple[int, Channel]:
+        # replicas train apart; their global copies are compared in the exchange
+        settings = self.settings
+        return settings.check_drift_every * settings.sync_every, self.channels.within
+
+    @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
         refuse_callbacks(trainer, type(self).__name__, REFUSED_IF_LOCAL)
         settings = self.settings
@@ -179,7 +186,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         )
         replicas, within = FixedMembership(self.channels.between), self.channels.within
         self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, replicas, within)
-        self._diloco.optimizers = self.optimizers
+        self._diloco.follow_optimizers(self.optimizers)
         return self._diloco
 
     @override

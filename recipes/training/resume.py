@@ -14,7 +14,9 @@ from recipes.training.report import CHECKPOINT_FOLDER
 _LIGHTNINGS_WORDS = ("best", "hpc")  # Lightning resolves these itself
 
 
-def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str | None:
+def find_checkpoint(
+    ckpt_path: str | None, run_dir: str, max_steps: int, nodes: int = 1
+) -> str | None:
     """Return the checkpoint to resume from; None to start from scratch.
 
     "last" is the newest complete checkpoint in the run's own folder, by modification time: the
@@ -26,6 +28,8 @@ def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str 
         ckpt_path: a path, "last", or a keyword of Lightning's.
         run_dir: the run's folder.
         max_steps: optimizer steps of the whole run.
+        nodes: number of machines. With several, a path that is missing here is returned: if another
+            machine has a checkpoint, its ranks send it.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -33,9 +37,12 @@ def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str 
     """
     if ckpt_path is None or ckpt_path in _LIGHTNINGS_WORDS:
         return ckpt_path
-    if ckpt_path == "last":
-        path = _newest(Path(run_dir) / CHECKPOINT_FOLDER)
-    elif Path(ckpt_path).exists():
+    folder = Path(run_dir) / CHECKPOINT_FOLDER
+    if ckpt_path == "last" and (nodes == 1 or any(folder.glob("*.ckpt"))):
+        path = _newest(folder)
+    elif ckpt_path == "last":
+        path = folder / "last.ckpt"
+    elif nodes > 1 or Path(ckpt_path).exists():
         path = Path(ckpt_path)
     else:
         raise FileNotFoundError(

@@ -82,7 +82,9 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
     """
     max_steps = config["trainer"]["max_steps"]
     _check_length(max_steps)
-    ckpt_path = find_checkpoint(config["ckpt_path"], config["run_dir"], max_steps)
+    ckpt_path = find_checkpoint(
+        config["ckpt_path"], config["run_dir"], max_steps, config["trainer"]["num_nodes"]
+    )
     _check_optimizer(config)  # before slow parts
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     config = with_launcher(config)

@@ -78,6 +78,18 @@ def test_a_node_has_its_own_name_knows_the_others_and_is_told_its_rank(lab: NetL
 
 
 @needs_networks
+def test_a_fresh_node_knows_only_itself_and_is_told_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    script = "echo $(hostname) $(getent hosts node1 || echo none) rank=$RANK"
+    with NetLab(nodes=2, rate=None, fresh=True) as lab:
+        first, second = lab.run([["sh", "-c", script]] * 2, timeout_s=20)
+    assert first.output.split() == ["node0", "none", "rank="]
+    assert second.output.split() == ["node1", "127.0.1.1", "node1", "rank="]
+
+
+@needs_networks
 def test_a_job_that_hangs_is_killed_with_its_children(lab: NetLab) -> None:
     start = time.monotonic()
     # the child leaves the session, so a signal to the process group does not reach it

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.job import DATA, REPLICA, Mesh
-from lightning_commfree.comm.ledger import Ledger, LedgerTotals
+from lightning_commfree.comm.ledger import START, STEPS, Ledger, LedgerTotals
 from tests.world import run_ranks
 
 SIZES = [2, 3]
@@ -274,3 +274,40 @@ def test_a_closed_channel_leaves_no_process_group_to_the_collector(tmp_path: Pat
     for is_there, error in run_ranks(close, 2, tmp_path):
         assert not is_there
         assert "This channel is closed" in error
+
+
+def test_a_stream_that_waits_for_nccl_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is not blocked; how long the device was is known when it has passed the events."""
+    clock, passed = [0.0], [False]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: Any) -> None:
+            self.at_ms = clock[0]
+
+        def query(self) -> bool:
+            return passed[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at_ms - self.at_ms
+
+    class Work:
+        def wait(self) -> None:
+            clock[0] += 250.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    ledger, group = Ledger(), object()
+    device = torch.device("cuda", 0)
+    channel = Channel([0, 1], 0, ledger, group, device)  # type: ignore[arg-type]
+    result = torch.ones(2)
+    assert channel._pending([Work(), Work()], result, "a").wait() is result
+    ledger.settle()
+    assert ledger.seconds_waited == 0.0
+    passed[0] = True
+    with ledger.during(STEPS):
+        channel._pending([Work()], result, "b").wait()
+    assert dict(ledger.seconds_by_tag) == {"a": 0.5, "b": 0.25}
+    assert dict(ledger.seconds_by_phase) == {START: 0.5, STEPS: 0.25}

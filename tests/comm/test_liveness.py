@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes
-from lightning_commfree.comm.liveness import TAG
+from lightning_commfree.comm.liveness import TAG, PeerLostError
 from tests.comm.test_channel_links import bytes_on_the_interface, in_own_network, may_make_networks
 from tests.comm.watches import LONG, listening
 from tests.mortal import End, run_mortals
@@ -87,6 +88,26 @@ def test_every_survivor_names_the_killed_rank_alone(
         assert blamed(end.error) == [1], end.error
         assert "rank 1 is gone" in end.error
         assert "The exchange 'large'" in end.error
+
+
+def lose_and_try_again(rank: int, size: int) -> list[str]:
+    channel, texts = world_channel(rank, size), []
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for tag in ("first_lost", "later"):
+        with pytest.raises(PeerLostError) as error:
+            channel.all_reduce(torch.ones(LARGE), tag).wait()
+        texts.append("".join(traceback.format_exception(error.value)))
+    return texts
+
+
+def test_a_later_error_names_the_first_failed_exchange(tmp_path: Path) -> None:
+    ends = run_mortals(lose_and_try_again, 2, tmp_path)
+    for text in ends[0].result:
+        assert "The exchange 'first_lost' failed on rank 0" in text
+        assert "This is typically caused by" not in text, "gloo's guesses"
+        assert ".cc:" not in text
+        assert text.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -11,12 +11,14 @@ What the walk does not see, and what stands there (`tests.cuda_seams`):
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.background import to_host
 from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     CODECS,
@@ -49,7 +51,7 @@ def landing(step: str) -> Questions:
 
 def on_device(step: str) -> Questions:
     """The channel is the device's: what the headers say decides what becomes of the values."""
-    return landing(step) | {Question(step, "diloco/exchange.py headers", "copy down")}
+    return landing(step) | {Question(step, "comm/background.py wait", "wait")}
 
 
 def on_host(step: str) -> Questions:
@@ -63,7 +65,7 @@ def on_host(step: str) -> Questions:
 
 
 # The second message of an exchange by shards says what the headers of the first one said.
-SHARDS = {Question("thread", "diloco/exchange.py headers", "copy down")}
+SHARDS = {Question("thread", "comm/background.py wait", "wait")}
 # The global copy lives in host memory. It is made there, and so the mean is formed there; landings
 # take it up, and the end of a fit makes it the local copy.
 OFFLOADED = {
@@ -97,7 +99,10 @@ class Net(nn.Module):
 
 
 class Training:
-    """Replica 0 of `size`, whose module is on the device; `channel` says where what is sent is."""
+    """Replica 0 of `size`, whose module is on the device; `channel` says where what is sent is.
+
+    It may have several ranks, with a channel `within`.
+    """
 
     def __init__(
         self,
@@ -106,9 +111,12 @@ class Training:
         channel: torch.device,
         nonfinite: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
+        walk: CudaWalk | None = None,
+        within: Any = None,
     ) -> None:
-        self.walk, self.module, self.size = CudaWalk(ANSWERS), Net(dtype), size
+        self.walk, self.module, self.size = walk or CudaWalk(ANSWERS), Net(dtype), size
         self.channel: Any = InstantChannel(size, device=channel)
+        self.within = within
         self.diloco: StreamingDiLoCo
 
         def said(headers: Tensor) -> HeaderSummary:
@@ -117,6 +125,11 @@ class Training:
 
         for name in ("summarize_headers", "merge_summaries"):
             patch.setattr(exchange, name, said)
+        if within is not None:  # the flags of the other ranks hold no values either
+            whole = exchange.Arrival.shared_within
+            flags = dict.fromkeys(("stop", "drifted", "steps_differ", "joined_differ"), False)
+            shared = lambda arrival, ranks: whole(arrival, ranks)._replace(**flags)  # noqa: E731
+            patch.setattr(exchange.Arrival, "shared_within", shared)
         no_compiled_loops(patch)
         memory(patch)
         tasks_at_once(patch, self.walk)
@@ -144,7 +157,7 @@ class Training:
         fragments = split_into_fragments(self.module, 3, "strided")
         with self.walk.during("start"):
             self.diloco = StreamingDiLoCo(
-                self.module, fragments, settings, FixedMembership(self.channel)
+                self.module, fragments, settings, FixedMembership(self.channel), self.within
             )
 
     def two_phase(self) -> set[bool]:
@@ -250,6 +263,16 @@ def _split(module: nn.Module) -> Any:
         return split_into_fragments(module, 1, "strided")
 
 
+def test_a_message_on_its_way_down_holds_no_memory_of_the_device() -> None:
+    with CudaWalk():
+        message = torch.empty(3, device=CUDA)
+        freed = weakref.ref(message.untyped_storage())
+        _, wait = to_host(message)
+        del message
+        assert freed() is None
+        wait()
+
+
 # The tests above can fail.
 
 
@@ -276,5 +299,5 @@ def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch, me
         whole(outer, mean + torch.ones(mean.shape))
 
     monkeypatch.setattr(OuterFragment, method, planted)
-    with pytest.raises(RuntimeError, match=r"cuda:0.*cpu|cpu and cuda:0"):
+    with pytest.raises(RuntimeError, match=r"cuda:1.*cpu|cpu and cuda:1"):
         Training(monkeypatch, 2, CUDA).run()

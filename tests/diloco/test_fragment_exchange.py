@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_commfree.comm.background import Background, Staging
+from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.exchange import View, routes
 from lightning_commfree.diloco import codec as wire_module
 from lightning_commfree.diloco.codec import BLOCK, CODECS
@@ -48,7 +48,7 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
     outcomes = {}
     for name, wire in CODECS.items():
         ways = [
-            FragmentExchange(route, wire, NUMEL, 0, background, Staging())
+            FragmentExchange(route, wire, NUMEL, 0, background)
             for route in routes(View.of(channel))
         ]
         for way in ways:

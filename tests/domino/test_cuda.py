@@ -40,7 +40,7 @@ MASKED_ROW = Case("gpt2", 1, padding="left", dtype=F32)
 EVERY_STEP = {
     # NaN and Inf end the fit before the optimizer steps, so the host must know. Backward is over
     # by then, and nothing of the next step can be launched before the optimizer's.
-    Question("gradients", "domino/gradients.py _norm_is_finite", "value"),
+    Question("gradients", "comm/background.py wait", "wait"),
 }
 ONE_ROW_WITH_A_MASK = {
     # A batch of one row is split by tokens if its mask is causal.
@@ -69,13 +69,13 @@ def on_cuda(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 class Step:
-    """A training step on rank 1 of 2, and of 2 replicas."""
+    """A training step on rank 1 of 2, and of 2 replicas; `channel(size, rank)` opens a channel."""
 
-    def __init__(self, walk: CudaWalk, case: Case, model: Any) -> None:
+    def __init__(self, walk: CudaWalk, case: Case, model: Any, channel: Any) -> None:
         self.walk, self.case, self.events = walk, case, Counter[str]()
         self.model = walk.on_cuda(model)
-        self.parallel = divide(self.model, InstantChannel(2, rank=1), case)
-        self.average = GradientAverage(InstantChannel(2))
+        self.parallel = divide(self.model, channel(2, 1), case)
+        self.average = GradientAverage(channel(2, 0))
         self.parallel.done = self.average.sublayer_is_done
         self.parallel.trace = self._trace
         self.optimizer = torch.optim.AdamW(self.model.parameters())
@@ -116,11 +116,13 @@ class Step:
 
 
 @contextmanager
-def walking(case: Case, answers: dict[str, Any] | None = None) -> Iterator[Step]:
+def walking(
+    case: Case, walk: CudaWalk | None = None, channel: Any = InstantChannel
+) -> Iterator[Step]:
     """Simulate a device in the body, with a model of the case on it."""
     model = make_for(case, **DROPOUT.get(case.kind, {}))
-    with CudaWalk(answers) as walk:
-        yield Step(walk, case, model)
+    with walk or CudaWalk() as walk:
+        yield Step(walk, case, model, channel)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -133,7 +135,7 @@ def test_a_step_waits_for_nothing_but_the_finite_norm(case: Case) -> None:
 
 
 def test_one_row_with_a_mask_waits_for_the_mask() -> None:
-    with walking(MASKED_ROW, {"domino/splits.py is_causal": False}) as step:
+    with walking(MASKED_ROW, CudaWalk({"domino/splits.py is_causal": False})) as step:
         step.take()
     assert step.walk.asked() == EVERY_STEP | ONE_ROW_WITH_A_MASK
 
@@ -184,5 +186,5 @@ def test_a_planted_item_is_seen(monkeypatch: pytest.MonkeyPatch, method: str, du
 
 def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     planted(monkeypatch, "_land", lambda tensor: tensor.add_(torch.ones(tensor.shape)))
-    with walking(CASES[0]) as step, pytest.raises(RuntimeError, match="cpu and cuda:0"):
+    with walking(CASES[0]) as step, pytest.raises(RuntimeError, match="cpu and cuda:1"):
         step.take()

@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.lab import NetLab, why_unavailable
 from lightning_commfree.comm.digest import digest
+from tests.pages import commands_of, on_machines
 from tests.world import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,15 +110,22 @@ def test_only_the_adapter_is_saved(ranks: Any) -> None:
 NEEDED = why_unavailable()
 
 
+OWN_MODULE = commands_of((ROOT / "docs/own_module.md").read_text("utf-8"))
+
+
 @pytest.mark.skipif(NEEDED is not None, reason=str(NEEDED))
-def test_two_machines_find_each_other_with_torchrun() -> None:
-    """In network namespaces, each with a host name, without naming an interface."""
-    script = str(EXAMPLES / f"{MACHINES}.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500"]
-    with NetLab(nodes=2, rate="100mbit") as lab:
-        none = {"GLOO_SOCKET_IFNAME": "", "PYTHONPATH": str(ROOT)}
-        machines = lab.run([[*torchrun, *meet, script]] * 2, timeout_s=200, env=none)
+@pytest.mark.parametrize("option", ["NODE_RANK=", "--node-rank "], ids=["plain", "torchrun"])
+def test_two_machines_find_each_other_by_the_documented_commands(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the hosts file that Debian installs, and without naming an interface."""
+    monkeypatch.chdir(ROOT)
+    on_first, on_second = (command for command in OWN_MODULE if option in command)
+    with NetLab(nodes=2, rate="100mbit", fresh=True) as lab:
+        commands = on_machines(on_first, lab.address(0))
+        told = on_second.partition("  #")[0].replace("10.0.0.1", lab.address(0))
+        assert commands[1][-1].endswith(told), "the page's command for the second machine"
+        machines = lab.run(commands, timeout_s=100, env={"PYTHONPATH": str(ROOT)})
     said = [machine.output for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], said
     weights = [re.search(r"rank \d: (256 steps, weights .*)", text) for text in said]

@@ -67,6 +67,7 @@ class Worker:
         zeros: how many votes of 0 the headers say that a worker has at most.
         abstaining: which workers the headers say to abstain.
         dtype: of the parameters.
+        walk: if not a plain one.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class Worker:
         zeros: int = 0,
         abstaining: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
+        walk: CudaWalk | None = None,
     ) -> None:
-        self.walk, self.size = CudaWalk(), size
+        self.walk, self.size = walk or CudaWalk(), size
         values = {name: p.detach().to(dtype) for name, p in parameters().items()}
         self.model = nn.ParameterDict(values)
 
@@ -226,5 +228,5 @@ def test_a_planted_item_is_seen(
 
 def test_a_result_left_in_host_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PackedDelta, "to", lambda delta, device: delta)
-    with pytest.raises(RuntimeError, match=r"cuda:0.*cpu|cpu and cuda:0"):
+    with pytest.raises(RuntimeError, match=r"cuda:1.*cpu|cpu and cuda:1"):
         Worker(monkeypatch, 2).run()

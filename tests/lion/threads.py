@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_commfree.comm.channel import Pending
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.liveness import PeerWatch
 
 T = TypeVar("T")
 PATIENCE_S = 20.0  # a worker that never comes breaks the barrier for all
@@ -40,7 +41,7 @@ class ThreadChannel:
         self._table, self.rank, self.size = table, rank, len(table.messages)
         self.ranks = tuple(range(self.size)) if ranks is None else tuple(ranks)
         self.device = torch.device("cpu")
-        self.ledger = Ledger()
+        self.ledger, self.peers = Ledger(), PeerWatch()
         self.sent: Counter[str] = Counter()
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:

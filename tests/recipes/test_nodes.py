@@ -1,26 +1,27 @@
 """Two machines, each a network namespace with an interface of its own, train to the end together.
 
-As torchrun starts them, and as SLURM's srun does, of which the environment is played here.
+By the commands of `recipes/README.md`, on machines as Debian installs them, and as SLURM's srun
+starts them, of which the environment is played here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from benchmarks.lab import NetLab, netlab
+from tests.pages import ROOT, commands_of, on_machines
 
 UNAVAILABLE = netlab.why_unavailable()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
 STEPS = 12
-COMMAND = [
-    sys.executable,
-    "-m",
-    "recipes.pretrain",
+SMALL = [
     "strategy=streaming_diloco",
     "strategy.sync_every=4",
     "data=synthetic",
@@ -34,7 +35,6 @@ COMMAND = [
     "optimizer.warmup_steps=2",
     "report.sample_tokens=2",
     f"trainer.max_steps={STEPS}",
-    "trainer.num_nodes=2",
     "trainer.devices=1",
 ]
 # what srun tells the task of a job with two nodes and one task on each
@@ -47,30 +47,34 @@ SLURM = {
     "SLURM_NTASKS_PER_NODE": "1",
     "SLURM_LOCALID": "0",
 }
-TORCHRUNS = ("RANK", "GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-             "MASTER_PORT", "TORCHELASTIC_RUN_ID")  # fmt: skip
+README = commands_of((ROOT / "recipes/README.md").read_text("utf-8"))
+DOCUMENTED = {"torchrun": "--node-rank ", "hand": "NODE_RANK="}
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[NetLab]:
-    with NetLab(nodes=2, rate="100mbit") as laboratory:
-        yield laboratory
+def _by_srun(lab: NetLab, settings: list[str]) -> list[list[str]]:
+    unset = [word for name in lab.environment(0) for word in ("-u", name)]
+    recipe = [sys.executable, "-m", "recipes.pretrain", "trainer.num_nodes=2", *settings]
+    tasks = [{**SLURM, "SLURM_PROCID": str(node), "SLURM_NODEID": str(node)} for node in range(2)]
+    told = ([f"{name}={value}" for name, value in task.items()] for task in tasks)
+    return [["env", *unset, *variables, *recipe] for variables in told]
 
 
-def _by_srun(node: int) -> list[str]:
-    unset = [word for name in TORCHRUNS for word in ("-u", name)]
-    told = {**SLURM, "SLURM_PROCID": str(node), "SLURM_NODEID": str(node)}
-    return ["env", *unset, *(f"{name}={value}" for name, value in told.items())]
+def _as_documented(by: str, lab: NetLab, settings: list[str]) -> list[list[str]]:
+    """Return the page's command for each machine, with a small model on one CPU rank."""
+    (command,) = (command for command in README if DOCUMENTED[by] in command)
+    command = command.replace("--nproc-per-node 8", "--nproc-per-node 1")
+    command = re.sub(r"hydra.run.dir=\S+", "", command)
+    cpu = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
+    return on_machines(" ".join([command, *cpu, *settings]), lab.address(0))
 
 
-@pytest.mark.parametrize("by", ["torchrun", "srun"])
-def test_two_nodes_train_to_the_end(by, lab, tmp_path) -> None:
-    folders = [f"hydra.run.dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"]
-    commands = [
-        [*(_by_srun(node) if by == "srun" else []), *COMMAND, *folders] for node in range(2)
-    ]
-    environment = {"OMP_NUM_THREADS": "1"}
-    results = lab.run(commands, timeout_s=100, env=environment)
+@pytest.mark.parametrize("by", [*DOCUMENTED, "srun"])
+def test_two_nodes_train_to_the_end(by: str, tmp_path: Path) -> None:
+    settings = [*SMALL, f"hydra.run.dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"]
+    with NetLab(nodes=2, rate="100mbit", fresh=by in DOCUMENTED) as lab:
+        start = partial(_as_documented, by) if by in DOCUMENTED else _by_srun
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        results = lab.run(start(lab, settings), timeout_s=100, env=environment)
     assert [result.returncode for result in results] == [0, 0], results[0].output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == STEPS

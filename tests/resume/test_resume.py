@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.host import DDPStrategy, ModelCheckpoint, pl
 from lightning_commfree.resume.rank_files import Owner, RankFiles
 from tests.strategies.models import (
     Drawn,
@@ -106,6 +106,41 @@ def resume(size: int, path: Path, data: Any = None, **settings: Any) -> dict[str
         "outer": recorder.outer,
         "from outer": begun.with_outer_weights_of(path),
     }
+
+
+def resume_and_listen(size: int, path: Path, data: Any) -> tuple[bool, bool]:
+    """Resume; return whether Lightning warned of the loader, and whether we called it exact."""
+    trainer, module, _, _ = fit(None, size)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, data, ckpt_path=path)
+    logger.removeHandler(handler)
+    warned = any("your dataloader is not resumable" in str(one.message) for one in caught)
+    return warned, any("The resume is exact" in text for text in logged)
+
+
+def listen(rank: int, size: int, folder: Path) -> list[tuple[bool, bool]]:
+    trainer, module, _, data = fit(folder / "saved", size)
+    trainer.fit(module, data)
+    path, plain = folder / "saved" / "step=3.ckpt", folder / "plain.ckpt"
+    if rank == 0:
+        state = torch.load(path, weights_only=True)
+        del state["lightning_commfree"]
+        torch.save(state, plain)
+    torch.distributed.barrier()
+    return [resume_and_listen(size, path, data), resume_and_listen(size, plain, data)]
+
+
+def test_lightning_does_not_call_an_exact_resume_unreliable(tmp_path: Path) -> None:
+    exact, plain = run_ranks(listen, 2, tmp_path, tmp_path)[0]
+    assert exact == (False, True)
+    assert plain == (True, False)
 
 
 def draw(random: torch.Generator) -> list[Tensor]:

@@ -124,7 +124,7 @@ def test_tensors_without_values_or_elements_are_no_obstacle() -> None:
     module.register_buffer("turned", torch.ones(4, 3, dtype=torch.bool).T, persistent=False)
     module.register_buffer("far", torch.ones(2, device="meta"), persistent=False)
     module.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
-    own, alone = OwnTensors(module, []), Channel([0], 0, Ledger())
+    own, alone = OwnTensors(module, list), Channel([0], 0, Ledger())
     channels = ReplicaChannels(alone, alone, alone)
     assert own.state(channels) == {}, "the checkpoint has them, or a new fit makes them"
     module.turned[0, 0] = False

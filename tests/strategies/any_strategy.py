@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
@@ -16,6 +15,7 @@ from lightning_commfree import (
     DominoTPStrategy,
     StreamingDiLoCoStrategy,
 )
+from lightning_commfree.host import pl
 from tests.strategies import causal_lm
 from tests.strategies.models import Noisy, Recorder, dataset, quiet_trainer
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import AutoModelForCausalLM
 
 from lightning_commfree import DominoTPStrategy
+from lightning_commfree.host import ModelCheckpoint
 from tests.strategies.causal_lm import CausalLM, loader, words
 from tests.strategies.models import assert_same, quiet_trainer
 from tests.world import run_ranks

@@ -27,13 +27,33 @@ class MovingAverage(pl.Callback):
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
+        self.scored: list[Tensor] = []
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.kept = copy.deepcopy(pl_module.state_dict())
         pl_module.load_state_dict({name: 0.5 * value for name, value in self.kept.items()})
 
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        self.scored.append(pl_module.head.weight / self.kept["head.weight"])
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pl_module.load_state_dict(self.kept)
+
+
+class NeverRestored(MovingAverage):
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pass
+
+
+class WritesLast(pl.Callback):
+    """Writes weights after the last step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == STEPS:
+            with torch.no_grad():
+                module.head.weight.mul_(2.0)
 
 
 class SavesAtStart(pl.Callback):
@@ -92,8 +112,11 @@ def weights(module: Tiny) -> dict[str, Tensor]:
 
 def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
     outcomes: dict[str, Any] = {}
-    outcomes["average"] = fit(size, Tiny(), MovingAverage(), val_check_interval=5)[1]
-    outcomes["average at the end"] = fit(size, Tiny(), MovingAverage())[1]
+    average, averaged, plain = MovingAverage(), Tiny(), Tiny()
+    outcomes["average"] = fit(size, averaged, average, val_check_interval=3)[1], average.scored
+    outcomes["average, plain"] = weights(averaged), fit(size, plain)[1], weights(plain)
+    outcomes["not restored"] = fit(size, Tiny(), NeverRestored(), val_check_interval=5)[1]
+    outcomes["written last"] = fit(size, Tiny(), WritesLast())[1]
     pretrained = Pretrained(lr=0.0)  # and no decay: AdamW multiplies it with the learning rate
     outcomes["pretrained"] = fit(size, pretrained)[0].outer[0][0], weights(pretrained)
     # shorter than a cycle: nothing is launched but in the end
@@ -129,12 +152,24 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(play, 2, folder, folder / "checkpoints")
 
 
-def test_a_callback_that_validates_with_weights_of_its_own_is_refused(played: Any) -> None:
+def test_a_callback_may_validate_with_weights_of_its_own(played: Any) -> None:
+    """In the middle of the fit and at its end; training continues from the local weights."""
+    for rank in played:
+        error, scored = rank["average"]
+        assert error == ""
+        assert len(scored) == 2 * 2, "two validations of two batches"
+        assert all(torch.equal(ratio, torch.full_like(ratio, 0.5)) for ratio in scored)
+        trained, error, plain = rank["average, plain"]
+        assert error == ""
+        assert_same(trained, plain)
+
+
+def test_a_callback_that_leaves_weights_of_its_own_is_refused(played: Any) -> None:
     """Otherwise training would continue from the average."""
     for rank in played:
-        assert rank["average"].startswith("RuntimeError: The parameters ['embed.weight'")
-        assert "average `outer_weights()` yourself" in rank["average"]
-        assert "modified after the last step of the fit" in rank["average at the end"]
+        assert rank["not restored"].startswith("RuntimeError: The parameters ['embed.weight'")
+        assert "if it restores the previous ones in" in rank["not restored"]
+        assert "modified after the last step of the fit" in rank["written last"]
 
 
 def test_weights_written_in_on_fit_start_are_trained(played: Any) -> None:

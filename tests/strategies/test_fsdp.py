@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
 import warnings
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from lightning_commfree import DistributedLion, DistributedLionStrategy, Streami
 from lightning_commfree.model import fsdp
 from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import full_tensor, local_tensor
+from tests.mortal import run_mortals
 from tests.strategies.models import (
     SavesAfterBatches,
     Tiny,
@@ -78,6 +83,14 @@ class Voter(Uneven):
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
         return DistributedLion(trained, lr=0.01, weight_decay=0.3)
+
+
+class BadBatch(Voter):
+    """The third batch of rank 3 is NaN, which FSDP averages into both shards of its replica."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        bad = self.global_step == 2 and self.global_rank == 3
+        return super().training_step(batch, i) * (torch.nan if bad else 1.0)
 
 
 class Faulty(Voter):
@@ -169,10 +182,11 @@ def compare(rank: int, size: int, folder: Path) -> Any:
         path = folder / saved_by / name / f"step={MIDDLE}.ckpt"
         again = fit(rank, size, inside=inside, ckpt_path=path, **VARIANTS[name])
         played["resumed", name, saved_by, inside] = again
-    try:
-        fit(rank, size, kind=Faulty, inside="fsdp")
-    except RuntimeError as error:
-        played["fault"] = str(error)
+    for kind in (Faulty, BadBatch):
+        try:
+            fit(rank, size, kind=kind, inside="fsdp")
+        except RuntimeError as error:
+            played[kind.__name__] = str(error)
     return played
 
 
@@ -270,9 +284,15 @@ def test_another_layout_resumes_from_the_weights_and_says_so(played: Any) -> Non
 
 
 def test_nan_in_one_part_stops_all_ranks(played: Any) -> None:
-    faults = [rank["fault"] for rank in played[0]]
+    faults = [rank["Faulty"] for rank in played[0]]
     assert all("'blocks.1.weight'" in faults[i] for i in (1, 3))
     assert all("rejected step 3" in faults[i] for i in (0, 2))
+
+
+def test_nan_in_a_batch_names_all_ranks_that_it_may_come_from(played: Any) -> None:
+    """Not the rank that holds the shard: it may have had a good batch."""
+    for rank in played[0]:
+        assert "on ranks 2 to 3 contains NaN or Inf" in rank["BadBatch"]
 
 
 class Early(Uneven):
@@ -293,12 +313,37 @@ class Wrapped(Uneven):
         self.head.compile()
 
 
+class Empty(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.none = nn.Parameter(torch.zeros(4, 0))
+
+
+class Sparse(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 6, sparse=True)
+
+
+class Mixed(Uneven):
+    """Frozen parameters and other units may have other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.bfloat16()
+        self.blocks.double()
+        self.embed.double()
+
+
 def refused(rank: int, size: int) -> list[str]:
     texts = []
     for module, precision in (
         (Early(), "32-true"),
         (Wrapped(), "32-true"),
         (Uneven(), "16-true"),
+        (Empty(), "32-true"),
+        (Sparse(), "32-true"),
+        (Mixed(), "32-true"),
     ):
         strategy = StreamingDiLoCoStrategy(**{**SETTINGS, "inside": "fsdp"})
         trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=1, precision=precision)
@@ -310,10 +355,76 @@ def refused(rank: int, size: int) -> list[str]:
 
 
 def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
-    for early, wrapped, fp16 in run_ranks(refused, 2, tmp_path):
+    for early, wrapped, fp16, empty, sparse, mixed in run_ranks(refused, 2, tmp_path):
         assert "was created before `fit`" in early
         assert "'head' is already compiled" in wrapped
         assert "does not support precision='16-true'" in fp16
+        assert "cannot train 'embed.none', which is empty" in empty
+        assert "cannot train 'words.weight', which has sparse gradients" in sparse
+        assert "'embed.weight' (torch.float64) and 'head.weight' (torch.float32)" in mixed
+
+
+class Group(pl.Callback):
+    """Whether FSDP runs on the channel's process group, which has the user's timeout."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        strategy: Any = trainer.strategy
+        fsdps = module.head.weight.device_mesh.get_group()
+        self.shared = fsdps is strategy.channels.within.group
+
+
+def keep_group(rank: int, size: int) -> tuple[bool, list[Any]]:
+    strategy, group = StreamingDiLoCoStrategy(**{**SETTINGS, "inside": "fsdp"}), Group()
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=1, callbacks=[group])
+    module = Uneven()
+    trainer.fit(module, loader(8))
+    return group.shared, trainer.validate(module, loader(8), verbose=False)
+
+
+def test_no_process_group_is_made_twice(tmp_path: Path) -> None:
+    """It outlives the channel, because a validation after the fit needs it too."""
+    for shared, found in run_ranks(keep_group, 2, tmp_path):
+        assert shared
+        assert found[0]["val_loss"] > 0
+
+
+class Stop(pl.Callback):
+    """Rank 1 hangs in the middle of training, or of a validation."""
+
+    def __init__(self, hook: str, folder: Path) -> None:
+        self.folder = folder
+        setattr(self, hook, self._stop)
+
+    def _stop(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            (self.folder / "died").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang(rank: int, size: int, hook: str, folder: Path) -> None:
+    strategy = StreamingDiLoCoStrategy(
+        **{**SETTINGS, "inside": "fsdp"}, timeout=timedelta(seconds=HANG_S)
+    )
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=size,
+        max_steps=STEPS,
+        val_check_interval=2,
+        callbacks=[Stop(hook, folder)],
+    )
+    trainer.fit(Uneven(), loader(100), loader(16))
+
+
+HANG_S = 8.0  # longer than the silence after which a hung rank is found
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_batch_start"])
+def test_a_rank_that_hangs_is_named_at_the_timeout(hook: str, tmp_path: Path) -> None:
+    neighbor, stopped = run_mortals(hang, 2, tmp_path, hook, tmp_path, limit_s=4 * HANG_S)
+    assert stopped.exit_code == -signal.SIGKILL, "by the test, in the end"
+    assert "rank 1 is gone (no heartbeat" in neighbor.error
+    died_s = float((tmp_path / "died").read_text())
+    assert neighbor.failed_s - died_s < 2 * HANG_S
 
 
 @pytest.mark.parametrize(

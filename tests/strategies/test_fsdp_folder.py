@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,11 +23,15 @@ from lightning_commfree import (
     FSDPSettings,
     StreamingDiLoCoStrategy,
 )
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import full_tensor
 from lightning_commfree.resume import folders
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
-from lightning_commfree.resume.folders import is_folder, read_folder
+from lightning_commfree.resume.folders import is_folder, read_folder, write_folder
+from tests.mortal import run_mortals
+from tests.strategies.any_strategy import same
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
 from tests.strategies.models import assert_same, loader, quiet_trainer, rank_loader
@@ -39,6 +44,12 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 ALWAYS = FSDPSettings(folder_above_bytes=0)
 NEVER = FSDPSettings(folder_above_bytes=1e9)
+
+
+def shards_of(folder: Path) -> Path:
+    """Return the subfolder with a checkpoint's shards."""
+    (shards,) = (entry for entry in folder.iterdir() if entry.is_dir())
+    return shards
 
 
 def every_way(rank: int, size: int, place: Path) -> dict[str, Any]:
@@ -93,15 +104,12 @@ def test_a_folder_holds_what_a_file_does(played: Any, step: int) -> None:
 
 def test_sharded_tensors_are_in_the_shard_files_only(played: Any) -> None:
     folder = played[1] / "folder" / f"step={MIDDLE}.ckpt"
-    assert {file.name for file in folder.iterdir()} == {
-        "checkpoint.pt",
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-    }
+    shards = shards_of(folder)
+    assert {*folder.iterdir()} == {folder / "checkpoint.pt", shards}
+    assert {file.name for file in shards.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     rest = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert rest["state_dict"]["head.weight"] == {"in the folder": "state_dict.head.weight"}
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata["state_dict.tied.weight"]
+    stored = FileSystemReader(shards).read_metadata().state_dict_metadata["state_dict.tied.weight"]
     assert [tuple(chunk.sizes) for chunk in stored.chunks] == [(4, 7), (3, 7)]
 
 
@@ -176,7 +184,7 @@ def misfortunes(rank: int, size: int, place: Path) -> dict[str, Any]:
     found = {"texts": elsewhere.texts, "kept": sorted(os.listdir(place / "kept"))}
     torch.distributed.barrier()
     if rank == 1:
-        (place / "last.ckpt" / "__1_0.distcp").unlink()
+        (shards_of(place / "last.ckpt") / "__1_0.distcp").unlink()
     torch.distributed.barrier()
     with pytest.raises((RuntimeError, OSError)) as error:
         fit(rank, size, inside=ALWAYS, ckpt_path=place / "last.ckpt")
@@ -261,7 +269,13 @@ class Runs:
 def test_reading_runs_no_code(played: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = shutil.copytree(played[1] / "folder" / f"step={MIDDLE}.ckpt", tmp_path / "a.ckpt")
-    (folder / ".metadata").write_bytes(pickle.dumps(Runs()))
+    shards = shards_of(folder)
+    (shards / ".metadata").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(RuntimeError, match=r"\.metadata' cannot be read.* it is damaged"):
+        read_folder(folder)
+    rest = torch.load(folder / "checkpoint.pt", weights_only=True)
+    rest[folders.TOKEN] = (*rest[folders.TOKEN][:2], folders._checksum(shards))
+    torch.save(rest, folder / "checkpoint.pt")
     with pytest.raises(RuntimeError, match=r"`posix\.system`, which is not an allowed type"):
         read_folder(folder)
     pickle.loads(pickle.dumps(Runs()))
@@ -282,25 +296,80 @@ def test_a_path_that_is_no_checkpoint_folder_is_refused(
             FSDPSettings(folder_above_bytes=size)
 
 
-@pytest.mark.parametrize("file", ["__1_0.distcp", "checkpoint.pt"])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("__1_0.distcp", r"distcp' cannot be read.*a different save"), (".metadata", "is damaged")],
+)
 def test_files_of_two_saves_are_no_checkpoint(
-    played: Any, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+    played: Any, tmp_path: Path, file: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They have the same names and sizes: an interrupted copy over an older folder leaves them."""
     saved = [played[1] / "folder" / f"step={step}.ckpt" for step in (7, MIDDLE)]
     folder = shutil.copytree(saved[0], tmp_path / "a.ckpt")
     read_folder(folder)
-    shutil.copy(saved[1] / file, folder / file)
-    with pytest.raises(RuntimeError, match=r"distcp' cannot be read.*a different save"):
+    shutil.copy(shards_of(saved[1]) / file, shards_of(folder) / file)
+    with pytest.raises(RuntimeError, match=said):
         read_folder(folder)
     with pytest.raises(SystemExit, match="1"):
         folders.main([str(folder), str(tmp_path / "one.ckpt")])
-    assert "a different save" in capsys.readouterr().err
+    assert "Nothing was loaded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", [".metadata", "checkpoint.pt", "__0_0.distcp"])
 def test_a_missing_file_is_named(played: Any, tmp_path: Path, file: str) -> None:
     folder = shutil.copytree(played[1] / "folder" / f"step={MIDDLE}.ckpt", tmp_path / "a.ckpt")
-    (folder / file).unlink()
-    with pytest.raises(RuntimeError, match=rf"a\.ckpt/{file}' cannot be read"):
+    (found,) = folder.rglob(file)
+    found.unlink()
+    with pytest.raises(RuntimeError, match=f"{found}' cannot be read"):
         AtomicCheckpointIO().load_checkpoint(folder)
+
+
+def plain_folder(number: float) -> Any:
+    return {"global_step": number, "state_dict": {"w": torch.full((3,), number)}}
+
+
+def killed_at(
+    rank: int, size: int, path: Path, name: str, owner: Any, call: int, after: bool
+) -> None:
+    """Replace a folder, and be killed before or after a certain call of a function."""
+    write_folder(plain_folder(1), path, Channel([0], 0, Ledger()))
+    function, calls = getattr(owner, name), 0
+
+    def mortal(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done = function(*args)
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, mortal)
+        write_folder(plain_folder(2), path, Channel([0], 0, Ledger()))
+
+
+# the renames of the second save: of `checkpoint.pt` in the hidden folder, of the subfolder, of
+# `checkpoint.pt`; then earlier subfolders and the hidden folder are removed
+@pytest.mark.parametrize(
+    ("name", "owner", "call", "after", "left"),
+    [
+        ("replace", os, 2, False, 1),
+        ("replace", os, 2, True, 1),
+        ("replace", os, 3, False, 1),
+        ("replace", os, 3, True, 2),
+        ("_remove", folders, 2, True, 2),
+    ],
+)
+def test_a_kill_in_a_save_leaves_a_whole_checkpoint_of_its_name(
+    name: str, owner: Any, call: int, after: bool, left: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "saved" / "last.ckpt"
+    (end,) = run_mortals(killed_at, 1, tmp_path, path, name, owner, call, after)
+    assert end.exit_code == -signal.SIGKILL, end
+    assert same(read_folder(path), plain_folder(left))
+    write_folder(plain_folder(3), path, Channel([0], 0, Ledger()))
+    assert same(read_folder(path), plain_folder(3))
+    assert os.listdir(path.parent) == ["last.ckpt"]
+    assert len(os.listdir(path)) == 2, "the checkpoint and one subfolder"

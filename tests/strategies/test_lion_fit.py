@@ -6,14 +6,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
+from lightning_commfree.host import MixedPrecision, ModelCheckpoint, pl
 from lightning_commfree.lion import buckets
 from tests.strategies.models import (
     Recorder,
@@ -74,12 +72,12 @@ class Metrics(pl.Callback):
 
 
 class OwnStatistics(pl.Callback):
-    """Keeps the buffers as they are before the strategy averages them for a validation."""
+    """Keeps the buffers after the latest step, before a validation averages them."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
-    def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         self.buffers = {name: b.clone() for name, b in module.named_buffers()}
 
 

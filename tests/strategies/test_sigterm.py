@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 import os
 import signal
+import subprocess
+import sys
 import time
+import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -19,6 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from examples.local_sgd import LocalSGDStrategy
 from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
+from tests.pages import ROOT, python_of
 from tests.strategies.models import Tiny, Voter, loader, quiet_trainer
 from tests.world import run_ranks
 
@@ -145,6 +151,77 @@ def test_after_ctrl_c_nothing_is_saved_and_no_rank_waits(tmp_path: Path) -> None
     assert time.monotonic() - start < 60, "the timeout of an exchange is 30 minutes"
 
 
+class FailAt(pl.Callback):
+    """Raises an error on rank 1 only."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 7 and trainer.global_rank == 1:
+            raise ValueError("a mistake")
+
+
+def end_badly(rank: int, size: int, folder: Path, ends: pl.Callback) -> dict[str, Any]:
+    """Run a fit that `ends` with an exception, with callbacks that would save on it."""
+    saving = [
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_on_exception=True),
+        OnExceptionCheckpoint(folder),
+    ]
+    trainer = quiet_trainer(
+        strategy=DistributedLionStrategy(),
+        devices=size,
+        max_steps=30,
+        enable_checkpointing=True,
+        callbacks=[ends, *saving],
+    )
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(Voter(), loader(100 * size))
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            ended_by = traceback.format_exception(error)
+    return {
+        "ended by": ended_by,
+        "seconds": time.monotonic() - start,
+        "unsaved": [str(w.message) for w in caught if "No checkpoint was saved" in str(w.message)],
+        "saved": [text for text in logged if "saved checkpoint to" in text],
+    }
+
+
+def play_bad_ends(rank: int, size: int, folder: Path) -> list[dict[str, Any]]:
+    ends = {"error": FailAt(), "sigterm": TermAt(3, rank=0)}
+    return [end_badly(rank, size, folder / name, end) for name, end in ends.items()]
+
+
+@pytest.mark.skipif(
+    "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters,
+    reason="this release of Lightning has no `save_on_exception`",
+)
+def test_what_is_said_of_a_save_on_an_exception_is_true(tmp_path: Path) -> None:
+    (other, with_sigterm), (failed, _) = run_ranks(play_bad_ends, 2, tmp_path, tmp_path)
+    assert failed["ended by"][-1] == "ValueError: a mistake\n"
+    assert "rank 1 is gone (it ended its fit earlier" in other["ended by"][-1]
+    for end in (other, failed):
+        assert end["seconds"] < 30, "nobody waits for the timeout of half an hour"
+        assert "".join(end["ended by"]).count("Traceback (most recent call last)") == 1
+        assert "GLHF" not in "".join(end["ended by"])
+        assert not end["saved"]
+    assert [text[:40] for text in other["unsaved"]] == [
+        "No checkpoint was saved: an error has en"
+    ] * 2
+    assert {path.name for path in (tmp_path / "error").iterdir()} == {".commfree", "step=5.ckpt"}
+    # all ranks stop after the same step
+    assert not with_sigterm["unsaved"]
+    (text,) = with_sigterm["saved"]
+    assert "step=3" in text
+    assert {path.name for path in (tmp_path / "sigterm").iterdir()} > {"step=3.ckpt"}
+
+
 def test_ctrl_c_advises_sigterm_without_checkpoints_too(tmp_path: Path) -> None:
     (said, other) = run_ranks(interrupt, 2, tmp_path, tmp_path, False)
     assert "send SIGTERM: all ranks" in said[0]
@@ -204,3 +281,65 @@ def test_ranks_of_a_replica_hear_of_it_from_each_other(tmp_path: Path) -> None:
     """The flag of rank 1 travels with its shard, to rank 3 alone; DDP would wait for the others."""
     for outcome in run_ranks(fit_replicas, 4, tmp_path, tmp_path / "checkpoints"):
         assert outcome == ("SIGTERMException", 15, True, [".commfree", "on_exception.ckpt"])
+
+
+SCRIPT = """
+import sys, time
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from tests.strategies.models import Tiny, loader, quiet_trainer
+
+class Slow(pl.Callback):
+    def on_train_batch_end(self, trainer, *_):
+        time.sleep(0.02)
+        if trainer.global_step == 5 and trainer.is_global_zero:
+            print("ready", flush=True)
+
+    def on_exception(self, trainer, module, error):
+        print(type(error).__name__ + "\\n", end="", flush=True)  # in one piece
+
+model, data = Tiny(), loader(4000)
+strategy, devices = sys.argv[1], int(sys.argv[2])
+trainer = quiet_trainer(strategy=strategy, devices=devices, max_epochs=-1, callbacks=[Slow()])
+FIT
+print("after fit", flush=True)
+"""
+FIT = "trainer.fit(model, data)"
+(CAUGHT,) = (
+    block[block.index("try:") :]
+    for block in python_of((ROOT / "docs/troubleshooting.md").read_text("utf-8"))
+    if "SIGTERMException" in block
+)
+
+
+def terminate(strategy: str, fit: str, folder: Path, devices: int = 2) -> tuple[int, list[str]]:
+    """Send SIGTERM to a script as a user starts it; return its exit code and what it prints."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("FIT", fit, 1))
+    with subprocess.Popen(
+        [sys.executable, script, strategy, str(devices)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=60)
+    return process.returncode, sorted(printed.split())
+
+
+def test_a_script_ends_as_with_lightnings_ddp(tmp_path: Path) -> None:
+    """Lightning's exception is a `SystemExit` without a code.
+
+    On one rank: with more, the broadcast in Lightning's signal handler may meet another collective.
+    """
+    assert terminate("streaming_diloco", FIT, tmp_path) == (0, ["SIGTERMException"] * 2)
+    assert terminate("ddp", FIT, tmp_path, devices=1) == (0, ["SIGTERMException"])
+
+
+def test_the_documented_lines_give_an_exit_code(tmp_path: Path) -> None:
+    code, printed = terminate("streaming_diloco", CAUGHT, tmp_path)
+    assert (code, printed) == (143, ["SIGTERMException"] * 2)

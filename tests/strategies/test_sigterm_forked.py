@@ -8,17 +8,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_commfree import (
     DominoTPStrategy,
     StreamingDiLoCoStrategy,
 )
+from lightning_commfree.host import SIGTERMException, callbacks, pl
 from tests.strategies import causal_lm
 from tests.strategies.models import Tiny, loader, quiet_trainer
 
@@ -41,18 +39,18 @@ def launch(name: str, folder: Path) -> None:
     """Exit with a code that tells how `fit` ended."""
     module: Any = {"diloco": Tiny, "domino": causal_lm.CausalLM}[name]()
     data = causal_lm.loader(64, 2) if name == "domino" else loader(200)
-    callbacks = [TermIn(3), OnExceptionCheckpoint(folder)]
+    hooks = [TermIn(3), callbacks.OnExceptionCheckpoint(folder)]
     trainer = quiet_trainer(
         strategy=STRATEGIES[name](),
         devices=2,
         max_steps=30,
         enable_checkpointing=True,
-        callbacks=callbacks,
+        callbacks=hooks,
     )
     try:
         trainer.fit(module, data)
     except SIGTERMException:
-        as_it_was = all(callback in trainer.callbacks for callback in callbacks)
+        as_it_was = all(callback in trainer.callbacks for callback in hooks)
         os._exit(3 if as_it_was else 4)
     os._exit(5)
 

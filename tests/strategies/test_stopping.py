@@ -10,11 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_commfree import (
@@ -23,6 +20,7 @@ from lightning_commfree import (
     DominoTPStrategy,
     StreamingDiLoCoStrategy,
 )
+from lightning_commfree.host import ModelCheckpoint, SIGTERMException, pl
 from tests.mortal import run_mortals
 from tests.strategies import causal_lm
 from tests.strategies.models import Tiny, loader, quiet_trainer

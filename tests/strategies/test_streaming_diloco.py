@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.host import ModelCheckpoint, pl
 from tests.strategies.models import Recorder, Tiny, assert_same, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
@@ -66,7 +65,7 @@ def fit_with_habits(rank: int, size: int, folder: Path) -> Any:
         precision="bf16-mixed",
         val_check_interval=10,
         callbacks=[recorder],
-        logger=CSVLogger(folder),
+        logger=pl.loggers.CSVLogger(folder),
         log_every_n_steps=5,
     )
     module = Habits()

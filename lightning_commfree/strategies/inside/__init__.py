@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_commfree.comm.job import REPLICA, Mesh, replica_mesh
 from lightning_commfree.domino import DominoSettings
+from lightning_commfree.host import DDPStrategy, pl
 from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.model.fsdp import FSDPSettings
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
+from lightning_commfree.model.replication import (
+    BucketOrder,
+    broadcast_initial_weights,
+    refuse_sync_batchnorm,
+)
 from lightning_commfree.strategies.checks import refuse_timed_validation
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.domino import TensorParallel
@@ -33,6 +36,8 @@ class DataParallel(Inside):
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
         self.size, self.uses_ddp = size, size > 1
         self._argument = argument
+        self._ddp: Any = None  # from `prepare` to `release`, with several ranks
+        self._order: BucketOrder | None = None  # where it can change a sum
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
@@ -51,10 +56,46 @@ class DataParallel(Inside):
         if self.uses_ddp:
             set_ddp_group(strategy, strategy.channels.within.group)
             DDPStrategy.configure_ddp(strategy)
+            self._ddp = ddp = strategy.model
+            if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored(strategy):
+                self._order = BucketOrder(ddp)
 
     @override
     def mesh(self, world_size: int) -> Mesh:
         return replica_mesh(world_size, self.size, self._argument)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._ddp is None:
+            return {}
+        # whether DDP broadcasts buffers in the next forward: not while gradients accumulate
+        state = {"syncs_buffers": self._ddp.require_forward_param_sync}
+        return state if self._order is None else {**state, "order": self._order.names}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._order is not None and "order" in state:
+            self._order.restore(state["order"])
+        if self._ddp is not None and "syncs_buffers" in state:
+            self._ddp.require_forward_param_sync = state["syncs_buffers"]
+
+    @override
+    def release(self) -> None:
+        if self._order is not None:
+            self._order.close()
+        self._order = self._ddp = None
+
+    @override
+    def not_restored(self, strategy: ReplicaStrategy) -> list[str]:
+        lost = []
+        if strategy.ddp_kwargs.get("static_graph") and self.size > 2:
+            lost.append(
+                "with `static_graph=True`, DDP sums gradients in another order in the first step"
+                " after a resume"
+            )
+        if strategy.ddp_kwargs.get("ddp_comm_hook") is not None:
+            lost.append("the state of `ddp_comm_hook` is not saved")
+        return lost
 
 
 __all__ = [

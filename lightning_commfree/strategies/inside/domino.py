@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -30,6 +28,7 @@ from lightning_commfree.domino import (
     refuse_meta,
     refuse_nonfinite_weights,
 )
+from lightning_commfree.host import TrainerFn, TrainerStatus, is_overridden, pl
 from lightning_commfree.model.replication import share_random_state
 from lightning_commfree.strategies.checks import refuse_compiled, refuse_manual
 from lightning_commfree.strategies.inside.sharded import ShardedReplica
@@ -115,14 +114,13 @@ class TensorParallel(ShardedReplica):
         module.to(strategy.root_device)
         if self._outside == REPLICA:
             self.sharded.mark_shards(self._argument)
+        clip = self.sharded.clip_gradients  # Lightning would clip by the norm of a rank's shards
+        strategy.patches.put(strategy.precision_plugin, "clip_grad_by_norm", clip)
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         super().begin(optimizers)
-        strategy, self._states_checked = self._strategy, False
-        assert self.sharded is not None, "`prepare` has run"
-        clip = self.sharded.clip_gradients  # Lightning would clip by the norm of a rank's shards
-        strategy.patches.put(strategy.precision_plugin, "clip_grad_by_norm", clip)
+        self._states_checked = False
 
     @override
     def release(self) -> None:
@@ -170,6 +168,16 @@ class TensorParallel(ShardedReplica):
         if not self._states_checked and any(one.state for one in self._strategy.optimizers):
             self._states_checked = True
             check_states(self._strategy.optimizers, self.sharded.specs.keys())
+
+    @override
+    def is_shard(self, parameter: nn.Parameter) -> bool:
+        return self.sharded is not None and parameter in self.sharded.specs
+
+    @override
+    def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
+        if self.sharded is None:
+            return super().grad_norm(module, norm_type)
+        return self.sharded.gradient_norm(module.parameters(), norm_type)
 
     # -- states
 

@@ -6,16 +6,19 @@ As with Lightning's own strategies for sharded models, the module stays sharded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.job import DATA, Mesh, replica_mesh
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.job import Mesh, replica_mesh
+from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
     FSDPSettings,
@@ -27,7 +30,7 @@ from lightning_commfree.model.fsdp import (
 )
 from lightning_commfree.model.meta_init import Materializer
 from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
-from lightning_commfree.model.shards import RowShards
+from lightning_commfree.model.shards import RowShards, local_tensor
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import FolderTensor
 from lightning_commfree.strategies.checks import refuse_manual
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 # tags in the group's ledger; bytes are computed, because FSDP itself does the communication
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
+NORM_TAG = "fsdp_norm"  # exchanged here, so measured
 
 _WHY_NOT_MANUAL = (
     "FSDP (`inside='fsdp'`) treats `training_step` as the model's forward and expects backward"
@@ -63,6 +67,7 @@ class FullyShard(ShardedReplica):
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
         self._sharded: nn.Module | None = None
+        self._kept: Channel | None = None  # of `_sharded`: forked workers close its sockets
         self._step_bytes, self._in_fit = (0, 0), False
 
     @property
@@ -107,10 +112,9 @@ class FullyShard(ShardedReplica):
         else:
             seed = self._start()
             materializer = Materializer(module, seed) if self._was_on_meta else None
-            replicas = self.mesh(strategy.world_size).groups(DATA)
-            units = self._settings.units
-            apply_fsdp(module, replicas, strategy.global_rank, device, materializer, units)
-            self._sharded = module
+            group = channels.within.keep_group()
+            apply_fsdp(module, group, device, materializer, self._settings.units)
+            self._sharded, self._kept = module, channels.within
             # ranks may have read values from different disks
             if materializer is not None and materializer.reads_folder:
                 broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
@@ -151,6 +155,21 @@ class FullyShard(ShardedReplica):
         """Accumulate full, unsharded gradients on this rank in a `with` block."""
         return accumulating(self._strategy.module)
 
+    @contextmanager
+    @override
+    def stepping(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if "data is not allocated yet" in str(error):
+                raise RuntimeError(
+                    "A hook reads the values of a sharded tensor (`DTensor`) as if it were a plain"
+                    " one, as Lightning's `grad_norm` does. For the norm of all gradients use"
+                    " `trainer.strategy.grad_norm()`; for one tensor, `tensor.full_tensor()` on all"
+                    " ranks of the replica."
+                ) from error
+            raise
+
     @override
     def after_backward(self, steps: bool) -> None:
         """Count the bytes that FSDP has sent in a batch's forward and backward passes."""
@@ -159,6 +178,16 @@ class FullyShard(ShardedReplica):
         ledger.count_sent(GATHER_TAG, gathered)
         if steps:
             ledger.count_sent(SCATTER_TAG, scattered)
+
+    @override
+    def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
+        # torch's norm of `DTensor`s fails for an infinite p where a rank's shard is empty
+        within = self._strategy.channels.within
+        gradients = [local_tensor(p.grad) for p in module.parameters() if p.grad is not None]
+        own = get_total_norm([one for one in gradients if one.numel()], norm_type)
+        all_ranks = within.all_gather(own.to(within.device), NORM_TAG).wait()
+        norm: Tensor = torch.linalg.vector_norm(all_ranks, norm_type)
+        return norm.to(own.device)
 
     # -- states
 

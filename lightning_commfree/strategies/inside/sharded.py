@@ -11,12 +11,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import lightning.pytorch as pl
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.host import pl
 from lightning_commfree.model.fsdp import check_optimizers
 from lightning_commfree.model.meta_init import meta_fingerprint, on_meta
 from lightning_commfree.model.replication import START_TAG, broadcast_initial_weights
@@ -64,13 +63,17 @@ class ShardedReplica(Inside):
 
     def __init__(self, strategy: ReplicaStrategy, settings: Any) -> None:
         self._strategy, self._settings = strategy, settings
-        self._originals: set[nn.Parameter] = set()  # the parameters before sharding
         self._was_on_meta = False  # the model had no values before it was sharded
 
     @property
     @abstractmethod
     def states(self) -> States | None:
         """Access to the sharded model's states; None if no model is currently sharded."""
+
+    @property
+    @override
+    def shares_model(self) -> bool:
+        return self.states is not None and self.size > 1
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
@@ -92,14 +95,12 @@ class ShardedReplica(Inside):
         self._was_on_meta = self.restores_after_setup
         settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}
         broadcast_initial_weights(world, module, {**settings, **meta_fingerprint(module)})
-        self._originals = set(module.parameters())
         seed = torch.tensor(torch.initial_seed() % 2**31)
         return int(world.broadcast(seed, START_TAG).wait())
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        check_optimizers(optimizers, self._originals - set(self._strategy.module.parameters()))
-        self._originals = set()
+        check_optimizers(optimizers, set(self._strategy.module.parameters()))
 
     @override
     def release(self) -> None:

@@ -44,11 +44,18 @@ def test_a_folder_is_a_checkpoint_too(tmp_path) -> None:
     _save(tmp_path, "step-20.ckpt", step=20, age=2)
     folder = tmp_path / "checkpoints" / "last.ckpt"
     folder.mkdir()
-    (folder / ".metadata").touch()
     _save(tmp_path, "last.ckpt/checkpoint.pt", step=30, age=1)
     assert find_checkpoint("last", str(tmp_path), 60) == str(folder)
     with pytest.raises(ValueError, match=r"last.ckpt' has already taken 30 steps"):
         find_checkpoint("last", str(tmp_path), 30)
+
+
+def test_a_checkpoint_may_be_on_another_machine(tmp_path) -> None:
+    missing = tmp_path / "checkpoints" / "last.ckpt"
+    assert find_checkpoint("last", str(tmp_path), 60, nodes=2) == str(missing)
+    assert find_checkpoint(str(missing), str(tmp_path), 60, nodes=2) == str(missing)
+    here = _save(tmp_path, "step-30.ckpt", step=30, age=1)
+    assert find_checkpoint("last", str(tmp_path), 60, nodes=2) == str(here)
 
 
 def test_no_checkpoint_is_no_fresh_start(tmp_path) -> None:

@@ -1,0 +1,1 @@
+"""Correctness and cost on a GPU: one command, one page."""

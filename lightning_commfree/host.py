@@ -1,0 +1,155 @@
+"""The Lightning package in use, and every public name of it that the library imports.
+
+Lightning is distributed twice: as `lightning.pytorch` (in the package `lightning`) and as
+`pytorch_lightning`. The code is the same, but the classes differ: a Trainer of one refuses the
+strategies, modules and callbacks of the other. The library uses one of them in a process:
+
+1. the one that the environment variable COMMFREE_HOST names: "lightning" or "pytorch_lightning";
+2. otherwise the one that is imported already, the first if both are;
+3. otherwise `lightning.pytorch`, or `pytorch_lightning` if only that is installed.
+
+A package imported for its own use of Lightning decides too, if it is imported before
+`lightning_commfree`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+VARIABLE = "COMMFREE_HOST"
+_MODULES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def choose(environment: Mapping[str, str]) -> str:
+    """Return the package to use in this process: "lightning" or "pytorch_lightning".
+
+    Raises:
+        ValueError: the environment variable has another value.
+    """
+    if name := environment.get(VARIABLE):
+        if name not in _MODULES:
+            raise ValueError(
+                f"The environment variable {VARIABLE}={name!r} is unknown. Set it to"
+                f" {' or '.join(map(repr, _MODULES))}, the package that your Trainer is from."
+            )
+        return name
+    # in the order of import: a library that uses one may import the other for an integration
+    names = {module: name for name, module in _MODULES.items()}
+    imported = [names[module] for module in list(sys.modules) if module in names]
+    if imported:
+        return imported[0]
+    return "lightning" if find_spec("lightning") else "pytorch_lightning"
+
+
+HOST = choose(os.environ)
+_OTHER = next(name for name in _MODULES if name != HOST)
+
+if TYPE_CHECKING or HOST == "lightning":
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
+    from lightning.pytorch import callbacks
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins import TorchCheckpointIO
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+    from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+    from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+else:
+    import pytorch_lightning as pl
+    from lightning_fabric.plugins import CheckpointIO
+    from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
+    from pytorch_lightning import callbacks
+    from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+    from pytorch_lightning.core.optimizer import LightningOptimizer
+    from pytorch_lightning.plugins import TorchCheckpointIO
+    from pytorch_lightning.plugins.io import AsyncCheckpointIO
+    from pytorch_lightning.plugins.precision import DoublePrecision, MixedPrecision, Precision
+    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
+    from pytorch_lightning.utilities import CombinedLoader
+    from pytorch_lightning.utilities.exceptions import SIGTERMException
+    from pytorch_lightning.utilities.model_helpers import is_overridden
+
+
+def other_is_imported() -> bool:
+    """Return whether the package that is not in use is imported too."""
+    return _MODULES[_OTHER] in sys.modules
+
+
+def wrong_host(what: str) -> str:
+    """Return the error message for `what`, when it meets a Trainer of the other package."""
+    return (
+        f"{what} is for {_MODULES[HOST]}, and a Trainer of {_MODULES[_OTHER]} does not accept it."
+        f" Set the environment variable {VARIABLE}={_OTHER} before lightning_commfree is imported."
+    )
+
+
+def when_other_is_imported(call: Callable[[Any], None]) -> None:
+    """Call a function with the other package's strategy registry, now or after its import."""
+    if other_is_imported():
+        call(import_module(f"{_MODULES[_OTHER]}.strategies").StrategyRegistry)
+    else:
+        sys.meta_path.insert(0, _AfterImport(call))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds the other package as Python does, and calls a function after it is loaded."""
+
+    def __init__(self, call: Callable[[Any], None]) -> None:
+        self._call = call
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != _MODULES[_OTHER]:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_call(module: ModuleType) -> None:
+                load(module)
+                when_other_is_imported(self._call)
+
+            spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
+        return spec
+
+
+__all__ = [
+    "FABRIC_STRATEGIES",
+    "HOST",
+    "VARIABLE",
+    "AsyncCheckpointIO",
+    "CheckpointIO",
+    "CombinedLoader",
+    "DDPStrategy",
+    "DoublePrecision",
+    "LightningOptimizer",
+    "MixedPrecision",
+    "ModelCheckpoint",
+    "OnExceptionCheckpoint",
+    "Precision",
+    "SIGTERMException",
+    "StrategyRegistry",
+    "TorchCheckpointIO",
+    "TrainerFn",
+    "TrainerStatus",
+    "callbacks",
+    "choose",
+    "is_overridden",
+    "pl",
+    "other_is_imported",
+    "when_other_is_imported",
+    "wrong_host",
+]

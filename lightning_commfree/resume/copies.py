@@ -1,0 +1,211 @@
+"""Copies of checkpoints for ranks that share no disk with the rank that saved.
+
+Rank 0 writes a checkpoint to its own disk, and every other rank writes its rank file to its own. A
+resume sends a file that a rank needs and does not have, over the channel between all ranks:
+
+1. Ranks agree on the checkpoint. A rank without a path, because `ckpt_path="last"` found nothing on
+   its disk, takes the path of the first rank that has one.
+2. The first rank that has the checkpoint sends it to the ranks that do not.
+3. Each of them loads a hidden copy beside the path, which is removed when all ranks have loaded. A
+   copy that stayed would be an old checkpoint in the way of the next resume.
+4. Rank files are sent in the same way, and stay until the next save: their folder is unique to a
+   save.
+
+Ranks on a shared disk have the same file, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_commfree.comm.handshake import gather_texts
+from lightning_commfree.resume.files import FilePath, local_path
+from lightning_commfree.resume.folders import REST
+
+TAG = "checkpoint"  # in the ledger
+CHUNK_BYTES = 2**25
+_TAIL_BYTES = 2**20  # of a file, with the checksums of its records
+
+
+@contextmanager
+def fail_together(ranks: Any) -> Iterator[None]:
+    """If the `with` block fails on any rank, raise an error on all ranks; collective.
+
+    Ranks on which it succeeds raise the error text of the first rank on which it failed.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error
+    failed = ranks.all_flags(failure is not None)
+    if any(failed):
+        text = ranks.broadcast(str(failure), failed.index(True))
+        raise failure or RuntimeError(text)
+
+
+def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
+    """Return the path from which this rank can load the checkpoint of a resume; collective.
+
+    Args:
+        ranks: all ranks of the job (`strategies.ranks.Ranks`).
+        path: this rank's path; None: it found no checkpoint.
+
+    Returns:
+        `path`, the path of another rank, or a temporary copy. None if no rank has a path.
+
+    Raises:
+        RuntimeError: ranks have different checkpoints, or a copy cannot be written; on all ranks.
+    """
+    world = ranks.channels.world
+    paths = gather_texts(world, str(path or ""))
+    if not any(paths):
+        return None
+    path = path or next(filter(None, paths))
+    local = local_path(path)
+    found = gather_texts(world, "remote" if local is None else _identity(local))
+    have = [rank for rank, identity in enumerate(found) if identity]
+    for rank in have:
+        if found[rank] != found[have[0]]:
+            first, other = (f"{paths[r] or path!s} (rank {r})" for r in (have[0], rank))
+            raise RuntimeError(
+                f"The ranks have different checkpoints: {first} is not the same file as {other}."
+                " One of them is probably from an earlier fit, in which another machine had rank 0."
+                " Keep the one to resume from and remove the other: it is sent to ranks that have"
+                " none."
+            )
+    if local is None or all(found) or not have:  # with none, Lightning raises an error
+        return path
+    copy = None if found[ranks.rank] else local.with_name(f".{local.name}.received")
+    send(ranks, have[0], local, copy)
+    return copy or path
+
+
+def drop_copy(path: FilePath | None) -> None:
+    """Remove a temporary copy that `find_checkpoint` returned; other paths are left alone."""
+    local = None if path is None else local_path(path)
+    if local is not None and local.name.startswith(".") and local.name.endswith(".received"):
+        _remove(local)
+
+
+def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
+    """Send a file or folder from one rank to others, in chunks; collective.
+
+    Args:
+        ranks: all ranks of the job.
+        source: the rank that sends.
+        path: the file or folder, on the disk of that rank.
+        target: where this rank needs a copy, complete or absent; None: nowhere.
+
+    Raises:
+        RuntimeError: a disk cannot be read or written; on all ranks.
+    """
+
+    @contextmanager
+    def on_disk() -> Iterator[None]:
+        with fail_together(ranks):
+            try:
+                yield
+            except OSError as error:
+                raise RuntimeError(
+                    f"Rank {source} cannot send {path.name!r} to another machine: {error} (rank"
+                    f" {ranks.rank}). Nothing was loaded. Free disk space there, or copy it by hand"
+                    " to the same path, with the folder `.commfree` beside it."
+                ) from error
+
+    pieces: list[tuple[str, int, int]] = []
+    with on_disk():
+        if ranks.rank == source:
+            pieces = _pieces(path)
+        if target is not None:
+            half = target.with_name(f".{target.name}.receiving")
+            half.parent.mkdir(parents=True, exist_ok=True)
+            _remove(half)  # left by a killed process
+    pieces = ranks.broadcast(pieces, source)
+    size_mb = sum(size for _, _, size in pieces) / 1e6
+    name = Path(pieces[0][0]).parts[0]
+    rank_zero_info(
+        f"Rank {source} sends {name!r} ({size_mb:,.2f} MB) to ranks that do not have it."
+    )
+    with on_disk():
+        writes = target is not None and _make(half)
+
+    for file, start, size in pieces:
+        piece = bytearray(size)
+        with on_disk():
+            if ranks.rank == source:
+                _read(path.parent / file, start, piece)
+        if piece:
+            chunk = torch.frombuffer(piece, dtype=torch.uint8)
+            ranks.channels.world.broadcast(chunk, TAG, source).wait()
+        with on_disk():
+            if writes:
+                _append(half / file, piece)
+
+    with on_disk():
+        if target is not None and writes:
+            _remove(target)
+            os.replace(half / name, target)
+            half.rmdir()
+
+
+def _identity(path: Path) -> str:
+    """Return a text that is the same for copies of a checkpoint; "" if there is none."""
+    if not path.exists():
+        return ""
+    file = path / REST if path.is_dir() else path
+    if not file.exists():  # a folder of a user's plugin
+        return "folder"
+    with file.open("rb") as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(size - _TAIL_BYTES, 0))
+        return f"{size} bytes {zlib.crc32(opened.read()):08x}"
+
+
+def _pieces(path: Path) -> list[tuple[str, int, int]]:
+    """Return names relative to the parent folder, starts and sizes of a path's pieces, in bytes."""
+    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+    return [
+        (str(file.relative_to(path.parent)), start, min(size - start, CHUNK_BYTES))
+        for file in files
+        for size in [file.stat().st_size]
+        for start in range(0, max(size, 1), CHUNK_BYTES)
+    ]
+
+
+def _make(folder: Path) -> bool:
+    """Make a folder; return False if another rank on the same disk has made it."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read(file: Path, start: int, piece: bytearray) -> None:
+    with file.open("rb") as opened:
+        opened.seek(start)
+        if opened.readinto(piece) != len(piece):
+            raise OSError(f"{str(file)!r} has become shorter")
+
+
+def _append(file: Path, piece: bytearray) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as opened:
+        opened.write(piece)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)  # another rank on the same disk may be faster
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,87 @@
+"""Detect ranks whose weights drift apart, although they must be equal.
+
+It does not depend on what an algorithm sends: an optimizer or hook that bypasses the strategy is
+found too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.liveness import AgreedError
+from lightning_commfree.model.replication import digests_of_all
+
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
+
+TAG = "drift"
+_NAMED = 3  # parameters that an error names at most
+
+
+class DriftCheck:
+    """Compare hashes of the trained parameters, from time to time.
+
+    Args:
+        strategy: the strategy of the fit.
+        every: optimizer steps between two checks; 0: never.
+        channel: the ranks whose weights are equal. Shards are compared with the ranks that hold
+            the same ones in other replicas, if these ranks are in the channel.
+    """
+
+    def __init__(self, strategy: ReplicaStrategy, every: int, channel: Channel) -> None:
+        self._strategy, self._every, self._channel = strategy, every, channel
+        self._period, self._missed = -1, 0  # at the latest check
+
+    def before_step(self) -> None:
+        """Compare weights if a check is due; collective, after the same step on all ranks.
+
+        Raises:
+            AgreedError: weights differ; on all ranks that have them.
+        """
+        step = self._strategy.module.trainer.global_step
+        if not self._every or step // self._every == self._period:
+            return
+        self._period = step // self._every
+        session = self._strategy.session
+        # steps that bypassed the strategy, so that the algorithm compared nothing
+        missed, self._missed = self._missed, step - session.clock.steps
+        if session.compares_weights and missed == self._missed:
+            return
+        groups = [group for one in self._strategy.optimizers for group in one.param_groups]
+        trained = {p for group in groups for p in group["params"] if p.requires_grad}
+        found: dict[bool, dict[str, nn.Parameter]] = {False: {}, True: {}}
+        for name, p in self._strategy.module.named_parameters():
+            if p in trained:
+                found[self._strategy.inside.is_shard(p)][name] = p
+        _compare(self._channel, found[False], step)
+        channels = self._strategy.channels
+        if self._channel is channels.world:
+            _compare(channels.between, found[True], step)
+
+
+def _compare(channel: Channel, parameters: dict[str, nn.Parameter], step: int) -> None:
+    if channel.size == 1 or not parameters:
+        return
+    digests = digests_of_all(channel, list(parameters.values()), TAG, digest)
+    differ = digests != digests[0]
+    names = [name for name, one in zip(parameters, differ.any(0).tolist(), strict=True) if one]
+    if not names:
+        return
+    ranks = [channel.ranks[place] for place, one in enumerate(differ.any(1).tolist()) if one]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    raise AgreedError(
+        f"Weights that must be equal on ranks {_text(channel.ranks)} differ before step {step + 1}:"
+        f" {', '.join(map(repr, names[:_NAMED]))}{more}, on rank {_text(ranks)} other than on rank"
+        f" {channel.ranks[0]}. Some code changes weights or gradients on only some ranks: a hook"
+        " that writes to them, an optimizer that steps without the strategy, or gradients clipped"
+        " by the norm of a rank's shards (use `gradient_clip_val`, or `strategy.grad_norm()`)."
+        " Resume from a checkpoint saved before that."
+    )
+
+
+def _text(ranks: object) -> str:
+    return ", ".join(map(str, ranks))  # type: ignore[call-overload]

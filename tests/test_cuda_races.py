@@ -1,0 +1,93 @@
+"""Whole steps of every algorithm have no data race on a CUDA device; each mechanism is needed.
+
+`tests.race_walk` says what is found, and what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_commfree.comm.background import Staging
+from tests.cuda_walk import CPU
+from tests.diloco.test_cuda_walk_diloco import Training
+from tests.domino.models import Case
+from tests.domino.test_cuda import CASES, walking
+from tests.lion.test_cuda_walk_lion import Worker
+from tests.race_walk import Mechanism, RaceWalk, StreamChannel
+
+WAIT_STREAM, RECORD_STREAM, HOST_WAITS, NCCL_WAITS = Mechanism
+
+
+def stage(walk: RaceWalk, patch: pytest.MonkeyPatch) -> None:
+    """A payload is encoded beside training, which reuses the memory of its values."""
+    del patch
+    with walk:
+        values = torch.ones(1000, device=walk.device) * 2
+        wait = Staging().stage(partial(torch.mul, values, 3), [values])
+        del values
+        torch.full((1000,), 5.0, device=walk.device)
+        wait().sum()
+
+
+def diloco(
+    size: int, walk: RaceWalk, patch: pytest.MonkeyPatch, ranks: int = 1, **settings: Any
+) -> None:
+    within = StreamChannel(walk, ranks) if ranks > 1 else None
+    training = Training(patch, size, CPU, walk=walk, within=within)
+    training.run(wire_dtype="fp4", replica_size=ranks, **settings)
+
+
+def lion(walk: RaceWalk, patch: pytest.MonkeyPatch, **settings: Any) -> None:
+    Worker(patch, 3, walk=walk).run(momentum_sync_every=2, **settings)
+
+
+def domino(case: Case, walk: RaceWalk, patch: pytest.MonkeyPatch) -> None:
+    """Two steps: the second one meets what the first one left."""
+    del patch
+    with walking(case, walk, partial(StreamChannel, walk)) as step:
+        step.take()
+        step.optimizer.zero_grad()
+        step.take()
+
+
+Run = Callable[[RaceWalk, pytest.MonkeyPatch], None]
+STAGED, SENT = (WAIT_STREAM, RECORD_STREAM, HOST_WAITS), (HOST_WAITS,)
+WITHIN = (*STAGED, NCCL_WAITS)
+# What runs, and the mechanisms that it cannot do without.
+RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
+    "staging": (stage, STAGED),
+    "diloco": (partial(diloco, 2), STAGED),
+    "diloco, 3 replicas": (partial(diloco, 3), STAGED),
+    "diloco, outer_device": (partial(diloco, 2, outer_device="cpu"), STAGED),
+    "diloco, 2 ranks": (partial(diloco, 2, ranks=2), WITHIN),
+    "diloco, 2 ranks, 3 replicas": (partial(diloco, 3, ranks=2), WITHIN),
+    "diloco, 2 ranks, outer_device": (partial(diloco, 2, ranks=2, outer_device="cpu"), WITHIN),
+    "lion": (lion, SENT),
+    "lion, average": (partial(lion, vote="average"), SENT),
+    "lion, after backward": (partial(lion, overlap=False), SENT),
+    **{f"domino, {case}": (partial(domino, case), (NCCL_WAITS,)) for case in CASES},
+}
+PLANTED = [(name, mechanism) for name, (_, needed) in RUNS.items() for mechanism in needed]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_there_is_no_race(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = RUNS[name]
+    walk = RaceWalk()
+    run(walk, monkeypatch)
+    assert walk.races == []
+
+
+@pytest.mark.parametrize(("name", "mechanism"), PLANTED, ids=str)
+def test_without_a_mechanism_there_are_races(
+    name: str, mechanism: Mechanism, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = RUNS[name]
+    walk = RaceWalk(mechanism)
+    run(walk, monkeypatch)
+    assert walk.races

@@ -1,6 +1,6 @@
 """Compiled CPU loops for fp4 and int8, bit-identical to `quantize`.
 
-`quantize` makes a pass over the values for every step of the arithmetic. These loops keep a block
+`quantize` makes one pass over the values per arithmetic operation. These loops keep a block
 in registers and the L1 cache, so encoding and decoding run at memory speed. Payloads are the same
 except for the codes of NaN blocks, which are garbage, so replicas with and without numba can train
 together.
@@ -11,7 +11,7 @@ if that is writable, else in the user's cache folder. The cache is invalidated o
 changes, so the loops take constants of other files as arguments.
 
 The loops release the GIL and use one thread. Every operation is wrapped in `i32`, because numba
-would widen it to 64 bits, which halves the number of values per register.
+would otherwise use 64 bits, which halves the number of values per register.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> N
 
 
 def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
-    """Decode a chunk that `encode_e3m0` encoded.
+    """Decode a chunk encoded by `encode_e3m0`.
 
     Args:
         packed: codes of all values.
@@ -74,7 +74,7 @@ def try_out() -> None:
 
     Raises:
         RuntimeError: numba's compiler is disabled; interpreted loops would take minutes.
-        Exception: any other failure of numba, such as a damaged cache.
+        Exception: numba fails in any other way, for example because its cache is damaged.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
@@ -85,7 +85,7 @@ def try_out() -> None:
 
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call; keep the result in numba's cache if that is writable."""
+    """Compile `loop` at its first call; keep the result in numba's cache if that is writable."""
     compiled: Callable[..., Any]
     try:
         compiled = numba.njit(nogil=True, error_model="numpy", cache=True)(loop)
@@ -96,7 +96,7 @@ def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 @_compiled
 def _largest(bits: Any) -> Any:
-    """Return the bits of the largest magnitude, where NaN is above Inf."""
+    """Return the bits of the largest magnitude; NaN counts as larger than Inf."""
     top = i32(0)
     for i in range(bits.size):
         magnitude = i32(bits[i] & _MAGNITUDE)
@@ -106,7 +106,7 @@ def _largest(bits: Any) -> Any:
 
 @_compiled
 def _codes(bits: Any, floor: Any, codes: Any) -> None:
-    """Write the codes of a block; `floor` is 2^(E-7) as fp32 bits."""
+    """Write a block's codes; `floor` is 2^(E-7) as fp32 bits."""
     for i in range(bits.size):
         value = i32(bits[i])
         # adding half of a mantissa carries into the exponent at 1.5 * 2^k, which gives m; below

@@ -1,4 +1,4 @@
-"""Schedule of fragment launches and landings (arXiv:2501.18512, Algorithm 2).
+"""Schedule for launching and landing fragments (arXiv:2501.18512, Algorithm 2).
 
 All values are integers, and inner steps are counted from 1. With H = `sync_every`, P =
 `num_fragments` and tau = `overlap_steps`, fragment p (from 0) has the offset t_p = floor(p H / P).
@@ -27,7 +27,7 @@ class Schedule:
         sync_every: H, inner steps between two launches of one fragment; at least 1.
         num_fragments: P, at least 1. If P > H, several fragments launch after the same step.
         overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. With 0, a fragment
-            lands at once.
+            lands immediately.
         joined: offsets, as inner steps, of fragments that joined during the fit. They are numbered
             from P and first launch H steps after their offset.
     """

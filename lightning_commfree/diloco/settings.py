@@ -21,7 +21,7 @@ NONFINITE = ("raise", "abstain")
 
 
 def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
-    """Return whether the whole model is one fragment because it has no blocks."""
+    """Return whether the entire model is a single fragment because it has no blocks."""
     by_default = settings.num_fragments is None and settings.fragment_pattern != "balanced"
     return by_default and not has_blocks(module)
 
@@ -55,7 +55,7 @@ def make_outer_optimizer(
 
 @dataclass(frozen=True)
 class DiLoCoSettings:
-    """Settings of the algorithm, described in `StreamingDiLoCoStrategy`.
+    """Settings of the algorithm, documented in `StreamingDiLoCoStrategy`.
 
     Raises:
         ValueError: a value is out of range.
@@ -87,7 +87,7 @@ class DiLoCoSettings:
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return all settings as text, to compare between ranks."""
+        """Return all settings as strings, to compare across ranks."""
         # functions cannot be compared
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
         values = {name: getattr(self, name) for name in names}

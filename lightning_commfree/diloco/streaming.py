@@ -434,7 +434,7 @@ class StreamingDiLoCo:
         return self._mean
 
     def unready(self, what: str) -> str | None:
-        """Return a warning if a "validation" or "checkpoint" would use initial weights, else None."""
+        """Return a warning if a "validation" or "checkpoint" would use initial weights."""
         count = sum(not fragment.landings for fragment in self.fragments)
         if not count or self.settings.evaluate == "mean":
             return None

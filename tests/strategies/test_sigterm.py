@@ -224,7 +224,7 @@ def test_what_is_said_of_a_save_on_an_exception_is_true(tmp_path: Path) -> None:
 
 def test_ctrl_c_advises_sigterm_without_checkpoints_too(tmp_path: Path) -> None:
     (said, other) = run_ranks(interrupt, 2, tmp_path, tmp_path, False)
-    assert "send SIGTERM: all ranks" in said[0]
+    assert "send SIGTERM instead: all ranks" in said[0]
     assert (len(said), other) == (1, [])
 
 

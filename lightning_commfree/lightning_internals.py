@@ -240,13 +240,13 @@ def around_loading(
     find: Callable[[Any], Any],
     done: Callable[[Any], None],
 ) -> None:
-    """Replace the path of the checkpoint that `fit`, `validate`, `test` or `predict` loads.
+    """Replace the path of the checkpoint to be loaded by `fit`, `validate`, `test` or `predict`.
 
     Args:
-        trainer: the Trainer, before it loads.
+        trainer: the Trainer, before it loads the checkpoint.
         patches: receives the wrappers.
-        find: called on all ranks with the path, or None; returns the path to load, or None.
-        done: called with the returned path when all ranks have loaded it.
+        find: called on all ranks with the original path or None; returns the path to load or None.
+        done: called with the returned path after all ranks have loaded it.
     """
     if not LOADING.works(trainer):
         return
@@ -267,9 +267,9 @@ def around_loading(
 
 
 def hide_resume_warning(trainer: pl.Trainer, patches: Patches) -> None:
-    """Hide Lightning's warning that a resume in mid-epoch needs loaders with a `state_dict`.
+    """Hide Lightning's warning that resuming mid-epoch needs loaders with a `state_dict`.
 
-    Call it where the position in the data is restored without one.
+    Call it where the position in the data is restored without a `state_dict`.
     """
     loop = trainer.fit_loop.epoch_loop
     reset = loop.reset
@@ -360,7 +360,7 @@ def _check_and_launch(
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
-    """Return the object that fetches training batches; None before loaders are set up."""
+    """Return the object that fetches training batches, or None before loaders are set up."""
     # loaders are set up after `on_fit_start`, in which a learning-rate finder already saves
     return trainer.fit_loop._data_fetcher
 
@@ -398,7 +398,7 @@ def take_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 
 def epoch_metrics(trainer: pl.Trainer) -> list[str]:
-    """Return the names of metrics that training has logged for the current epoch so far."""
+    """Return the names of the metrics that training has logged so far in the current epoch."""
     if not METRICS.works(trainer):
         return []
     logged = trainer.fit_loop.epoch_loop._results.values()
@@ -508,7 +508,7 @@ def has_no_batch(loop: Any) -> bool:
 
 
 def evaluation_loop(trainer: pl.Trainer) -> Any:
-    """Return the loop that validates, tests or predicts in the Trainer's current function."""
+    """Return the evaluation loop that the Trainer's current function uses."""
     loops = {
         TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
         TrainerFn.VALIDATING: trainer.validate_loop,
@@ -520,22 +520,22 @@ def evaluation_loop(trainer: pl.Trainer) -> Any:
 
 
 def batch_limits(loop: Any) -> list[int | float]:
-    """Return an evaluation loop's own list of batches per loader; a new list with new loaders."""
+    """Return an evaluation loop's list of batches per loader; new loaders get a new list."""
     limits: list[int | float] = vars(loop).get("_max_batches", vars(loop).get("max_batches"))
     return limits
 
 
 def fetches_ahead(loop: Any) -> bool:
-    """Return whether a loop has fetched its first batch, because it knows no length."""
+    """Return whether a loop prefetches its first batch, because the length is unknown."""
     return loop._data_fetcher.length is None and hasattr(loop._data_fetcher, "batches")
 
 
 def drop_first_batch(loop: Any) -> None:
-    """End a loop that has fetched its first batch, before it runs."""
+    """End a loop that has prefetched its first batch, before it runs."""
     fetcher = loop._data_fetcher
     fetcher.batches, fetcher.done = [], True
 
 
 def wrap_batches(loop: Any, wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
-    """Replace the iterator over the batches that a loop has still to fetch."""
+    """Replace a loop's iterator over the batches that it has not yet fetched."""
     loop._data_fetcher.iterator = wrap(loop._data_fetcher.iterator)

@@ -156,14 +156,14 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
 
 
 def on_host(tensor: Tensor, peers: PeerWatch | None = None) -> Tensor:
-    """Return a copy in host memory; blocks, and raises like the function of `to_host`."""
+    """Return a copy in host memory; blocks, and raises the same errors as `to_host`."""
     host, wait = to_host(tensor, peers)
     wait()
     return host
 
 
 class DeviceWork:
-    """Everything queued so far on a device's current stream; `PeerWatch` waits for it."""
+    """All work queued so far on a device's current stream; `PeerWatch` waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -173,12 +173,12 @@ class DeviceWork:
         self._end.record(torch.cuda.current_stream(device))
 
     def is_completed(self) -> bool:
-        """Return whether the device has computed all of it."""
+        """Return whether the device has completed the work."""
         with torch.cuda.device(self._device):  # else a new thread opens a context on device 0
             return bool(self._end.query())
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until then; raise `RuntimeError` after `timeout`, like `dist.Work`."""
+        """Block until it is complete; raise a `RuntimeError` after `timeout`, like `dist.Work`."""
         if timeout is None:
             with torch.cuda.device(self._device):
                 self._end.synchronize()

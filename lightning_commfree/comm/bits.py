@@ -50,7 +50,7 @@ def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
 
 
 def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read flags `start` to `start` + n into `out`, uint8, shape (n,), as 0 and 1."""
+    """Read flags `start` to `start` + n into `out` as 0 and 1; uint8, shape (n,)."""
     for row, position, part in _positions(start, out.numel(), packed.numel()):
         if row == 0:
             torch.bitwise_and(packed[position], 1, out=out[part])

@@ -38,7 +38,7 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """Result of a transfer in flight; keeps the transfer's buffers alive."""
+    """Result of an in-flight transfer; keeps the transfer's buffers alive."""
 
     def __init__(self, resolve: Callable[[], T]) -> None:
         self._resolve: Callable[[], T] | None = resolve
@@ -177,7 +177,7 @@ class Channel:
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i of `tensor`, shape (size, *S), to rank i; row j of the result is rank j's."""
+        """Send row i of `tensor`, shape (size, *S), to rank i; row j of the result is from rank j."""
         assert tensor.shape[0] == self.size, (
             f"all_to_all needs {self.size} rows, got {tuple(tensor.shape)}"
         )
@@ -196,7 +196,7 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def keep_group(self) -> dist.ProcessGroup:
-        """Return the process group, for a library that needs it longer: `close` leaves it open."""
+        """Return the process group for a library that needs it longer; `close` keeps it open."""
         assert self.group is not None, "a single rank has no process group"
         self._keeps_group = True
         return self.group
@@ -267,7 +267,7 @@ class Channel:
         return Pending(resolve)
 
     def _order_stream(self, works: Sequence[Any], tag: str) -> None:
-        """Let the current stream wait for NCCL's, and count for how long it does."""
+        """Make the current stream wait for NCCL's stream, and count the waiting time."""
         stream = torch.cuda.current_stream(self.device)
         make: Any = torch.cuda.Event
         begin, end = make(enable_timing=True), make(enable_timing=True)
@@ -281,7 +281,7 @@ class Channel:
 
 
 def abort_nccl() -> None:
-    """End NCCL's collectives, so that a lost rank does not block this process when it exits."""
+    """Abort NCCL's collectives, so that a lost rank does not block this process on exit."""
     c10d = dist.distributed_c10d
     groups = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "nccl"]
     if not groups:

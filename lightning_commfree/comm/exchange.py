@@ -108,7 +108,7 @@ class Route(NamedTuple):
 
     @property
     def num_shards(self) -> int:
-        """S: the number of shards that the values are cut into."""
+        """S, the number of shards into which the values are split."""
         return self.view.size if self.two_phase else 1
 
     @property

@@ -150,13 +150,13 @@ class Ledger:
                 self._add_wait(tag, self._training_phase(), time.perf_counter() - start)
 
     def count_device_wait(self, tag: str, seconds: Callable[[], float | None]) -> None:
-        """Add a wait of a device; `seconds` returns None until the device has passed it."""
+        """Record a device's wait; `seconds` returns its duration, or None until it is over."""
         if threading.get_ident() not in self._idle_threads:
             self._device_waits.append((tag, self._training_phase(), seconds))
             self.settle()
 
     def settle(self) -> None:
-        """Add the device's waits that it has passed; they are in the order of the device."""
+        """Count the recorded device waits that are over; they end in the order of recording."""
         while self._device_waits:
             tag, phase, seconds = self._device_waits[0]
             waited = seconds()
@@ -181,7 +181,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Forecast of one rank's traffic in training steps, by the ledger's formulas."""
+    """Forecast of one rank's traffic in training steps, computed by the ledger's formulas."""
 
     bytes_by_tag: Mapping[str, float]  # per cycle
     cycle_steps: int

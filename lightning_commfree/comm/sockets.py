@@ -35,7 +35,7 @@ class GlooInterface:
         self._changed = False
 
     def select(self, main_address: str) -> None:
-        """Set the interface unless the user has set one; raise like `choose_interface`."""
+        """Set the interface unless the user has set one; raises the errors of `choose_interface`."""
         self.restore()
         if os.environ.get(VARIABLE):
             return
@@ -119,7 +119,7 @@ _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
 class CloseOnFork:
-    """Set of TCP sockets that forked children close."""
+    """Set of TCP sockets to close in forked children."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor, to detect one that was reused
@@ -137,7 +137,7 @@ class CloseOnFork:
             self._inodes |= new
 
     def _close(self) -> None:
-        """Close the registered sockets; runs in a forked child, and the parent keeps its own."""
+        """Close the registered sockets in a forked child; the parent's remain open."""
         for descriptor, inode in self._inodes.items():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:

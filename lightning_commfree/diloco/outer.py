@@ -81,7 +81,7 @@ class ShardLayout:
             self.parameter_numel = sum(trained)
 
     def _slices_of_copies(self, start: int, numel: int) -> list[Slice]:
-        """Return the slices that contain values `start` to `start` + `numel` of all copies."""
+        """Return the slices with values `start` to `start` + `numel` of all copies."""
         slices, begin = [], 0
         for i in self._copies:
             low, high = max(begin, start), min(begin + self._sizes[i], start + numel)

@@ -43,7 +43,7 @@ class Schedule:
         return self.num_fragments + len(self.joined)
 
     def offset(self, fragment: int) -> int:
-        """Return t_p: the offset of a fragment in the cycle, in inner steps."""
+        """Return t_p, the offset of a fragment in the cycle, in inner steps."""
         if fragment >= self.num_fragments:
             return self.joined[fragment - self.num_fragments]
         return fragment * self.sync_every // self.num_fragments
@@ -68,7 +68,7 @@ class Schedule:
 
     @property
     def complete_after(self) -> int:
-        """First step after which every fragment has landed at least once."""
+        """The first step after which every fragment has landed at least once."""
         return self.sync_every + max(map(self.offset, range(self.total))) + self.overlap_steps
 
     def next_launch(self, step: int) -> int:

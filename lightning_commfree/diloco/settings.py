@@ -27,7 +27,7 @@ def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
 
 
 def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
-    """Return Nesterov SGD with the paper's lr of 0.4 and the momentum of arXiv:2503.09799."""
+    """Return Nesterov SGD with the paper's learning rate, 0.4, and arXiv:2503.09799's momentum."""
     return torch.optim.SGD(parameters, lr=0.4, momentum=0.9, nesterov=True)
 
 

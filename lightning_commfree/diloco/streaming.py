@@ -338,7 +338,7 @@ class StreamingDiLoCo:
         )
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take over the inner optimizers; hooks may replace them during a fit."""
+        """Use other inner optimizers from now on; hooks may replace them during a fit."""
         self.optimizers = optimizers
 
     # -- frozen parameters
@@ -352,7 +352,7 @@ class StreamingDiLoCo:
 
     @property
     def _joined(self) -> list[tuple[list[str], int]]:
-        """Parameter names and offsets of the fragments that joined during the fit."""
+        """Parameter names and offsets of fragments that joined during the fit."""
         later = self.fragments[self.schedule.num_fragments :]
         names = [list(one.fragment.parameters) for one in later]
         return list(zip(names, self.schedule.joined, strict=True))
@@ -532,7 +532,7 @@ class StreamingDiLoCo:
 
     @property
     def in_flight(self) -> list[int]:
-        """Indices of the fragments in flight, in order of launch."""
+        """Indices of the in-flight fragments, in launch order."""
         return list(self.flights)
 
     @property

@@ -78,7 +78,7 @@ class GradientMean:
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Do nothing: `DominoSession.after_backward` exchanges the stop flags, before the step."""
+        """Do nothing: `DominoSession.after_backward` exchanges the stop flags before the step."""
         del stop
         return False
 
@@ -154,4 +154,4 @@ class GradientMean:
         )
 
     def close(self) -> None:
-        """Release nothing: `ShardedModule.join` restores the model."""
+        """Do nothing: `ShardedModule.join` restores the model."""

@@ -170,7 +170,7 @@ def _shard_vocabulary(sharding: Sharding) -> None:
 
 
 def _experts_width(module: nn.Module | nn.Parameter) -> int:
-    """Return the width of experts that `sharding.experts` can shard; 0 for anything else."""
+    """Return the width of experts that `sharding.experts` can shard, or 0 for anything else."""
     if not isinstance(module, nn.Module):
         return 0
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}

@@ -25,7 +25,7 @@ from lightning_commfree.model.shards import mark_shard
 
 
 def find_models(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost submodules that are models Domino can shard."""
+    """Return the outermost submodules that Domino can shard."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for child in module.modules():
@@ -327,7 +327,7 @@ class ShardedModule:
             sum_shared(model.sharding.specs, model.group)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the full gradient, each element counted once; collective."""
+        """Return the norm of the full gradient, in which each element counts once; collective."""
         return gradient_norm(parameters, self.specs, self.models[0].group, norm_type)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -339,7 +339,7 @@ class ShardedModule:
     # -- the end of a fit
 
     def join(self) -> None:
-        """Restore the plain, full models on every rank; optimizer states stay sharded."""
+        """Restore the plain, full models on every rank; optimizer states remain sharded."""
         for model in self.models:
             full = {}
             for parameter, spec in model.sharding.specs.items():

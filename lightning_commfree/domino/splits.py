@@ -48,7 +48,7 @@ class Split:
         return [hidden]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate the micro-batches that `micro_batches` returned."""
+        """Concatenate the micro-batches returned by `micro_batches`."""
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
@@ -298,7 +298,7 @@ def legal_splits(
 
 
 def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
-    """Return whether attention is causal, judging by a block's arguments and config."""
+    """Return whether attention is causal, according to a block's arguments and config."""
     if False in (arguments.get("is_causal"), getattr(config, "is_causal", None)):
         return False
     mask = arguments.get("attention_mask")

@@ -164,11 +164,11 @@ class VotingSession:
     # -- outside of steps
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Vote with other optimizers from the next step on.
+        """Use other optimizers for the votes, from the next step on.
 
         Raises:
             TypeError: one of them is not a `DistributedLion`.
-            ValueError: there are more or fewer than before.
+            ValueError: their number differs from that of the previous optimizers.
         """
         hook = "a hook has put into `trainer.optimizers` a"
         lions = only_lions("DistributedLionStrategy", optimizers, hook)

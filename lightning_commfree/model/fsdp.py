@@ -152,12 +152,13 @@ _CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
 
 
 def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
-    """Check that FSDP2 can train all parameters; its own errors come late and name none.
+    """Check that FSDP2 can train all parameters; its own errors come later and name none.
 
-    `units` are the names of the submodules that are gathered on their own.
+    `units` are the names of the submodules that are gathered separately.
 
     Raises:
-        ValueError: a parameter is empty, has sparse gradients, or has another dtype than its unit.
+        ValueError: a parameter is empty, has sparse gradients, or has a different dtype than its
+            unit.
     """
     dtypes: dict[str, dict[torch.dtype, str]] = {}  # by unit: its dtypes, with an example of each
     for owner_name, owner in module.named_modules():

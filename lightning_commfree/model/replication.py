@@ -82,7 +82,7 @@ def digests_of_all(
     tag: str,
     hashed: Callable[[Tensor], Tensor] = thorough_digest,
 ) -> Tensor:
-    """Return all ranks' hashes of some tensors or their local shards, shape (ranks, tensors)."""
+    """Return all ranks' hashes of tensors or their local shards, shape (ranks, tensors)."""
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
     if not tensors:
         return nothing.expand(channel.size, 0)
@@ -112,7 +112,7 @@ def _describe(module: nn.Module) -> dict[str, str]:
 
 
 def common_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the persistent floating-point buffers, which a checkpoint holds as their means."""
+    """Return the persistent floating-point buffers; checkpoints contain their means."""
     kept = module.state_dict(keep_vars=True)
     return [
         buffer
@@ -150,14 +150,15 @@ def averaged_buffers(
 class BucketOrder:
     """The order in which DDP puts gradients into buckets, for an exact resume.
 
-    After its first backward DDP orders them as they became ready. All-reduces of three or more
-    ranks round a sum by its place in a bucket, so a resumed fit must begin with the same order.
+    After the first backward pass, DDP orders gradients as they became ready. With three or more
+    ranks, rounding in an all-reduce depends on a value's position in its bucket, so a resumed fit
+    must begin with the same order.
 
     Args:
-        ddp: the wrapped module, which has not been trained yet.
+        ddp: the wrapped module, before its first backward pass.
 
     Attributes:
-        names: the trained parameters in this order; empty before the first backward.
+        names: the trained parameters in this order; empty before the first backward pass.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -170,7 +171,7 @@ class BucketOrder:
         ]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Make DDP use an order that was saved, by a backward of zeros; collective."""
+        """Make DDP use a saved order, by a backward pass with zeros; collective."""
         if set(names) != self._trained.keys():  # saved before the first backward
             return
         self._ddp.require_forward_param_sync = False  # do not broadcast buffers

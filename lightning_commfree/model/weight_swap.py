@@ -74,7 +74,7 @@ class SharedCopy:
         return [tensor.detach() for tensor in (*parameters, *buffers)]
 
     def outer(self) -> list[Tensor]:
-        """Return the shared values in the order of `local`; do not write to them."""
+        """Return the shared values in the order of `local`; do not modify them."""
         return self._shared
 
     def show(self, shown: Tensor | None = None) -> None:

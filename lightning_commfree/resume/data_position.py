@@ -80,7 +80,7 @@ def loader_generators(loaders: Iterable[object]) -> list[torch.Generator]:
 
 
 def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
-    """Restore recorded generator states; do nothing for None."""
+    """Restore recorded RNG state; do nothing for None."""
     if state is not None:
         set_random_state(state["random"], torch.device("cpu"))
         set_generators(state["generators"], loaders)

@@ -162,7 +162,7 @@ class Save:
         return found
 
     def fetch(self, wanted: Iterable[int]) -> None:
-        """Copy the files of `wanted` ranks that are on other ranks' disks only; collective."""
+        """Copy files of the `wanted` ranks that are only on other ranks' disks; collective."""
         folder, all_flags = self.entry["folder"], self._ranks.all_flags
         saved = range(1, self.entry["ranks"])  # rank 0 has no file
         found = {rank: RankFiles(self.path).find(folder, rank) for rank in saved}

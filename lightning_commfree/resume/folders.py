@@ -153,7 +153,7 @@ def _make_empty(folder: Path) -> str:
 
 
 def _replace(target: Path, half: Path, token: str) -> None:
-    """Replace the checkpoint `target` by the complete folder `half` (module docstring)."""
+    """Replace the checkpoint `target` with the complete folder `half` (module docstring)."""
     if target.is_symlink() or not target.is_dir():
         target.unlink(missing_ok=True)
         os.replace(half, target)

@@ -33,7 +33,7 @@ from lightning_commfree.lightning_internals import (
 
 
 class Moment(NamedTuple):
-    """The point in a fit at which a checkpoint was saved and the resumed fit continues."""
+    """The point in a fit where a checkpoint was saved, and where a resumed fit continues."""
 
     epoch: int  # counted from 0
     batches: int  # how many batches of this epoch have been trained on

@@ -100,7 +100,7 @@ class RankFiles:
         return saved["state"]
 
     def find(self, folder: str, rank: int) -> str | None:
-        """Return the path of a rank's file in a folder that a checkpoint names; None if missing.
+        """Return the path of a rank's file in the folder named in a checkpoint; None if missing.
 
         Raises:
             RuntimeError: rank files cannot be in that folder.
@@ -145,7 +145,7 @@ class RankFiles:
 
 
 def file_of_rank(path: FilePath, folder: str, rank: int) -> str:
-    """Return where a rank's file is, for a checkpoint's path and the folder that it names."""
+    """Return the path of a rank's file from a checkpoint's path and the folder named in it."""
     return f"{_beside(str(path), folder)}/rank_{rank}.pt"
 
 

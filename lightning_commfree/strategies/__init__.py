@@ -49,7 +49,7 @@ def register_strategies() -> None:
 
 
 def _refuse_in(registry: Any, message: str) -> None:
-    """Register every name in a registry that cannot use it, with the error message."""
+    """Register every name in a registry that cannot use it, so that its use raises the error."""
     for name in product(_NAMES, _START_METHODS):
         refuse = partial(_refuse, message.format(name="".join(name)))
         registry.register("".join(name), refuse, override=True)

@@ -114,11 +114,11 @@ class ReplicaStrategy(DDPStrategy):
         """Create the algorithm, after model and optimizers are set up and all settings agree."""
 
     def equal_weights(self) -> tuple[int, Channel]:
-        """Return how often ranks compare their weights, in steps (0: never), and which ranks do."""
+        """Return the steps between weight comparisons (0: never), and the ranks to compare."""
         return 0, self.channels.world
 
     def not_restored(self) -> list[str]:
-        """Return messages about what a resume of this fit does not restore."""
+        """Return messages about what resuming this fit would not restore."""
         return self.inside.not_restored(self)
 
     @property
@@ -300,7 +300,8 @@ class ReplicaStrategy(DDPStrategy):
     def _prepare_replaced(self) -> None:
         """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step.
 
-        Collective over the job: the hook must replace them on all ranks after the same step.
+        Collective over all ranks: the hook must replace optimizers on all ranks after the same
+        step.
         """
         self.inside.begin(self.optimizers)
         self.algorithm.follow_optimizers(self.optimizers)
@@ -309,12 +310,12 @@ class ReplicaStrategy(DDPStrategy):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the full model's gradient; collective over the ranks of a replica.
 
-        For `on_before_optimizer_step`, where gradients are complete: there, norms of
-        `self.parameters()` are those of this rank's shards, if ranks hold shards. Of Streaming
-        DiLoCo and Distributed Lion it is the norm of this replica's own gradient.
+        Use it in `on_before_optimizer_step`, where gradients are complete. If ranks hold shards,
+        norms of `self.parameters()` cover only this rank's shards there. With Streaming DiLoCo and
+        Distributed Lion, the result is the norm of this replica's own gradient.
 
         Args:
-            norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
+            norm_type: p in the p-norm, above 0; `math.inf` for the largest absolute value.
 
         Returns:
             A scalar tensor, the same on all ranks of the replica; 0 without gradients.

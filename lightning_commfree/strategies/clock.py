@@ -33,7 +33,7 @@ class Clock(Protocol):
 
 
 class PerOptimizerStep(Clock):
-    """Count every optimizer step; for automatic optimization, which has one optimizer."""
+    """Counts every optimizer step; used with automatic optimization, which has one optimizer."""
 
     spans_batch = False
     uncounted = 1

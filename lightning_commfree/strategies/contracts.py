@@ -88,7 +88,7 @@ class Inside(Protocol):
         del verb, batch
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Wrap an optimizer step with its forward, backward and hooks."""
+        """Context manager around an optimizer step, including forward, backward and hooks."""
         return nullcontext()
 
     def after_backward(self, steps: bool) -> None:
@@ -99,7 +99,7 @@ class Inside(Protocol):
         del steps
 
     def is_shard(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank holds a shard of a parameter, and not all of it."""
+        """Return whether this rank holds only a shard of a parameter."""
         return is_shard(parameter)
 
     def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
@@ -108,7 +108,7 @@ class Inside(Protocol):
         return get_total_norm(gradients, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state for an exact resume, without weights and optimizers."""
+        """Return this rank's own state for an exact resume, except weights and optimizer states."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class Inside(Protocol):
         del state
 
     def not_restored(self, strategy: Any) -> list[str]:
-        """Return messages about state or rounding that a resumed fit does not restore."""
+        """Return messages about state or rounding that a resumed fit would not restore."""
         del strategy
         return []
 
@@ -132,7 +132,7 @@ class Inside(Protocol):
 
     @property
     def shares_model(self) -> bool:
-        """Whether the ranks of a replica hold shards of one model now."""
+        """Whether the ranks of a replica currently hold shards of one model."""
         return False
 
     @property
@@ -177,7 +177,7 @@ class Between(Resumable, Protocol):
     """
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Wrap a step: forward, backward, clipping, update."""
+        """Context manager around a step: forward, backward, clipping and update."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
@@ -189,7 +189,7 @@ class Between(Resumable, Protocol):
         ...
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Called before the first step of optimizers that have replaced those of the fit.
+        """Called before the first step of optimizers that have replaced the original ones.
 
         Raises:
             ValueError: the algorithm cannot use them.
@@ -233,7 +233,7 @@ class LocalUpdates(Between, Protocol):
         """Wait for in-flight exchanges to arrive; they are still applied at their step."""
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights to validate with; None for the shared weights."""
+        """Return the weights for validation, or None for the shared weights."""
         return None
 
     def unready(self, what: str) -> str | None:

@@ -184,7 +184,7 @@ class FitSession(Generic[B]):
             self._stopping.agree_here()
 
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `read` while the module holds the weights for a checkpoint."""
+        """Return the result of `read`, called while the module holds the weights to save."""
         return read()
 
     def check_save(self) -> None:
@@ -204,7 +204,7 @@ class FitSession(Generic[B]):
 
 
 class OutsideOfFit(FitSession[Any]):
-    """Placeholder while no fit runs: everything is left to Lightning."""
+    """Placeholder when no fit is running; leaves everything to Lightning."""
 
     def __init__(self) -> None:
         """Create only a clock, which manual optimization needs."""
@@ -265,7 +265,7 @@ class FitLog:
 
     @property
     def steps(self) -> int:
-        """Number of steps counted."""
+        """Number of steps that have been counted."""
         return self._means.steps
 
     def figures(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a job, as seen from this rank, during and outside a fit."""
+    """All ranks of a job from this rank's point of view, during and outside a fit."""
 
     def __init__(
         self,

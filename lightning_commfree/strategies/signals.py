@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_unsaved(why: str) -> None:
-    """Warn that no checkpoint is saved when a fit ends."""
+    """Warn at the end of a fit that no checkpoint was saved."""
     rank_zero_warn(
         f"No checkpoint was saved: {why}. Earlier checkpoints are unchanged. To stop and save a"
         " checkpoint, send SIGTERM instead: all ranks then stop after the same step."
@@ -48,9 +48,9 @@ def warn_unsaved(why: str) -> None:
 
 
 def save_on_sigterm_only(trainer: pl.Trainer, ranks: Ranks, patches: Patches) -> None:
-    """Let callbacks that save on exceptions do so only if all ranks stop after the same step.
+    """Let callbacks save on exceptions only if all ranks stop after the same step.
 
-    Otherwise nothing could be saved, but Lightning's `ModelCheckpoint` would report a file.
+    Otherwise nothing can be saved, but Lightning's `ModelCheckpoint` would report a file anyway.
     """
     for callback in trainer.checkpoint_callbacks if ranks.size > 1 else []:
         saves = getattr(callback, "save_on_exception", False)  # Lightning 2.6 and later

@@ -106,7 +106,7 @@ class Stopping:
             self._agree(self._requested + 2 * self.sigterm.requested)
 
     def agree_here(self) -> None:
-        """Stop here if any rank requests it; collective, with all ranks at the same point."""
+        """Stop now if any rank requests it; collective, at the same point on all ranks."""
         if self._trains and self._several and not self._ranks.interrupted:
             self._defer_stop()
             self._agree(int(self._requested))

@@ -156,7 +156,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def after_backward(self, steps: bool) -> None:
-        """Sum the gradients of parameters that several ranks hold, if a step follows.
+        """Sum the gradients of parameters that several ranks hold, if an optimizer step follows.
 
         Raises:
             ValueError: an optimizer keeps state that is not element-wise (`check_states`).

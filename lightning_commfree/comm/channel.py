@@ -177,7 +177,7 @@ class Channel:
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i of `tensor`, shape (size, *S), to rank i; row j of the result is from rank j."""
+        """Send row i of `tensor`, shape (size, *S), to rank i; result row j is from rank j."""
         assert tensor.shape[0] == self.size, (
             f"all_to_all needs {self.size} rows, got {tuple(tensor.shape)}"
         )

@@ -122,7 +122,7 @@ class ReplicaChannels:
         ledger, inner = ledgers
         rank, timeout = info.rank, info.timeout
         fast_between = outside == DATA  # both axes are within a node
-        # if each rank is a replica, the world's channel is also the one between replicas
+        # if each rank is a replica, the world's channel is also the cross-replica channel
         alone = size == 1 and not fast_between
         everyone = [list(range(replicas * size))]
         world = Channel.open(

@@ -257,7 +257,7 @@ class PeerMonitor:
         # everyone the first time, to learn their machines
         everyone = started - self._read_all_s < _READ_ALL_S or not self.statuses
         ranks = [r for r in self._keys if r != self.rank and (everyone or r == _STORE_RANK)]
-        # The verdict last: a rank stores it before it leaves, so whoever reads that a rank has left
+        # Read the verdict last: a rank stores it before it exits, so a rank that reads of the exit
         # also reads why.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
         self._contact_s = time.monotonic()

@@ -35,7 +35,7 @@ class GlooInterface:
         self._changed = False
 
     def select(self, main_address: str) -> None:
-        """Set the interface unless the user has set one; raises the errors of `choose_interface`."""
+        """Set the interface unless the user has; raises the errors of `choose_interface`."""
         self.restore()
         if os.environ.get(VARIABLE):
             return

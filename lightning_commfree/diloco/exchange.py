@@ -187,7 +187,7 @@ class FragmentMessage:
 
     def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M)."""
-        # chunk by chunk, so that the decoded values of all replicas never exist at once
+        # chunk by chunk, so that decoded values of all replicas are never in memory at once
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
         gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)

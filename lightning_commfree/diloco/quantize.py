@@ -77,7 +77,7 @@ class Workspace:
         return powers.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
 
     def _exponents(self) -> Tensor:
-        """Return the biased exponent for each table entry, int32; 0 below the range, 255 above it."""
+        """Return each entry's biased exponent, int32; 0 below the range, 255 above it."""
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < MIN_TOP, 0)
         return exponents.masked_fill_(exponents > MAX_TOP, EXPONENT_OF_NAN)

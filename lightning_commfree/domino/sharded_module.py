@@ -228,7 +228,7 @@ class ShardedModule:
             ValueError: a model cannot be sharded; `module` is not changed.
         """
         found = find_models(module)
-        for model in found:  # all of them first, so that an error leaves none changed
+        for model in found:  # check all of them first, so that an error leaves no model changed
             check_divisible(model, channel.size)
         models = [ParallelModel(model, channel, settings, seed, init_seed) for model in found]
         return cls(module, channel, models)

@@ -178,8 +178,8 @@ class DistributedLion(Optimizer):
             check_momenta(state_dict["state"], dict(zip(saved, own, strict=True)))
         super().load_state_dict(state_dict)
 
-        # torch has cast the state to the parameters' dtypes, which rounds momenta and master copies
-        # of bf16 parameters: copy it again in the dtypes of the save
+        # torch has cast the state to the parameters' dtypes, which rounds momentum buffers and
+        # master copies of bf16 parameters: copy the state again with its saved dtypes
         for index, parameter in zip(saved, own, strict=True):
             if index in state_dict["state"]:  # else it has never been stepped
                 copy_state(self.state[parameter], state_dict["state"][index], parameter.device)
@@ -206,7 +206,7 @@ class DistributedLion(Optimizer):
                 " call `leave` to continue as plain Lion."
             )
 
-        if self.voting is None:  # one worker votes alone and sends nothing: plain Lion
+        if self.voting is None:  # a single worker sends nothing: plain Lion
             own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
             alone = View.of(Channel([0], 0, Ledger()))

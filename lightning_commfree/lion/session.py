@@ -63,7 +63,7 @@ def agree_on_parameters(
 BUFFERS_TAG = "buffers"
 # entries of a rank's saved state that a worker takes along when it resumes on another rank
 _WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
-_DDP = repr("ddp")  # fingerprint of the `inside` setting with which every rank has all momenta
+_DDP = repr("ddp")  # fingerprint of the `inside` setting with full momentum buffers on all ranks
 
 
 class VotingSession:

@@ -124,7 +124,7 @@ def apply_fsdp(
     names = outermost(module, units) if units else list(block_names(module))
     _refuse_parameters(module, names)
     ties = _ties(module)
-    # By default, the outermost unit stays gathered after a forward without a backward: the training
+    # By default, the outermost unit stays gathered after forward without backward: the training
     # step after a validation would use the validation's weights.
     how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, device.type)}
     how["reshard_after_forward"] = True

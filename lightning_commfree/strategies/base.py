@@ -164,7 +164,7 @@ class ReplicaStrategy(DDPStrategy):
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
         # Set by every Trainer that gets this strategy. Devices and launcher of the first one would
-        # stay. Lightning's own attribute stays empty, as its check speaks of accelerators instead.
+        # be kept. Lightning's own attribute remains empty, because its check names accelerators.
         if self._trainers_accelerator is not None:
             raise RuntimeError(
                 f"This `{type(self).__name__}` was already passed to another Trainer. Create a"
@@ -233,7 +233,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        # after the hooks, which may draw random numbers
+        # after the hooks, which may advance the RNG
         resumed = self._resume.restore_position()
         self.inside.train_begins()
         self.session.begin(resumed)

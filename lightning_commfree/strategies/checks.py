@@ -67,7 +67,7 @@ _DDP_KWARGS = (
 # Lightning or the strategy passes these to DDP
 _INTERNAL_DDP_KWARGS = {"module", "device_ids", "output_device", "process_group", "kwargs"}
 
-# by name, because Lightning before 2.6 has no `WeightAveraging`
+# as strings, because Lightning before 2.6 has no `WeightAveraging`
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 _COPIES_FULL = "it copies the full model before it is sharded"
 REFUSED_IF_LOCAL = {

@@ -68,7 +68,7 @@ def _save_unless_interrupted(
 ) -> None:
     if not ranks.interrupted:
         save(trainer, module, error)
-    elif not isinstance(error, KeyboardInterrupt):  # of which the strategy warns
+    elif not isinstance(error, KeyboardInterrupt):  # for which the strategy warns
         warn_unsaved("an error has ended the fit, and the ranks may be in different steps")
 
 

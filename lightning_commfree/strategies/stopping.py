@@ -125,7 +125,7 @@ class Stopping:
             return False
         if trainer.max_steps != -1 and trainer.global_step + uncounted >= trainer.max_steps:
             return True
-        # `should_stop` of this rank alone is only a request, which other ranks do not know yet
+        # `should_stop` on only this rank is a request, which other ranks do not know yet
         stops = self._agreed if self._several else trainer.should_stop
         if stops and may_stop_early(trainer, uncounted):
             return True
@@ -204,7 +204,7 @@ class Stopping:
     def _start_epoch(self, start: Callable[..., None], *args: Any) -> None:
         start(*args)
         self._check_first_batch()
-        self._defer_stop()  # else Lightning would end the epoch on this rank alone
+        self._defer_stop()  # else Lightning would end the epoch on only this rank
 
     def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
         """Wrap the end of a batch, where Lightning may run validation."""
@@ -215,7 +215,7 @@ class Stopping:
                 self.check_epoch_ends(out_of_data=True)
             else:
                 self._ends.has_more(self._epoch, self._step)
-        self._defer_stop()  # else Lightning would validate on this rank alone
+        self._defer_stop()  # else Lightning would validate on only this rank
         finish(*args)
 
     def _finish_epoch(self, finish: Callable[[], None]) -> None:

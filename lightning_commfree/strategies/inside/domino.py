@@ -143,8 +143,8 @@ class TensorParallel(ShardedReplica):
 
     @override
     def train_begins(self) -> None:
-        # From here on the ranks of a tensor group must draw the same random numbers. A resumed fit
-        # has already restored its generators.
+        # From here on, the ranks of a tensor group must have the same RNG state. A resumed fit has
+        # already restored it.
         strategy = self._strategy
         share_random_state(strategy.channels.within, strategy.module.device)
 

@@ -43,9 +43,9 @@ class DistributedLionStrategy(ReplicaStrategy):
     Args:
         vote: "majority": the sign of the sum of votes; "average": the mean of the votes, which
             takes ceil(log2(n + 1)) bits per parameter down.
-        ties: "zero": no update on a tie, which needs a second bit down where ties are possible;
+        ties: "zero": no update on a tie, which takes a second bit down where ties are possible;
             "random": a random sign, the same on all workers, with one bit down. A parameter for
-                which all workers have an exact zero is never updated.
+            which all workers have an exact zero is never updated.
         momentum_sync_every: number of steps between averages of the workers' momentum buffers,
             which take 64 / `momentum_sync_every` bits per parameter and step; 0: never, as in the
             paper.

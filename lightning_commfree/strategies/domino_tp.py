@@ -116,12 +116,13 @@ class DominoTPStrategy(ReplicaStrategy):
         split: how a batch is split into micro-batches. "batch": by rows (a batch of one row is
             split by tokens instead); "token": by chunks of the sequence, under causal attention;
             "weight": by outputs of row-parallel linear layers, which hides less communication;
-                "hybrid": by rows
-            and outputs; "none": wait for every all-reduce. "auto": the fastest of "batch", "token"
-            and "none", chosen by timing the first 30 batches of each size (`domino.auto_split`).
+            "hybrid": by rows and outputs; "none": wait for every all-reduce. "auto": the fastest of
+            "batch", "token" and "none", chosen by timing the first 30 batches of each size
+            (`domino.auto_split`).
         num_micro_batches: number of micro-batches, 2 or more.
-        check_drift_every: compare the parameters that several ranks hold every so many steps, by a
-            hash; a difference ends the fit with an error that names parameter and ranks. 0: never.
+        check_drift_every: number of steps between comparisons of the parameters that several ranks
+            hold, by a hash; a difference ends the fit with an error that names parameter and ranks.
+            0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
             and of about 15 minutes at most, after which Linux drops the connections.

@@ -41,23 +41,22 @@ def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
     Parts must be written in ascending order, because each row is added to the rows before it.
 
     Args:
-        flags: bool, shape (n,).
+        flags: bool, shape (..., n).
         start: index of the first flag.
-        packed: uint8, at least 8 ceil(N / 64) bytes, in whole words. Zero it before the first part;
-            flags that are never written are then False.
+        packed: uint8, shape (..., R), where R is 8 ceil(N / 64) or more, in whole words. Zero it
+            before the first part; flags that are never written are then False.
     """
     _pack(flags.view(torch.uint8), 1, packed, start)
 
 
 def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read flags `start` to `start` + n into `out` as 0 and 1; uint8, shape (n,)."""
-    for row, position, part in _positions(start, out.numel(), packed.numel()):
-        if row == 0:
-            torch.bitwise_and(packed[position], 1, out=out[part])
-            continue
-        torch.bitwise_right_shift(packed[position], row, out=out[part])
-        if row != 7:  # the top row's bit has nothing above it to mask
-            out[part].bitwise_and_(1)
+    """Read flags `start` to `start` + n of `packed`, shape (..., R), as 0 and 1.
+
+    `out` is uint8, shape (..., n).
+    """
+    for row, position, part in _positions(start, out.shape[-1], packed.shape[-1]):
+        torch.bitwise_right_shift(packed[..., position], row, out=out[..., part])
+    out.bitwise_and_(1)
 
 
 def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
@@ -93,13 +92,13 @@ def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
 
 def _pack(codes: Tensor, bits: int, out: Tensor, start: int) -> None:
     # Only in a buffer of a single word can the first row be longer than the codes.
-    if out.numel() == _WORD_BYTES and start == 0:
+    if out.shape[-1] == _WORD_BYTES and start == 0:
         out.zero_()
-    for row, position, part in _positions(start, codes.numel(), out.numel()):
+    for row, position, part in _positions(start, codes.shape[-1], out.shape[-1]):
         if row == 0:
-            out[position].copy_(codes[part])
+            out[..., position].copy_(codes[..., part])
         else:  # rows use different bits, so adding is OR-ing, and `alpha` shifts in the same pass
-            out[position].add_(codes[part], alpha=1 << bits * row)
+            out[..., position].add_(codes[..., part], alpha=1 << bits * row)
 
 
 def _positions(start: int, numel: int, row_bytes: int) -> Iterator[tuple[int, slice, slice]]:

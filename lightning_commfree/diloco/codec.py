@@ -23,11 +23,9 @@ bits, top-k) converge only with `Codec.error_feedback`. See `examples/sign_codec
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from types import ModuleType
 from typing import Protocol, runtime_checkable
 
@@ -35,9 +33,8 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.comm.bits import lift_nibbles_part, pack_nibbles_part, packed_nibbles_size
+from lightning_commfree.comm.compiled import load_loops
 from lightning_commfree.diloco import quantize
-
-_log = logging.getLogger(__name__)
 
 BLOCK = 256  # values
 _CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks pay more for torch's calls
@@ -253,23 +250,6 @@ def _write_residual(codec: Codec, values: Tensor, payload: Tensor, residual: Ten
 
 def _loops(device: torch.device) -> ModuleType | None:
     """Return `quantize_numba` if it can be used for tensors on `device`, else None."""
-    return _numba_loops() if device.type == "cpu" else None
-
-
-@cache
-def _numba_loops() -> ModuleType | None:
-    slower = "int8 and fp4 use torch operations on a CPU, which are slower (same results)"
-    try:
-        from lightning_commfree.diloco import quantize_numba
-
-        quantize_numba.try_out()
-    except Exception as error:  # noqa: BLE001 - numba is only an optimization: no failure of it may end a fit
-        if isinstance(error, ModuleNotFoundError) and error.name == "numba":
-            how = "pip install 'lightning-commfree[numba]'"
-            _log.info("numba is not installed (%s): %s.", how, slower)
-        else:  # an unsupported numpy, a library that does not load, a damaged cache
-            text = "numba cannot be used (%s: %s): %s. If its cache in %s is damaged, delete it."
-            folder = Path(__file__).with_name("__pycache__")
-            _log.warning(text, type(error).__name__, error, slower, folder)
+    if device.type != "cpu":
         return None
-    return quantize_numba
+    return load_loops("lightning_commfree.diloco.quantize_numba", "int8 and fp4")

@@ -5,10 +5,7 @@ in registers and the L1 cache, so encoding and decoding run at memory speed. Pay
 except for the codes of NaN blocks, which are garbage, so replicas with and without numba can train
 together.
 
-Importing this module needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second.
-The first call of a loop takes another second, unless numba finds it in its cache: next to this file
-if that is writable, else in the user's cache folder. The cache is invalidated only when this file
-changes, so the loops take constants of other files as arguments.
+The loops take constants of other files as arguments (see `comm.compiled`).
 
 The loops release the GIL and use one thread. Every operation is wrapped in `i32`, because numba
 would otherwise use 64 bits, which halves the number of values per register.
@@ -16,14 +13,13 @@ would otherwise use 64 bits, which halves the number of values per register.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_commfree.comm.compiled import compiled
 from lightning_commfree.diloco.quantize import MAX_TOP, MIN_LARGEST, MIN_TOP
 
 i32, u8, f32 = np.int32, np.uint8, np.float32
@@ -70,31 +66,14 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> No
 
 
 def try_out() -> None:
-    """Compile the loops, or load them from the cache.
-
-    Raises:
-        RuntimeError: numba's compiler is disabled; interpreted loops would take minutes.
-        Exception: numba fails in any other way, for example because its cache is damaged.
-    """
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
-        raise RuntimeError("NUMBA_DISABLE_JIT is set")
+    """Compile the loops, or load them from numba's cache."""
     value, word = torch.zeros(1, dtype=torch.float32), torch.zeros(8, dtype=torch.uint8)
     encode_e3m0(value, word, word[:1].clone(), 1)
     decode_e3m0(word, 0, word[:1], value, 1)
     encode_int8(value, word[:1].view(torch.int8), value.clone(), 1)
 
 
-def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `loop` at its first call; keep the result in numba's cache if that is writable."""
-    compiled: Callable[..., Any]
-    try:
-        compiled = numba.njit(nogil=True, error_model="numpy", cache=True)(loop)
-    except RuntimeError:  # no writable folder for the cache
-        compiled = numba.njit(nogil=True, error_model="numpy")(loop)
-    return compiled
-
-
-@_compiled
+@compiled
 def _largest(bits: Any) -> Any:
     """Return the bits of the largest magnitude; NaN counts as larger than Inf."""
     top = i32(0)
@@ -104,7 +83,7 @@ def _largest(bits: Any) -> Any:
     return top
 
 
-@_compiled
+@compiled
 def _codes(bits: Any, floor: Any, codes: Any) -> None:
     """Write a block's codes; `floor` is 2^(E-7) as fp32 bits."""
     for i in range(bits.size):
@@ -119,19 +98,19 @@ def _codes(bits: Any, floor: Any, codes: Any) -> None:
         codes[i] = u8(i32(code | i32(i32(value >> i32(28)) & i32(8))))
 
 
-@_compiled
+@compiled
 def _write_low(codes: Any, packed: Any) -> None:
     for i in range(codes.size):
         packed[i] = codes[i]
 
 
-@_compiled
+@compiled
 def _write_high(codes: Any, packed: Any) -> None:
     for i in range(codes.size):
         packed[i] = u8(packed[i] | u8(codes[i] << u8(4)))
 
 
-@_compiled
+@compiled
 def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, highest: Any) -> None:
     row = packed.size  # byte i contains code i (low half) and code row + i (high half)
     packed[bits.size :] = u8(0)  # padding, if there are fewer values than bytes
@@ -158,7 +137,7 @@ def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, hi
             _write_high(codes[low:], packed[start + low - row : stop - row])
 
 
-@_compiled
+@compiled
 def _lift(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
     """Write 2^(E-7+m) as fp32 bits, with `base` = E - 7; 0 if m or `kept` is 0."""
     for i in range(packed.size):
@@ -170,7 +149,7 @@ def _lift(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
         bits[i] = i32(magnitude | i32(i32(code & i32(8)) << i32(28)))
 
 
-@_compiled
+@compiled
 def _decode_e3m0(
     packed: Any, first: Any, scales: Any, bits: Any, size: Any, lowest: Any, highest: Any
 ) -> None:
@@ -195,13 +174,13 @@ def _decode_e3m0(
             _lift(high, i32(4), base, kept, bits[start + low : stop])
 
 
-@_compiled
+@compiled
 def _scaled(values: Any, factor: Any, codes: Any) -> None:
     for i in range(values.size):
         codes[i] = np.int8(np.rint(f32(values[i] * factor)))
 
 
-@_compiled
+@compiled
 def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, least: Any) -> None:
     one = np.empty(1, i32)
 

@@ -29,7 +29,7 @@ Earlier messages tell all workers whether an optional one follows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
 
 # Flags in a header's first word, below the number of zeros. STOP: the worker asks all workers to
 # stop. STREAM_ENDS: its data stream, of unknown length, ends with this step.
-STOP, _ABSTAINS, STREAM_ENDS = 1, 2, 4
+STOP, STREAM_ENDS = 1, 2
 _ZEROS_SHIFT = 8
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES, DIGEST_BYTES = 16, 8
@@ -92,40 +92,46 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
 
 
 def write_header(
-    out: Tensor, flags: int, zeros: Tensor, abstains: Tensor, digest: Tensor | int, marks: Tensor
+    out: Tensor, flags: int, numel: int, voters: Sequence[Tensor | int], digest: Tensor | int
 ) -> None:
-    """Write a header; the host does not wait for the device.
+    """Write a header's words; the host does not wait for the device.
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
         flags: `STOP`, `STREAM_ENDS`, their sum, or 0.
-        zeros: int64, 0-d: number of zero votes.
-        abstains: bool, 0-d: the worker abstains on this bucket.
+        numel: number of votes.
+        voters: numbers of nonzero votes, to be added up; int64, 0-d.
         digest: int64, from `join_digests`.
-        marks: uint8, shape (parameters,): bits `HAS_GRADIENT` and `NONFINITE`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
-    words[0] = flags + abstains * _ABSTAINS + (zeros << _ZEROS_SHIFT)
-    words[1] = digest
+    nonzero = sum(voters[1:], voters[0]) if voters else 0  # adding 0 would take a kernel
+    words[0].fill_(((numel << _ZEROS_SHIFT) + flags) - (nonzero << _ZEROS_SHIFT))
+    words[1].fill_(digest)
 
-    out[_WORDS_BYTES:].zero_()
-    out[_WORDS_BYTES : _WORDS_BYTES + marks.numel()] = marks
+
+def marks_of(headers: Tensor, parameters: int) -> Tensor:
+    """Return the bits `HAS_GRADIENT` and `NONFINITE` by parameter, a view of the last dimension."""
+    return headers[..., _WORDS_BYTES : _WORDS_BYTES + parameters]
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
     """Combine all workers' headers: uint8, shape (workers, header bytes), in host memory."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
-    marks = headers[:, _WORDS_BYTES : _WORDS_BYTES + parameters]
+    marks = marks_of(headers, parameters)
+    faults = tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero())
 
-    abstaining = tuple(w for w, (flags, _) in enumerate(words) if flags & _ABSTAINS)
+    abstaining = tuple(sorted({worker for worker, _ in faults}))
     parameters_differ, hyperparameters_differ = differing([digest for _, digest in words])
 
     return HeaderSummary(
         stop=any(flags & STOP for flags, _ in words),
         stream_ends=any(flags & STREAM_ENDS for flags, _ in words),
-        zeros=max([flags >> _ZEROS_SHIFT for flags, _ in words if not flags & _ABSTAINS] or [0]),
+        zeros=max(
+            [first >> _ZEROS_SHIFT for w, (first, _) in enumerate(words) if w not in abstaining]
+            or [0]
+        ),
         abstaining=abstaining,
-        faults=tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero()),
+        faults=faults,
         with_gradient=tuple((marks & HAS_GRADIENT).bool().any(0).tolist()),
         parameters_differ=parameters_differ,
         hyperparameters_differ=hyperparameters_differ,

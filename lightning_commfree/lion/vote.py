@@ -42,38 +42,25 @@ class PackedDelta(NamedTuple):
         """Return a copy on `device`."""
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
-    def read(self, start: int, out: Tensor, workspace: Tensor | None = None) -> Tensor:
+    def read(self, start: int, out: Tensor) -> Tensor:
         """Write Delta of N consecutive parameters to `out` and return it; only the division rounds.
 
         Args:
             start: index of the first value.
             out: floating point, shape (N,).
-            workspace: uint8, shape (2, N) or larger, to save allocations.
         """
-        size = out.numel()
-        if workspace is None:
-            workspace = torch.empty(2, size, dtype=torch.uint8, device=out.device)
-        total, bits = (row[:size] for row in workspace)
+        bits = torch.empty(len(self.planes), out.numel(), dtype=torch.uint8, device=out.device)
+        unpack_bits_part(self.planes, start, bits)
+        # the difference of a sum up to 127 and the offset fits into int8
+        total = bits[-1] if 2 * self.offset <= 127 else bits[-1].int()
+        if self.weights[-1] > 1:
+            total.mul_(self.weights[-1])
+        for row, weight in zip(bits[:-1], self.weights[:-1], strict=True):
+            total.add_(row, alpha=weight)
 
-        if 2 * self.offset > 127:  # the sum does not fit into int8
-            return self._read_wide(start, out, bits)
-        for i, (plane, weight) in enumerate(zip(self.planes, self.weights, strict=True)):
-            unpack_bits_part(plane, start, bits if i else total)
-            if i:
-                total.add_(bits, alpha=weight)
-            elif weight > 1:
-                total.mul_(weight)
-
-        out.copy_(total.view(torch.int8).sub_(self.offset))
+        signed = total.view(torch.int8) if total.dtype == torch.uint8 else total
+        out.copy_(signed.sub_(self.offset))
         return out if self.offset == 1 else self._divide(out)
-
-    def _read_wide(self, start: int, out: Tensor, bits: Tensor) -> Tensor:
-        total = torch.zeros(out.shape, dtype=torch.int32, device=out.device)
-        for plane, weight in zip(self.planes, self.weights, strict=True):
-            unpack_bits_part(plane, start, bits)
-            total.add_(bits, alpha=weight)
-
-        return self._divide(out.copy_(total.sub_(self.offset)))
 
     def _divide(self, out: Tensor) -> Tensor:
         # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number

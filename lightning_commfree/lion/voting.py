@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,7 @@ WAIT_TAG = "vote"
 class BallotInFlight(NamedTuple):
     """A ballot that has been launched and has not landed."""
 
+    members: list[LionParam]
     ballot: Ballot
     pending: Pending[VoteResult]
     gradients: list[tuple[Tensor | None, int]]  # at the launch, with version counters
@@ -123,6 +125,7 @@ class Voting:
         self._background = Background(view.channel.ledger)
         self._votes = [BucketVote(bucket, view, settings, node) for bucket in self.buckets]
         self._flights: list[BallotInFlight] = []
+        self._in_step: list[list[LionParam]] = []  # per bucket, in the current step
         self._awaited: list[set[nn.Parameter]] = []  # per bucket, parameters without a gradient yet
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -140,7 +143,7 @@ class Voting:
         """
         while len(self._flights) < len(self.buckets):  # those that backward has not launched
             self._launch(len(self._flights))
-        flights, self._flights = self._flights, []
+        flights, self._flights, self._in_step = self._flights, [], []
         for vote, flight in zip(self._votes, flights, strict=True):
             vote.check_gradients(flight)
 
@@ -155,7 +158,7 @@ class Voting:
             raise self._refusal(results)
 
         for vote, flight, result in zip(self._votes, flights, results, strict=True):
-            vote.apply(self._members(vote.bucket.parameters), flight, result)
+            vote.apply(flight, result)
             self.abstentions += len(result.summary.abstaining)
         self.step += 1
 
@@ -190,8 +193,11 @@ class Voting:
             self._launch(len(self._flights))
 
     def _launch(self, index: int) -> None:
-        members = self._members(self.buckets[index].parameters)
+        if index == 0:  # once per step: `_members` reads all groups of the optimizer
+            each = iter(self._members([p for b in self.buckets for p in b.parameters]))
+            self._in_step = [list(islice(each, len(b.parameters))) for b in self.buckets]
         flags = STOP * self.stop() + STREAM_ENDS * self.stream_ends()
+        members = self._in_step[index]
         flight = self._votes[index].launch(members, self.step, flags, self._background)
         self._flights.append(flight)
 
@@ -369,7 +375,7 @@ class BucketVote:
                 if alone
                 else background.submit(task, WAIT_TAG, wait_for_host, raw.device)
             )
-            return BallotInFlight(ballot, pending, self._gradients())
+            return BallotInFlight(members, ballot, pending, self._gradients())
 
     def check_gradients(self, flight: BallotInFlight) -> None:
         """Raise `RuntimeError` if a gradient has changed since the ballot was cast."""
@@ -389,7 +395,7 @@ class BucketVote:
         with record_function(f"land vote #{self.bucket.index}"):
             return flight.pending.wait()
 
-    def apply(self, members: list[LionParam], flight: BallotInFlight, result: VoteResult) -> None:
+    def apply(self, flight: BallotInFlight, result: VoteResult) -> None:
         """Update the bucket's parameters and this worker's momenta by the result."""
         summary, delta = result
         assert delta is not None, "a refused bucket has raised"
@@ -397,7 +403,7 @@ class BucketVote:
 
         with record_function(f"apply vote #{self.bucket.index}"):
             on_device = delta.to(self.bucket.parameters[0].device)
-            take_step(self.bucket, members, on_device, summary.with_gradient, abstained)
+            take_step(self.bucket, flight.members, on_device, summary.with_gradient, abstained)
         self.latest = PackedVote(self._valid, flight.ballot, delta)
 
     # -- inside

@@ -5,8 +5,10 @@
     x <- x (1 - lr wd) - lr Delta
 
 The arithmetic is in fp32 (fp64 for fp64 parameters) for any gradient dtype, and every operation
-rounds once: there is no fused multiply-add, so the result does not depend on device or layout. CPUs
-work in chunks that fit into the cache.
+rounds once: there is no fused multiply-add, so the result does not depend on device or layout.
+
+A GPU computes all parameters of a bucket in the same few kernels. A CPU uses the compiled loops of
+`worker_numba` if numba is installed, else the same operations on chunks that fit into the cache.
 
 Momenta are never exchanged and drift apart, unless `average_momenta` (after arXiv:2411.16462)
 averages them from time to time.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +28,15 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.compiled import load_loops
 from lightning_commfree.comm.exchange import Route, View, ordered_sum
-from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
+from lightning_commfree.lion.ballot import (
+    HAS_GRADIENT,
+    NONFINITE,
+    header_bytes,
+    marks_of,
+    write_header,
+)
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.vote import PackedDelta
 from lightning_commfree.model.shards import local_tensor
@@ -100,81 +110,54 @@ def cast_ballot(
     Raises:
         TypeError: a gradient is sparse.
     """
-    count = len(bucket.parameters)
-    head = header_bytes(count)
+    head = header_bytes(len(members))
     buffer = valid.new_zeros(head + 2 * bucket.plane_bytes)
-    plus, nonzero = buffer[head:].view(2, -1)
-    marks = valid.new_zeros(count)
-    signs = _Signs(valid.device)
+    header, planes = buffer[:head], buffer[head:].view(2, -1)
+    marks = marks_of(header, len(members))
+    voters: list[Tensor | int] = []  # numbers of nonzero directions
 
-    for i, member in enumerate(members):
-        gradient = member.parameter.grad
-        if gradient is None:
+    for run in _runs(members, _gradients(bucket, members), bucket.starts):
+        if loops := _loops(run):
+            for part in run:
+                beta, gradient = part.group["betas"][0], part.values.float()
+                found, finite = loops.cast(part.momentum, gradient, beta, planes, part.start)
+                voters.append(found)
+                marks[part.position] |= HAS_GRADIENT if finite else HAS_GRADIENT + NONFINITE
             continue
-        if gradient.is_sparse:
-            raise TypeError(
-                f"The gradient of {bucket.names[i]!r} is sparse, but votes require dense gradients."
-                " Use `sparse=False` in its `nn.Embedding`."
-            )
-        signs.begin_parameter()
-        for offset, direction in _directions(member, gradient):
-            pack_bits_part(signs.positive(direction), bucket.starts[i] + offset, plus)
-        marks[i] = HAS_GRADIENT + NONFINITE * signs.nonfinite
 
-    zeros, abstains = bucket.numel - signs.voters, (marks & NONFINITE).any()
-    if valid.device.type != "cpu" or zeros:  # on a GPU, reading `zeros` would make the host wait
-        # compute the directions again: keeping them would take 4 bytes per parameter
-        for i, member in enumerate(members):
-            if member.parameter.grad is not None:
-                for offset, direction in _directions(member, member.parameter.grad):
-                    pack_bits_part(direction != 0, bucket.starts[i] + offset, nonzero)
-    else:
-        nonzero.copy_(valid)
+        betas = [part.group["betas"][0] for part in run]
+        directions, by_part = _weighted_gradients(run, betas)
+        torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
 
-    write_header(buffer[:head], flags, zeros, abstains, digest, marks)
+        signs = _positive_and_nonzero(directions)
+        pack_bits_part(signs, run[0].start, planes)
+        voters.append(signs[1].sum())
+
+        finite = torch.stack(_largest(by_part)) < math.inf  # False for NaN
+        of_run = marks[run[0].position : run[-1].position + 1]
+        both = HAS_GRADIENT + NONFINITE  # the latter is subtracted where the values are finite
+        of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
+
+    write_header(header, flags, bucket.numel, voters, digest)
     return buffer
 
 
-class _Signs:
-    """Signs of directions, and statistics of them, computed in few passes over memory.
+def _positive_and_nonzero(directions: Tensor) -> Tensor:
+    """Return c > 0 and c != 0, bool, shape (2, n)."""
+    if directions.device.type == "cpu":  # where torch vectorizes `sign`, but not comparisons
+        signs = torch.sign(directions).to(torch.int8)
+        return torch.stack([signs.relu(), signs.abs()]).view(torch.bool)
+    flags = torch.empty(2, directions.numel(), dtype=torch.bool, device=directions.device)
+    torch.gt(directions, 0, out=flags[0])
+    torch.ne(directions, 0, out=flags[1])
+    return flags
 
-    Attributes:
-        voters: int64, 0-d: number of nonzero directions so far.
-        nonfinite: bool, 0-d: whether a direction was NaN or Inf since `begin_parameter`.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_cpu = device.type == "cpu"
-        self.voters = torch.zeros((), dtype=torch.int64, device=device)
-        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
-        self._signs = torch.empty(0, device=device)
-        self._codes = torch.empty(0, dtype=torch.int8, device=device)
-
-    def begin_parameter(self) -> None:
-        """Reset `nonfinite`."""
-        self.nonfinite = torch.zeros_like(self.nonfinite)
-
-    def positive(self, direction: Tensor) -> Tensor:
-        """Return direction > 0, bool; valid until the next call."""
-        if not self._on_cpu:
-            self.voters += torch.count_nonzero(direction)
-            self.nonfinite |= ~torch.stack(torch.aminmax(direction)).isfinite().all()
-            return direction > 0
-
-        # on a CPU, torch vectorizes `sign` and `dot`, but not comparisons
-        size = direction.numel()
-        if self._codes.numel() < size or self._signs.dtype != direction.dtype:
-            self._signs, self._codes = torch.empty_like(direction), self._codes.new_empty(size)
-
-        # a finite sum proves that all values are finite, without another pass
-        if not math.isfinite(float(direction.sum())) and not bool(direction.isfinite().all()):
-            self.nonfinite = torch.ones_like(self.nonfinite)
-            self.voters += torch.count_nonzero(direction)
-            return direction > 0
-
-        signs = torch.sign(direction, out=self._signs[:size])
-        self.voters += int(torch.dot(signs, signs))  # exact: a chunk has fewer than 2^24 values
-        return self._codes[:size].copy_(signs).relu_().view(torch.bool)
+def _largest(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude of each, 0-d; NaN if there is one."""
+    if tensors[0].device.type == "cpu":  # where the norm takes ten times as long
+        return [tensor.abs().max() for tensor in tensors]
+    return list(torch._foreach_norm(tensors, math.inf))
 
 
 def take_step(
@@ -193,65 +176,75 @@ def take_step(
         with_gradient: per parameter, whether any worker has a gradient; if not, it is not updated.
         abstained: whether this worker abstained.
     """
-    for start, member, has_gradient in zip(bucket.starts, members, with_gradient, strict=True):
-        if has_gradient:
-            _update_parameter(member, delta, start)
-        # the gradient of a worker that abstained has NaN or Inf, which must not reach the momentum
-        if member.parameter.grad is not None and not abstained:
-            _update_momentum(member, member.parameter.grad)
+    moved = [
+        flat(member.state.get("master", member.parameter)) if has_gradient else None
+        for member, has_gradient in zip(members, with_gradient, strict=True)
+    ]
+    for run in _runs(members, moved, bucket.starts):
+        _update_values(run, delta)
+
+    # the values of a master copy or of a non-contiguous parameter are elsewhere
+    elsewhere = [
+        (member.parameter.detach(), x.view(member.parameter.shape))
+        for member, x in zip(members, moved, strict=True)
+        if x is not None and x.data_ptr() != member.parameter.data_ptr()
+    ]
+    if elsewhere:
+        torch._foreach_copy_([p for p, _ in elsewhere], [x for _, x in elsewhere])
+
+    # the gradient of a worker that abstained has NaN or Inf, which must not reach the momentum
+    if not abstained:
+        for run in _runs(members, _gradients(bucket, members), bucket.starts):
+            _update_momenta(run)
 
 
-def _update_parameter(member: LionParam, delta: PackedDelta, start: int) -> None:
-    lr, decay = float(member.group["lr"]), float(member.group["weight_decay"])
-    parameter = member.parameter.detach()
-    values = flat(member.state.get("master", parameter))
-    size = min(_chunk_size(values), values.numel())
-    workspace = torch.empty(2, size, dtype=torch.uint8, device=values.device)
-    deltas = values.new_empty(size)
+def _update_values(run: list[_Part], delta: PackedDelta) -> None:
+    rates = [float(part.group["lr"]) for part in run]
+    kept = [1 - lr * float(part.group["weight_decay"]) for part, lr in zip(run, rates, strict=True)]
+    if loops := _loops(run):
+        for part, lr, keep in zip(run, rates, kept, strict=True):
+            loops.update_values(part.values, *delta, part.start, keep, lr)
+        return
 
-    for offset, chunk in _chunks(values):
-        signs = delta.read(start + offset, deltas[: chunk.numel()], workspace)
-        if lr * decay:
-            chunk.mul_(1 - lr * decay)
-        if delta.offset == 1:  # lr times -1, 0 or 1 is exact, so fusing does not change the result
-            chunk.sub_(signs, alpha=lr)
-        else:
-            chunk.sub_(signs.mul_(lr))
-
-    if values.data_ptr() != parameter.data_ptr():  # a master copy, or a non-contiguous parameter
-        parameter.copy_(values.view(parameter.shape))
+    values = [part.values for part in run]
+    sizes = [chunk.numel() for chunk in values]
+    deltas = delta.read(run[0].start, values[0].new_empty(sum(sizes)))
+    by_part = torch.split(deltas, sizes)
+    torch._foreach_mul_(values, kept)
+    torch._foreach_mul_(by_part, rates)
+    torch._foreach_sub_(values, by_part)
 
 
-def _update_momentum(member: LionParam, gradient: Tensor) -> None:
-    beta = member.group["betas"][1]
-    gradients = flat(gradient)
-    scaled = member.state["momentum"].new_empty(min(_chunk_size(gradients), gradients.numel()))
+def _update_momenta(run: list[_Part]) -> None:
+    betas = [part.group["betas"][1] for part in run]
+    if loops := _loops(run):
+        for part, beta in zip(run, betas, strict=True):
+            loops.update_momentum(part.momentum, part.values.float(), beta)
+        return
 
-    for offset, momentum in _chunks(member.state["momentum"].view(-1)):
-        share = scaled[: momentum.numel()]
-        _scale(gradients[offset : offset + momentum.numel()], 1 - beta, share)
-        momentum.mul_(beta).add_(share)
-
-
-def _directions(member: LionParam, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index of the first value, direction c) per chunk; its tensor is reused."""
-    beta = member.group["betas"][0]
-    momenta, gradients = member.state["momentum"].view(-1), flat(gradient)
-    size = min(_chunk_size(gradients), gradients.numel())
-    directions, scaled = momenta.new_empty(2, size).unbind(0)
-
-    for offset, momentum in _chunks(momenta):
-        count = momentum.numel()
-        direction = torch.mul(momentum, beta, out=directions[:count])
-        share = _scale(gradients[offset : offset + count], 1 - beta, scaled[:count])
-        yield offset, direction.add_(share)
+    momenta = [part.momentum for part in run]
+    _, by_part = _weighted_gradients(run, betas)
+    torch._foreach_mul_(momenta, betas)
+    torch._foreach_add_(momenta, by_part)
 
 
-def _scale(values: Tensor, factor: float, out: Tensor) -> Tensor:
-    """Write `values` times `factor` to `out`, computed in the precision of `out`."""
-    if values.dtype == out.dtype:
-        return torch.mul(values, factor, out=out)
-    return out.copy_(values).mul_(factor)
+def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
+    """Return (1 - b) g in the momenta's precision, as one tensor and as views of it by part."""
+    weighted = torch.cat([part.values for part in run]).to(run[0].momentum.dtype)
+    by_part = [*torch.split(weighted, [part.values.numel() for part in run])]
+    torch._foreach_mul_(by_part, [1 - beta for beta in betas])
+    return weighted, by_part
+
+
+def _gradients(bucket: Bucket, members: list[LionParam]) -> list[Tensor | None]:
+    gradients = [member.parameter.grad for member in members]
+    for name, gradient in zip(bucket.names, gradients, strict=True):
+        if gradient is not None and gradient.is_sparse:
+            raise TypeError(
+                f"The gradient of {name!r} is sparse, but votes require dense gradients. Use"
+                " `sparse=False` in its `nn.Embedding`."
+            )
+    return [None if gradient is None else flat(gradient) for gradient in gradients]
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -259,14 +252,56 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def _chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    size = _chunk_size(values)
-    for offset in range(0, values.numel(), size):
-        yield offset, values[offset : offset + size]
+class _Part(NamedTuple):
+    """Consecutive values of one parameter."""
+
+    position: int  # of the parameter in its bucket
+    start: int  # of the first value in the bucket
+    values: Tensor  # a slice of what `_runs` was given
+    momentum: Tensor
+    group: dict[str, Any]
 
 
-def _chunk_size(values: Tensor) -> int:
-    return _CHUNK if values.device.type == "cpu" else _DEVICE_CHUNK
+def _runs(
+    members: list[LionParam], tensors: Sequence[Tensor | None], starts: Sequence[int]
+) -> Iterator[list[_Part]]:
+    """Yield parts that an operation computes together: neighbours of one dtype, up to a chunk.
+
+    Args:
+        members: the parameters of a bucket.
+        tensors: a flat tensor per parameter; None: it is left out.
+        starts: index of the parameter's first value in the bucket.
+    """
+    run: list[_Part] = []
+    for i, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
+        if tensor is None:
+            continue
+        momentum, numel = member.state["momentum"].view(-1), tensor.numel()
+        size = _CHUNK if momentum.device.type == "cpu" else _DEVICE_CHUNK
+
+        for offset in range(0, numel, size):
+            place = slice(offset, min(offset + size, numel))
+            part = _Part(i, starts[i] + offset, tensor[place], momentum[place], member.group)
+            if run and not _continues(run, part, size):
+                yield run
+                run = []
+            run.append(part)
+    if run:
+        yield run
+
+
+def _continues(run: list[_Part], part: _Part, size: int) -> bool:
+    fits = part.start + part.values.numel() - run[0].start <= size
+    same_dtype = part.momentum.dtype == run[0].momentum.dtype
+    return fits and same_dtype and part.position == run[-1].position + 1
+
+
+def _loops(run: list[_Part]) -> ModuleType | None:
+    """Return the compiled loops if they can be used for these values, else None."""
+    momentum = run[0].momentum
+    if momentum.device.type == "cpu" and momentum.dtype == torch.float32:
+        return load_loops("lightning_commfree.lion.worker_numba", "Lion's steps")
+    return None
 
 
 MOMENTUM_TAG = "momentum"

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.comm.bits import packed_nibbles_size
+from lightning_commfree.comm.compiled import compiled, load_loops
 from lightning_commfree.diloco import codec, quantize_numba
 from lightning_commfree.diloco.codec import BLOCK, Fp4Codec, Int8Codec, decode_all, num_blocks
 
@@ -117,8 +118,8 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
     called = []
     for name in ("encode_e3m0", "decode_e3m0", "encode_int8"):
         monkeypatch.setattr(quantize_numba, name, lambda *_, name=name: called.append(name))
-    for compiled, plain in PAIRS.values():
-        codec.warm_up(compiled, CPU)
+    for looped, plain in PAIRS.values():
+        codec.warm_up(looped, CPU)
         codec.warm_up(plain, CPU)
     assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
 
@@ -162,9 +163,9 @@ def test_they_agree_on_what_hypothesis_finds(numbers: list[float]) -> None:
 
 @pytest.fixture
 def not_asked_yet() -> Iterator[None]:
-    codec._numba_loops.cache_clear()
+    load_loops.cache_clear()
     yield
-    codec._numba_loops.cache_clear()
+    load_loops.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -254,4 +255,4 @@ def test_where_nothing_can_be_kept_it_compiles_without(monkeypatch: pytest.Monke
     def double(number: int) -> int:
         return 2 * number
 
-    assert quantize_numba._compiled(double)(21) == 42
+    assert compiled(double)(21) == 42

@@ -19,12 +19,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.background import to_host
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
+from lightning_commfree.lion.buckets import split_into_buckets
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule
+from lightning_commfree.lion.worker import LionParam, cast_ballot, take_step
 from tests.cuda_seams import memory, tasks_at_once
 from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel, Question, is_walked
+from tests.kernels import KernelCount
 from tests.lion.training import BUCKETS, SHAPES, groups, parameters, small_buckets
 
 STEPS = 2
@@ -204,11 +208,41 @@ def test_delta_is_read_on_the_device(rule: Rule, workers: int) -> None:
     assert walk.questions == []
 
 
+@pytest.mark.parametrize("tensors", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bucket_takes_few_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tensors: int
+) -> None:
+    """However many tensors it has, with copies to the host and back; once a tensor took 43."""
+    memory(monkeypatch)
+    exact = torch.float32
+    with CudaWalk():
+        members = []
+        for i in range(tensors):
+            parameter = nn.Parameter(torch.empty(9, 7, dtype=dtype, device=CUDA))
+            parameter.grad = torch.empty_like(parameter)
+            state = {k: torch.empty(9, 7, dtype=exact, device=CUDA) for k in ("momentum", "master")}
+            if dtype == exact:
+                del state["master"]
+            group = {"lr": 0.1 * i, "betas": (0.9, 0.99), "weight_decay": 0.1}
+            members.append(LionParam(parameter, state, group))
+        named = [(str(i), member.parameter) for i, member in enumerate(members)]
+        (bucket,) = split_into_buckets(named[::-1], 3)
+        valid = torch.empty(bucket.plane_bytes, dtype=torch.uint8, device=CUDA)
+        planes = torch.empty(2, bucket.plane_bytes, dtype=torch.uint8)
+        with KernelCount() as cast:
+            to_host(cast_ballot(bucket, members, valid, 0, 0))
+        with KernelCount() as step:
+            delta = PackedDelta(planes, (2, 1), 1).to(CUDA)
+            take_step(bucket, members, delta, (True,) * tensors, abstained=False)
+    assert (cast.kernels + step.kernels).total() <= 50, (cast.kernels, step.kernels)
+
+
 # The tests above can fail.
 
 
 @pytest.mark.parametrize(
-    ("function", "during"), [("_scale", "backward"), ("_update_momentum", "optimizer")]
+    ("function", "during"), [("_weighted_gradients", "backward"), ("_update_momenta", "optimizer")]
 )
 def test_a_planted_item_is_seen(
     monkeypatch: pytest.MonkeyPatch, function: str, during: str
@@ -216,8 +250,8 @@ def test_a_planted_item_is_seen(
     whole = getattr(worker, function)
 
     def planted(*args: Any) -> Any:
-        found = [t for t in (*args, getattr(args[0], "parameter", None)) if isinstance(t, Tensor)]
-        found[0].sum().item()
+        run = args[0]
+        run[0].momentum.sum().item()
         return whole(*args)
 
     monkeypatch.setattr(worker, function, planted)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.lion import worker
 from lightning_commfree.lion.ballot import header_bytes, summarize_headers
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import PackedDelta
@@ -20,6 +21,13 @@ from tests.planes import pack_bits
 
 GROUP = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.5}
 EVERY_LAYOUT = ["flat", "channels_last", "transposed", "strided"]
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled loops, and with torch operations as on a GPU or without numba."""
+    if request.param == "torch":
+        monkeypatch.setattr(worker, "_loops", lambda run: None)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

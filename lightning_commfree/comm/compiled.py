@@ -1,0 +1,66 @@
+"""Loops that numba compiles for the CPU: faster than torch operations, with the same results.
+
+They need numba (`pip install 'lightning-commfree[numba]'`). Importing it takes a second. The first
+call of a loop takes another second, unless numba finds it in its cache: next to the loop's file if
+that is writable, else in the user's cache folder. The cache is invalidated when that file changes,
+but not when others do. So loops take constants of other files as arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at the first call; keep the result in numba's cache if that is writable.
+
+    The loop releases the GIL.
+    """
+    import numba
+
+    result: Callable[..., Any]
+    try:
+        result = numba.njit(nogil=True, error_model="numpy", cache=True)(loop)
+    except RuntimeError:  # no writable folder for the cache
+        result = numba.njit(nogil=True, error_model="numpy")(loop)
+    return result
+
+
+@cache
+def load_loops(module: str, what: str) -> ModuleType | None:
+    """Import a module of compiled loops and try them out; log the reason if that fails.
+
+    Args:
+        module: its name; it has a function `try_out`, which calls every loop.
+        what: what the loops are for, the subject of a plural sentence in the log.
+
+    Returns:
+        The module; None if numba is missing or cannot be used.
+    """
+    slower = f"{what} use torch operations on a CPU, which are slower (same results)"
+    try:
+        import numba
+
+        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+            # interpreted loops would take minutes
+            raise RuntimeError("NUMBA_DISABLE_JIT is set")
+        loops = import_module(module)
+        loops.try_out()
+    except Exception as error:  # noqa: BLE001 - numba is only an optimization: no failure of it may end a fit
+        if isinstance(error, ModuleNotFoundError) and error.name == "numba":
+            how = "pip install 'lightning-commfree[numba]'"
+            _log.info("numba is not installed (%s): %s.", how, slower)
+        else:  # an unsupported numpy, a library that does not load, a damaged cache
+            text = "numba cannot be used (%s: %s): %s. If its cache in %s is damaged, delete it."
+            folder = Path(__file__).parents[1].joinpath(*module.split(".")[1:-1], "__pycache__")
+            _log.warning(text, type(error).__name__, error, slower, folder)
+        return None
+    return loops

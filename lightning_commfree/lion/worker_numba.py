@@ -1,0 +1,149 @@
+"""Compiled CPU loops for the arithmetic of a worker, bit-identical to `worker`'s torch operations.
+
+Each loop passes once over memory, where torch operations pass once per rounding. The loops are for
+fp32, release the GIL and use one thread.
+
+Every product and sum is rounded to fp32 by itself: numba's `fastmath` is off, so LLVM neither fuses
+nor reorders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_commfree.comm.compiled import compiled
+
+f32, i32, u8 = np.float32, np.int32, np.uint8
+_BLOCK = 4096  # values whose totals stay in the innermost cache
+_INF = f32(np.inf)
+
+
+def cast(
+    momentum: Tensor, gradient: Tensor, beta: float, planes: Tensor, start: int
+) -> tuple[int, bool]:
+    """Write the signs of directions b1 m + (1 - b1) g into the planes c > 0 and c != 0.
+
+    Args:
+        momentum: fp32, shape (n,).
+        gradient: fp32, shape (n,).
+        beta: b1.
+        planes: uint8, shape (2, B), in the layout of `comm.bits`; bits to be written are 0.
+        start: index of the first value in the planes.
+
+    Returns:
+        (number of nonzero directions, whether all directions are finite).
+    """
+    factors = f32(beta), f32(1 - beta)
+    voters, finite = _cast(momentum.numpy(), gradient.numpy(), *factors, planes.numpy(), start)
+    return int(voters), bool(finite)
+
+
+def update_values(
+    values: Tensor,
+    planes: Tensor,
+    weights: Sequence[int],
+    offset: int,
+    start: int,
+    keep: float,
+    lr: float,
+) -> None:
+    """Set x to `keep` x - `lr` Delta, in place.
+
+    Args:
+        values: fp32, shape (n,).
+        planes: as in `vote.PackedDelta`, like `weights` and `offset`.
+        weights: one per plane.
+        offset: subtracted from the weighted sum of bits, which it also divides.
+        start: index of the first value in the planes.
+        keep: 1 - lr decay.
+        lr: learning rate.
+    """
+    bits, each = planes.numpy(), np.array(weights, i32)
+    _update_values(values.numpy(), bits, each, i32(offset), start, f32(keep), f32(lr))
+
+
+def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
+    """Set m to b2 m + (1 - b2) g, in place; fp32, shape (n,)."""
+    _update_momentum(momentum.numpy(), gradient.numpy(), f32(beta), f32(1 - beta))
+
+
+def try_out() -> None:
+    """Compile the loops, or load them from numba's cache."""
+    value, planes = torch.zeros(1), torch.zeros(2, 8, dtype=torch.uint8)
+    cast(value, value, 0.5, planes, 0)
+    update_values(value, planes, (2, 1), 1, 0, 1.0, 0.0)
+    update_momentum(value, value.clone(), 0.5)
+
+
+@compiled
+def _cast_row(
+    momentum: Any, gradient: Any, beta: Any, share: Any, plus: Any, nonzero: Any, bit: Any
+) -> Any:
+    voters, nonfinite = i32(0), i32(0)
+    for i in range(momentum.size):
+        c = f32(f32(momentum[i] * beta) + f32(gradient[i] * share))
+        plus[i] |= bit if c > f32(0) else u8(0)
+        nonzero[i] |= bit if c != f32(0) else u8(0)
+        voters += i32(1) if c != f32(0) else i32(0)
+        nonfinite |= i32(0) if abs(c) < _INF else i32(1)
+    return voters, nonfinite
+
+
+@compiled
+def _cast(momentum: Any, gradient: Any, beta: Any, share: Any, planes: Any, start: Any) -> Any:
+    voters, nonfinite, done, row_bytes = 0, 0, 0, planes.shape[1]
+    while done < momentum.size:
+        row, byte = divmod(start + done, row_bytes)
+        count = min(row_bytes - byte, momentum.size - done)
+        part, place = slice(done, done + count), slice(byte, byte + count)
+        found = _cast_row(
+            momentum[part],
+            gradient[part],
+            beta,
+            share,
+            planes[0, place],
+            planes[1, place],
+            u8(1 << row),
+        )
+        voters, nonfinite, done = voters + found[0], nonfinite | found[1], done + count
+    return voters, nonfinite == 0
+
+
+@compiled
+def _add_bits(plane: Any, row: Any, weight: Any, totals: Any) -> None:
+    for i in range(plane.size):
+        totals[i] = i32(totals[i] + i32(i32(i32(plane[i] >> row) & i32(1)) * weight))
+
+
+@compiled
+def _move(values: Any, totals: Any, divisor: Any, keep: Any, lr: Any) -> None:
+    for i in range(values.size):
+        delta = f32(f32(totals[i]) / divisor)
+        values[i] = f32(f32(values[i] * keep) - f32(delta * lr))
+
+
+@compiled
+def _update_values(
+    values: Any, planes: Any, weights: Any, offset: Any, start: Any, keep: Any, lr: Any
+) -> None:
+    totals_of_block, row_bytes, done = np.empty(_BLOCK, i32), planes.shape[1], 0
+    while done < values.size:
+        row, byte = divmod(start + done, row_bytes)
+        count = min(row_bytes - byte, values.size - done, _BLOCK)
+        totals = totals_of_block[:count]
+        totals[:] = -offset
+        for d in range(weights.size):
+            _add_bits(planes[d, byte : byte + count], u8(row), weights[d], totals)
+        _move(values[done : done + count], totals, f32(offset), keep, lr)
+        done += count
+
+
+@compiled
+def _update_momentum(momentum: Any, gradient: Any, beta: Any, share: Any) -> None:
+    for i in range(momentum.size):
+        momentum[i] = f32(f32(momentum[i] * beta) + f32(gradient[i] * share))

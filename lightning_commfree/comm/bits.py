@@ -50,7 +50,7 @@ def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
 
 
 def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read flags `start` to `start` + n of `packed`, shape (..., R), as 0 and 1.
+    """Read flags `start` to `start` + n from `packed`, shape (..., R), as 0 and 1.
 
     `out` is uint8, shape (..., n).
     """

@@ -78,8 +78,7 @@ class Shard(NamedTuple):
 class Majority:
     """Majority rule: Delta = sign(P - M).
 
-    With `draw`, random bits break ties, except where every worker abstains. Without it, a tie gives
-    0.
+    With `draw`, random bits break ties, except where all votes are 0. Without it, a tie gives 0.
     """
 
     def __init__(self, draw: Draw | None = None) -> None:
@@ -120,7 +119,7 @@ class Majority:
         return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return weights with which the planes Delta > 0 and Delta = 0 add up to sign + 1."""
+        """Return the weights of the planes Delta > 0 and Delta = 0, which add up to sign + 1."""
         del workers, zeros
         return (2, 1)
 

@@ -40,7 +40,7 @@ def load_loops(module: str, what: str) -> ModuleType | None:
 
     Args:
         module: name of the module, which has a function `try_out` that calls every loop.
-        what: a plural noun for what the loops compute, used in the log message.
+        what: plural noun for the code that uses the loops, the subject of the log message.
 
     Returns:
         The module, or None if numba is missing or cannot be used.

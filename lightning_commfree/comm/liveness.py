@@ -358,7 +358,7 @@ class PeerWatch:
                 self._check_wait(time.monotonic() - start)
 
     def close(self, owner: bool) -> None:
-        """Interrupt waits of other threads; the monitor's `owner` also closes the monitor."""
+        """Interrupt the waits of other threads, and close the monitor if `owner`."""
         self._closed = True
         if owner and self.monitor is not None:
             self.monitor.close()
@@ -438,8 +438,8 @@ class PeerWatch:
     def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
         """Raise `_StopWaitingError` if this rank must not wait any longer.
 
-        `behind` contains the ranks it is waiting for, with reasons; None: those that are behind in
-        an exchange.
+        `behind` contains the ranks for which it is waiting, with reasons; None means those that are
+        behind in an exchange.
         """
         monitor = self.monitor
         assert monitor is not None

@@ -42,7 +42,7 @@ _DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
 
 
 def num_blocks(numel: int) -> int:
-    """Return the number of blocks of `numel` values."""
+    """Return the number of blocks in `numel` values."""
     return -(-numel // BLOCK)
 
 

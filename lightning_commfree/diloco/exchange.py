@@ -280,7 +280,7 @@ class FragmentExchange:
         codec: codec of the parameter values.
         numel: N.
         num_buffers: E.
-        background: thread for work for which training must not wait.
+        background: thread for work that must not block training.
         in_thread: whether gathers are launched on the background thread too (`fragment_exchanges`).
     """
 

@@ -347,7 +347,7 @@ class OuterFragment:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore a state returned by `state_dict`."""
         parts = [part for _, part in self._layout.split(self.global_copy)]
         for part, saved in zip(parts, state["global_copy"], strict=True):
             part.copy_(saved)

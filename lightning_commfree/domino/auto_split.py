@@ -119,7 +119,7 @@ class SplitTrial:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         self._best = {Size(rows, tokens): name for rows, tokens, name in state["best"]}
         self._seconds = {
             Size(rows, tokens): {name: [*passes] for name, passes in seconds.items()}

@@ -108,7 +108,7 @@ class TensorGroup:
         return self._own_random, self._own_device_random
 
     def load_own_state(self, state: tuple[Tensor, Tensor | None]) -> None:
-        """Restore the state that `own_state` returned."""
+        """Restore the state returned by `own_state`."""
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Restore the states that `random_state` returned."""
+    """Restore the state returned by `random_state`."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

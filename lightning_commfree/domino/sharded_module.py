@@ -304,7 +304,7 @@ class ShardedModule:
         }
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `own_state` returned."""
+        """Restore the state returned by `own_state`."""
         for model, random, split in zip(self.models, state["random"], state["splits"], strict=True):
             model.group.load_own_state(random)
             model.trial.load_state_dict(split)

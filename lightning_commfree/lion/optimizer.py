@@ -167,7 +167,7 @@ class DistributedLion(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned.
+        """Restore a state returned by `state_dict`.
 
         Raises:
             ValueError: the state has no momentum buffers for these parameters; nothing is loaded.

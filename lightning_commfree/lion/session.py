@@ -208,7 +208,7 @@ class VotingSession:
         return {"votings": [voting.state_dict() for voting in self.votings]}, own
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore a state returned by `state_dict`."""
         saved = (own or {}).get("buffers", [])
         for buffer, values in zip(common_buffers(self._module), saved, strict=False):
             buffer.detach().copy_(values)
@@ -253,7 +253,9 @@ class VotingSession:
 
         message = "every worker continues with its own momentum"
         if view.size > workers:
-            message += f", and workers from index {workers} start with the mean of all momenta"
+            message += (
+                f", and workers from index {workers} start with the mean of all workers' momentum"
+            )
         return own, message
 
     def close(self) -> None:

@@ -349,7 +349,7 @@ class BucketVote:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this rank sends per vote, by tag (from formulas), if no worker has a zero."""
+        """Bytes that this rank sends per vote, by tag and formula, if no worker has a zero."""
         return self._exchange.bytes_by_tag
 
     def launch(

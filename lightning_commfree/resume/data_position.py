@@ -59,7 +59,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states that `random_state` returned."""
+    """Restore the RNG state returned by `random_state`."""
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
@@ -96,7 +96,7 @@ def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
 
 
 def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
-    """Restore the states of the loaders' own generators."""
+    """Restore the RNG state of the loaders' own generators."""
     generators = loader_generators(loaders)
     if len(generators) == len(states):  # else the loaders have changed since the save
         for generator, state in zip(generators, states, strict=True):

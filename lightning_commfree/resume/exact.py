@@ -89,7 +89,7 @@ class Resumable(Protocol):
         """
 
     def load_state_dict(self, shared: State, own: State | None) -> None:
-        """Restore the state that `state_dict` returned, before the first step.
+        """Restore the state returned by `state_dict`, before the first step.
 
         `own` is None for a new replica.
         """

@@ -112,7 +112,7 @@ class Inside(Protocol):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         del state
 
     def not_restored(self, strategy: Any) -> list[str]:

@@ -136,7 +136,7 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
     Returns:
         The copy (pinned if the tensor is on a CUDA device), and a function to call before reading
         it, from any thread. It raises `PeerLostError` if one of `peers` is lost: the device may
-        wait for it in an NCCL collective, which would block the host without end.
+        wait for it in an NCCL collective, which would block the host indefinitely.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None

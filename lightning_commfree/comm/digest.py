@@ -56,7 +56,7 @@ def _scattered(words: Tensor) -> Tensor:
     """Scramble int64 words one to one, so that each input bit affects all bits (splitmix64).
 
     Sums and products carry upwards only. Without this, changes of top bits would cancel in pairs
-    and miss the lower half of a digest, which some callers use alone.
+    and would not reach the lower half of a digest, which some callers use by itself.
     """
     for shift, factor in zip((30, 27), _MIX, strict=True):
         words = (words ^ _shifted(words, shift)) * factor

@@ -41,7 +41,7 @@ class EpochEnds:
         """Publish that this rank has begun a step.
 
         Raises:
-            AgreedError: some rank's epoch ended before this step, as another rank detected.
+            AgreedError: another rank detected that a rank's epoch ended before this step.
         """
         self._position = (epoch, step, _TRAINS)
         self._watch.check("step")
@@ -59,8 +59,8 @@ class EpochEnds:
             out_of_data: this rank has run out of data, so all ranks must have.
 
         Raises:
-            AgreedError: some rank ends the epoch after a different step.
-            PeerLostError: some rank is lost, or has not ended the epoch within the timeout.
+            AgreedError: a rank ends the epoch after a different step.
+            PeerLostError: a rank is lost, or has not ended the epoch within the timeout.
         """
         self._position = (epoch, step, _ENDED)
         mine = self._watch.rank

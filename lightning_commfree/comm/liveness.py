@@ -374,7 +374,7 @@ class PeerWatch:
             self.monitor.published = value
 
     def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
-        """Block until no rank is behind; return at once with liveness off.
+        """Block until no rank is behind; return immediately with liveness off.
 
         `behind` takes the values published so far, by rank ("" if none), and returns the ranks to
         wait for, each with the reason to report at the timeout.

@@ -118,7 +118,7 @@ def refuse_to_save(
     is the setting `nonfinite`.
 
     Raises:
-        RuntimeError: some rank's weights are not finite; raised on all ranks.
+        RuntimeError: a rank's weights are not finite; raised on all ranks.
     """
     tensors, found = iter(local), []
     for fragment in fragments:

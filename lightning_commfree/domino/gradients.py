@@ -186,7 +186,7 @@ def refuse_nonfinite(
         group_size: number of consecutive ranks that share a model.
 
     Raises:
-        RuntimeError: some rank has NaN or Inf; the same error on all ranks.
+        RuntimeError: a rank has NaN or Inf; the same error is raised on all ranks.
     """
     value = float(loss.detach())  # with gradient accumulation, an earlier batch may be the cause
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -208,7 +208,7 @@ def refuse_nonfinite_weights(
     """Raise an error before a checkpoint is saved if any weights are not finite; collective.
 
     Raises:
-        RuntimeError: some rank has NaN or Inf; the same error on all ranks.
+        RuntimeError: a rank has NaN or Inf; the same error is raised on all ranks.
     """
     weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     text = "" if _norm_is_finite(list(weights.values())) else _describe(weights, "")

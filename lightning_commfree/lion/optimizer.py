@@ -37,8 +37,8 @@ class DistributedLion(Optimizer):
 
     with sign(0) = 0. Without the strategy n is 1, which is plain Lion. The arithmetic is in fp32
     for any gradient dtype, and each operation rounds once. Parameters of less than 32 bits have an
-    fp32 master copy: steps update it, and the parameter is its rounded value. In bf16 alone most
-    steps would be rounded away.
+    fp32 master copy: steps update it, and the parameter is its rounded value. In bf16 without a
+    master copy, most steps would be rounded away.
 
     To choose hyperparameters, start from those of AdamW (`docs/choose.md` has measurements):
 

@@ -107,7 +107,8 @@ def apply_fsdp(
 
     Every block is a unit, and the rest of the model is another one. A unit is gathered for its
     forward pass and again for its backward pass, which averages its gradients over the replica. The
-    parameters become `DTensor`s. The module stays sharded, and needs `group` as long as it lives.
+    parameters become `DTensor`s. The module remains sharded, and needs `group` as long as it
+    exists.
 
     Args:
         module: the plain module, on any device; the same on all ranks of the replica.

@@ -235,7 +235,7 @@ def not_saved(
 
 
 def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
-    """Return messages about states that need pickle, which other ranks than 0 cannot save."""
+    """Return messages about states that need pickle, which only rank 0 can save."""
     texts, shared = [], "contains more than tensors and plain values, so every rank gets rank 0's"
     # a single rank loses nothing: Lightning saves its state
     if ranks > 1 and own["loaders"] is None and _loader_states(checkpoint):

@@ -30,7 +30,7 @@ class DistributedLionStrategy(ReplicaStrategy):
     Each worker keeps its gradient and momentum local. It sends one bit per parameter up (its vote)
     and receives about one bit per parameter down (the result). With N parameters and an odd number
     n of workers, a worker sends N (n - 1) / 4 n bytes per step; fp32 DDP sends 8 N (n - 1) / n.
-    The parameters stay bit-identical on all ranks. `configure_optimizers` must return a
+    The parameters remain bit-identical on all ranks. `configure_optimizers` must return a
     `DistributedLion`.
 
     Gradient clipping uses the norm of each worker's own gradient: the norm of the mean gradient

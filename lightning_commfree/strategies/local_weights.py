@@ -145,7 +145,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def _with_shared_weights(self) -> Iterator[bool]:
         """Swap the shared weights in for a `with` block, with no exchange in flight.
 
-        Yields whether they were already in the module; if so, they stay there afterwards.
+        Yields whether they were already in the module; if so, they remain there afterwards.
         """
         if self._ranks.interrupted:
             yield True

@@ -8,8 +8,8 @@ other.
 *Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent as a
 flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
 (`agree_in_step`). Where all ranks are at the same point anyway (after a validation, at the end of
-an epoch and before a checkpoint), they agree at once on `should_stop` (`agree_here`). SIGTERM takes
-effect only after the next step: at these points Lightning would exit the fit without calling
+an epoch and before a checkpoint), they agree immediately on `should_stop` (`agree_here`). SIGTERM
+takes effect only after the next step: at these points Lightning would exit the fit without calling
 another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` first.
 
 *Streams* have no length to agree on in advance. Ranks that communicate in every batch or step also
@@ -87,7 +87,7 @@ class Stopping:
         """Count an optimizer step, before training on its batch.
 
         Raises:
-            AgreedError: some rank's epoch ended after an earlier step.
+            AgreedError: a rank's epoch ended after an earlier step.
         """
         self._step += 1
         if self._ends is not None:
@@ -101,7 +101,7 @@ class Stopping:
         return self._requested or self.sigterm.requested
 
     def agree_in_step(self) -> None:
-        """Stop all ranks after the current step, whose exchange contained some rank's request."""
+        """Stop all ranks after the current step; its exchange contained a rank's request."""
         if self._several:
             self._agree(self._requested + 2 * self.sigterm.requested)
 

@@ -196,7 +196,7 @@ class TensorParallel(ShardedReplica):
         """Return the module's full state on rank 0; collective over all ranks.
 
         Raises:
-            RuntimeError: some rank's weights are not finite; raised on all ranks.
+            RuntimeError: a rank's weights are not finite; raised on all ranks.
         """
         strategy = self._strategy
         if self.sharded is not None and not strategy.ranks.interrupted:

@@ -1,6 +1,6 @@
 """Layout for `inside="fsdp"`: shards a replica's model with FSDP2 (`model.fsdp`).
 
-As with Lightning's own strategies for sharded models, the module stays sharded after the fit, and
+As with Lightning's own strategies for sharded models, the module remains sharded after the fit, and
 `trainer.test` uses the sharded module.
 """
 

@@ -26,7 +26,7 @@ def payload_bytes(numel: int, wire_dtype: str) -> int:
     }
     if wire_dtype not in sizes:
         raise ValueError(
-            f"`wire_dtype={wire_dtype!r}` is unknown. Choose one of"
+            f"`wire_dtype={wire_dtype!r}` is not valid. Choose one of"
             f" {', '.join(map(repr, WIRE_DTYPES))}."
         )
     return sizes[wire_dtype]

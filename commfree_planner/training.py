@@ -76,7 +76,7 @@ class Training:
         for name, legal in (("wire_dtype", WIRE_DTYPES), ("gradient_dtype", GRADIENT_DTYPES)):
             if getattr(self, name) not in legal:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)!r}` is unknown. Choose one of"
+                    f"`{name}={getattr(self, name)!r}` is not valid. Choose one of"
                     f" {', '.join(map(repr, legal))}."
                 )
         if not 0 <= self.latency_s < math.inf:

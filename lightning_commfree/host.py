@@ -1,14 +1,14 @@
-"""The Lightning package in use, and every public name of it that the library imports.
+"""The Lightning package in use, with all of its public names that the library imports.
 
 Lightning is distributed twice: as `lightning.pytorch` (in the package `lightning`) and as
-`pytorch_lightning`. The code is the same, but the classes differ: a Trainer of one refuses the
-strategies, modules and callbacks of the other. The library uses one of them in a process:
+`pytorch_lightning`. The code is the same, but the classes differ: a Trainer from one package
+rejects strategies, modules and callbacks from the other. The library uses one package per process:
 
-1. the one that the environment variable COMMFREE_HOST names: "lightning" or "pytorch_lightning";
-2. otherwise the one that is imported already, the first if both are;
+1. the one named in the environment variable COMMFREE_HOST: "lightning" or "pytorch_lightning";
+2. otherwise the one that is already imported, or `lightning` if both are;
 3. otherwise `lightning.pytorch`, or `pytorch_lightning` if only that is installed.
 
-A package imported for its own use of Lightning decides too, if it is imported before
+An import of Lightning by a third-party package counts too, if it comes before the import of
 `lightning_commfree`.
 """
 
@@ -32,7 +32,7 @@ def choose(environment: Mapping[str, str]) -> str:
     """Return the package to use in this process: "lightning" or "pytorch_lightning".
 
     Raises:
-        ValueError: the environment variable has another value.
+        ValueError: the environment variable has a different value.
     """
     if name := environment.get(VARIABLE):
         if name not in _MODULES:
@@ -85,12 +85,12 @@ else:
 
 
 def other_is_imported() -> bool:
-    """Return whether the package that is not in use is imported too."""
+    """Return whether the other Lightning package is imported too."""
     return _MODULES[_OTHER] in sys.modules
 
 
 def wrong_host(what: str) -> str:
-    """Return the error message for `what`, when it meets a Trainer of the other package."""
+    """Return the error message for `what` when used with a Trainer from the other package."""
     return (
         f"{what} is for {_MODULES[HOST]}, and a Trainer of {_MODULES[_OTHER]} does not accept it."
         f" Set the environment variable {VARIABLE}={_OTHER} before lightning_commfree is imported."
@@ -98,7 +98,7 @@ def wrong_host(what: str) -> str:
 
 
 def when_other_is_imported(call: Callable[[Any], None]) -> None:
-    """Call a function with the other package's strategy registry, now or after its import."""
+    """Call a function with the other package's strategy registry, now or once it is imported."""
     if other_is_imported():
         call(import_module(f"{_MODULES[_OTHER]}.strategies").StrategyRegistry)
     else:
@@ -106,7 +106,7 @@ def when_other_is_imported(call: Callable[[Any], None]) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds the other package as Python does, and calls a function after it is loaded."""
+    """Import hook that calls a function after the other package has been loaded."""
 
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call

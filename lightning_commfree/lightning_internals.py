@@ -1,8 +1,8 @@
-"""Every use of a private Lightning name, and the feature lost if the name is missing.
+"""All uses of private Lightning names, with the feature that is lost if a name is missing.
 
-A later release of Lightning may rename private names. When a fit begins, `probe` looks for missing
-ones, and a single warning lists the disabled features. Importing never fails, and neither a fresh
-fit nor a resume at the end of an epoch needs any of these names.
+A later release of Lightning may rename them. When a fit begins, `probe` checks for missing names,
+and a single warning lists the disabled features. Importing never fails, and neither a fresh fit nor
+a resume at the end of an epoch needs any of these names.
 
 Where Lightning has no hook, a function wraps a method of one object during a fit (`Patches`). If
 several functions wrap the same method, the last one is outermost:
@@ -12,7 +12,7 @@ method                          wrappers, innermost first
 =============================== ===================================================================
 trainer.save_checkpoint         agree to stop, then show the shared weights (`local_weights`)
 fit_loop.setup_data             the same number of batches on all ranks (`stopping`)
-epoch_loop.on_run_start         record random numbers (`resume.data_position`); defer stop requests
+epoch_loop.on_run_start         record the RNG state (`resume.data_position`); defer stop requests
                                 and check the first batch (`stopping`)
 epoch_loop.reset                hide a warning about loaders (`hide_resume_warning`)
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
@@ -20,7 +20,7 @@ fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
 val_loop.on_run_start           show the shared weights (`fit_session`)
 setup_data and reset of         the same number of batches on ranks that share a model
 evaluation loops                (`evaluation`)
-strategy.process_dataloader     record random numbers (`resume.data_position`)
+strategy.process_dataloader     record the RNG state (`resume.data_position`)
 two of the checkpoint connector find the checkpoint on any rank's disk (`around_loading`)
 three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
 logger_connector.log_metrics    communication metrics in the loggers' rows (`add_to_rows`)
@@ -48,16 +48,16 @@ from lightning_commfree.host import HOST, VARIABLE, SIGTERMException, TrainerFn,
 
 
 class Patches:
-    """Replace methods of single objects, and restore them.
+    """Replace methods of individual objects, and restore them later.
 
-    Patch only in the process that trains: a patched object does not pickle.
+    Patch only in the training process, because a patched object cannot be pickled.
     """
 
     def __init__(self) -> None:
         self._put: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace the method `name` of `owner`, but not of other objects."""
+        """Replace the method `name` of `owner` only, not of other objects of its class."""
         assert callable(getattr(owner, name)), f"{owner} has no method {name}"
         self._put.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
@@ -84,7 +84,7 @@ class Feature(NamedTuple):
     names: tuple[str, ...]
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:
-        """Return the missing names; the Trainer may be None if all names start at a module."""
+        """Return the missing names; `trainer` may be None if no name starts at the Trainer."""
         return [name for name in self.names if not _is_there(trainer, name)]
 
     def works(self, trainer: pl.Trainer | None) -> bool:
@@ -168,7 +168,7 @@ FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feat
 
 
 def probe(trainer: pl.Trainer) -> None:
-    """Warn once, when a fit begins, about features that this version of Lightning disables."""
+    """At the beginning of a fit, warn once about features that this Lightning version disables."""
     lacks = {feature.lost: names for feature in FEATURES if (names := feature.missing(trainer))}
     if lacks:
         lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in lacks.items())
@@ -202,7 +202,7 @@ def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
 def handle_signals(
     trainer: pl.Trainer, patches: Patches, sigterm: Callable[..., None], slurm: Callable[..., None]
 ) -> None:
-    """Replace Lightning's handlers of SIGTERM and SLURM's signal, and its broadcast per batch."""
+    """Replace Lightning's SIGTERM and SLURM signal handlers, and its broadcast per batch."""
     if SIGTERM.works(trainer):
         connector = trainer._signal_connector
         patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -240,13 +240,13 @@ def around_loading(
     find: Callable[[Any], Any],
     done: Callable[[Any], None],
 ) -> None:
-    """Replace the path of the checkpoint that `fit`, `validate`, `test` or `predict` loads.
+    """Replace the path of the checkpoint to be loaded by `fit`, `validate`, `test` or `predict`.
 
     Args:
-        trainer: the Trainer, before it loads.
+        trainer: the Trainer, before it loads the checkpoint.
         patches: receives the wrappers.
-        find: called on all ranks with the path, or None; returns the path to load, or None.
-        done: called with the returned path when all ranks have loaded it.
+        find: called on all ranks with the original path or None; returns the path to load or None.
+        done: called with the returned path after all ranks have loaded it.
     """
     if not LOADING.works(trainer):
         return
@@ -267,9 +267,9 @@ def around_loading(
 
 
 def hide_resume_warning(trainer: pl.Trainer, patches: Patches) -> None:
-    """Hide Lightning's warning that a resume in mid-epoch needs loaders with a `state_dict`.
+    """Hide Lightning's warning that resuming mid-epoch needs loaders with a `state_dict`.
 
-    Call it where the position in the data is restored without one.
+    Call it where the position in the data is restored without a `state_dict`.
     """
     loop = trainer.fit_loop.epoch_loop
     reset = loop.reset
@@ -286,7 +286,7 @@ _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", 
 
 
 class _NoResult(NamedTuple):
-    """Result-queue entry of a rank that exits without a result."""
+    """Entry in the result queue for a rank that exits without a result."""
 
     by_sigterm: bool
 
@@ -299,8 +299,8 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
     2. Lightning's launcher assumes success and waits forever for the first rank's result. No
        `on_exception` hook has run, because it calls them in the launching process.
 
-    Here the ranks run these hooks, the first rank reports that there is no result, and the
-    launching process exits as the ranks did.
+    With this launcher, the ranks run these hooks, the first rank reports that there is no result,
+    and the launching process exits in the same way as the ranks.
     """
 
     def _wrapping_function(
@@ -332,9 +332,9 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
 def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Return a launcher whose ranks exit cleanly, in place of Lightning's; None stays None.
+    """Return a launcher that exits cleanly, in place of Lightning's; None stays None.
 
-    It calls `check` first, in the launching process, so that unsupported settings are refused
+    It calls `check` first, in the launching process, so that unsupported settings are rejected
     immediately and only once.
     """
     if launcher is None or not LAUNCH.works(None):
@@ -367,13 +367,13 @@ def _check_and_launch(
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
-    """Return the object that fetches training batches; None before loaders are set up."""
+    """Return the object that fetches training batches, or None before loaders are set up."""
     # loaders are set up after `on_fit_start`, in which a learning-rate finder already saves
     return trainer.fit_loop._data_fetcher
 
 
 def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
-    """Make the loops continue after a batch in the middle of an epoch."""
+    """Make the loops continue from a batch in the middle of an epoch."""
     loop = trainer.fit_loop
     loop.restarting = True  # Lightning sets this unless it considers the epoch finished
     loop._restart_stage = "restarted_mid_epoch"
@@ -381,7 +381,7 @@ def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
 
 
 def validate_first(trainer: pl.Trainer) -> bool:
-    """Make the loop run the validation due after the latest batch; return whether one is due."""
+    """Run the validation that is due after the latest batch, if any; return whether one is due."""
     epoch_loop = trainer.fit_loop.epoch_loop
     due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
     if due:
@@ -396,7 +396,7 @@ def count_step(trainer: pl.Trainer) -> None:
 
 
 def take_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """Take the loader states that Lightning has not loaded yet."""
+    """Remove and return the loader states that Lightning has not loaded yet."""
     states: list[dict[str, Any]] = []
     if LOADERS.works(trainer):
         states = trainer.fit_loop._combined_loader_states_to_load
@@ -405,7 +405,7 @@ def take_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 
 def epoch_metrics(trainer: pl.Trainer) -> list[str]:
-    """Return the names of metrics that training has logged for the current epoch so far."""
+    """Return the names of the metrics that training has logged so far in the current epoch."""
     if not METRICS.works(trainer):
         return []
     logged = trainer.fit_loop.epoch_loop._results.values()
@@ -424,7 +424,7 @@ def is_compiled(module: pl.LightningModule) -> bool:
 
 
 def validation_seconds(trainer: pl.Trainer) -> float | None:
-    """Return the time between validations; None if their interval is in batches."""
+    """Return the time between validation runs; None if their interval is in batches."""
     return getattr(trainer, "_val_check_time_interval", None)
 
 
@@ -432,7 +432,7 @@ def set_ddp_group(strategy: Any, group: Any | None) -> None:
     """Set the process group in which DDP averages gradients; None for all ranks.
 
     Raises:
-        RuntimeError: this version of Lightning has no such setting.
+        RuntimeError: this version of Lightning does not have that setting.
     """
     try:
         strategy._ddp_kwargs["process_group"] = group
@@ -444,7 +444,7 @@ def set_ddp_group(strategy: Any, group: Any | None) -> None:
 
 
 def data_used_up(trainer: pl.Trainer) -> bool:
-    """Return whether the latest batch read is the epoch's last one."""
+    """Return whether the most recently read batch is the last one of the epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
 
@@ -457,16 +457,16 @@ def may_stop_early(trainer: pl.Trainer, uncounted: int = 0) -> bool:
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Return whether gradients of the latest batch accumulate, with no optimizer step after it."""
+    """Return whether the latest batch only accumulates gradients, with no optimizer step."""
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return ready % trainer.accumulate_grad_batches != 0 and not data_used_up(trainer)
 
 
 def steps_to_come(trainer: pl.Trainer) -> int | None:
-    """Return how many steps the fit still takes at most; None if unknown.
+    """Return the maximum number of remaining steps in the fit; None if unknown.
 
-    With manual optimization these are batches, and unknown if `max_steps` is set, which counts the
-    steps of every optimizer.
+    With manual optimization, steps are batches. Their number is unknown if `max_steps` is set,
+    which counts the steps of every optimizer.
     """
     manual = not trainer.lightning_module.automatic_optimization
     total = trainer.estimated_stepping_batches
@@ -477,14 +477,14 @@ def steps_to_come(trainer: pl.Trainer) -> int | None:
 
 
 def in_accumulation(trainer: pl.Trainer) -> bool:
-    """Return whether an optimizer step is half accumulated."""
+    """Return whether gradients for the next optimizer step are partly accumulated."""
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     stepped = batch.processed == batch.ready and not accumulates(trainer)
     return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)
 
 
 def limit_epochs(trainer: pl.Trainer, batches: int) -> None:
-    """Reduce the number of batches per epoch that Lightning found in its training loaders."""
+    """Lower the number of batches per epoch that Lightning found in its training loaders."""
     loop = trainer.fit_loop
     loop.max_batches = batches
     loader, fetcher = loop._combined_loader, loop._data_fetcher
@@ -515,7 +515,7 @@ def has_no_batch(loop: Any) -> bool:
 
 
 def evaluation_loop(trainer: pl.Trainer) -> Any:
-    """Return the loop that validates, tests or predicts in the Trainer's current function."""
+    """Return the evaluation loop that the Trainer's current function uses."""
     loops = {
         TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
         TrainerFn.VALIDATING: trainer.validate_loop,
@@ -527,22 +527,22 @@ def evaluation_loop(trainer: pl.Trainer) -> Any:
 
 
 def batch_limits(loop: Any) -> list[int | float]:
-    """Return an evaluation loop's own list of batches per loader; a new list with new loaders."""
+    """Return an evaluation loop's list of batches per loader; new loaders get a new list."""
     limits: list[int | float] = vars(loop).get("_max_batches", vars(loop).get("max_batches"))
     return limits
 
 
 def fetches_ahead(loop: Any) -> bool:
-    """Return whether a loop has fetched its first batch, because it knows no length."""
+    """Return whether a loop prefetches its first batch, because the length is unknown."""
     return loop._data_fetcher.length is None and hasattr(loop._data_fetcher, "batches")
 
 
 def drop_first_batch(loop: Any) -> None:
-    """End a loop that has fetched its first batch, before it runs."""
+    """End a loop that has prefetched its first batch, before it runs."""
     fetcher = loop._data_fetcher
     fetcher.batches, fetcher.done = [], True
 
 
 def wrap_batches(loop: Any, wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
-    """Replace the iterator over the batches that a loop has still to fetch."""
+    """Replace a loop's iterator over the batches that it has not yet fetched."""
     loop._data_fetcher.iterator = wrap(loop._data_fetcher.iterator)

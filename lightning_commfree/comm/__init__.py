@@ -1,4 +1,4 @@
 """Channels between ranks, the traffic ledger, bit packing and failure detection.
 
-Depends on torch only and knows nothing of the training algorithms.
+Depends only on torch, and not on the training algorithms.
 """

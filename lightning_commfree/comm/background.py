@@ -1,4 +1,4 @@
-"""Run work beside the training thread: exchanges on a thread, encoding on a CUDA stream."""
+"""Run work outside the training thread: exchanges on a thread, encoding on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ T = TypeVar("T")
 
 
 class Background:
-    """Background thread that runs exchanges in the order of submission.
+    """Background thread that runs exchanges in the order in which they are submitted.
 
-    A two-phase exchange computes its second payload from the result of its first phase. Doing that
-    here keeps the training thread free. Only the training thread's waits count in the ledger.
+    A two-phase exchange computes its second payload from the result of its first phase. Computing
+    it on this thread keeps the training thread free. The ledger counts only the time that the
+    training thread waits.
 
     Attributes:
         staging: CUDA stream on which payloads are encoded.
@@ -46,11 +47,11 @@ class Background:
         staged: Callable[[], object] | None = None,
         device: torch.device | None = None,
     ) -> Pending[T]:
-        """Queue `task`; the ledger counts waiting for its result under `tag`.
+        """Queue `task`; the ledger counts the time spent waiting for its result under `tag`.
 
-        The host may be far ahead of a CUDA device. So the result's `wait` counts only the time in
-        which `device` has computed everything that was queued before the call. `staged` blocks
-        until the payload has been computed, which is not counted either.
+        The host may be far ahead of a CUDA device. So the result's `wait` counts only the time
+        after `device` has computed everything that was queued before the call. `staged` blocks
+        until the payload has been computed; that time is not counted either.
         """
         if self._executor is None:  # created on first use: a fork would lose the thread
             # A single thread: the collectives of two fragments keep their order on all ranks.
@@ -71,7 +72,7 @@ class Background:
         return Pending(resolve)
 
     def close(self) -> None:
-        """Stop the thread after its current task and drop queued tasks."""
+        """Stop the thread after its current task, and discard queued tasks."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
@@ -90,7 +91,7 @@ class Background:
 
 
 class Staging:
-    """Side CUDA stream for encoding and copies to the host; runs at once on other devices."""
+    """Side CUDA stream for encoding and copies to the host; other devices run work immediately."""
 
     def __init__(self, peers: PeerWatch | None = None) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -104,8 +105,8 @@ class Staging:
             inputs: all device tensors that `work` reads; the caller may free them after this call.
 
         Returns:
-            A function that waits for the result and returns it in host memory; callable from any
-            thread.
+            A function that waits for the result and returns it in host memory. It may be called
+            from any thread.
         """
         device = inputs[0].device
         if device.type != "cuda":
@@ -135,7 +136,7 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
     Returns:
         The copy (pinned if the tensor is on a CUDA device), and a function to call before reading
         it, from any thread. It raises `PeerLostError` if one of `peers` is lost: the device may
-        wait for it in an NCCL collective, which would block the host without end.
+        wait for it in an NCCL collective, which would block the host indefinitely.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None
@@ -155,14 +156,14 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
 
 
 def on_host(tensor: Tensor, peers: PeerWatch | None = None) -> Tensor:
-    """Return a copy in host memory; blocks, and raises like the function of `to_host`."""
+    """Return a copy in host memory; blocks, and raises the same errors as `to_host`."""
     host, wait = to_host(tensor, peers)
     wait()
     return host
 
 
 class DeviceWork:
-    """Everything queued so far on a device's current stream; `PeerWatch` waits for it."""
+    """All work queued so far on a device's current stream; `PeerWatch` waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -172,12 +173,12 @@ class DeviceWork:
         self._end.record(torch.cuda.current_stream(device))
 
     def is_completed(self) -> bool:
-        """Return whether the device has computed all of it."""
+        """Return whether the device has completed the work."""
         with torch.cuda.device(self._device):  # else a new thread opens a context on device 0
             return bool(self._end.query())
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until then; raise `RuntimeError` after `timeout`, like `dist.Work`."""
+        """Block until it is complete; raise a `RuntimeError` after `timeout`, like `dist.Work`."""
         if timeout is None:
             with torch.cuda.device(self._device):
                 self._end.synchronize()

@@ -1,8 +1,8 @@
 """Pack small codes into bytes: eight 1-bit flags or two 4-bit codes per byte.
 
-The layout is *planar*: N codes are padded with zeros and cut into as many equal rows as a byte
-holds codes; byte j contains code j of every row. Packing a row is one addition on consecutive
-bytes, unpacking it one shift and one mask. With R packed bytes:
+The layout is *planar*: N codes are padded with zeros and divided into equal rows, as many as there
+are codes in a byte; byte j contains code j of every row. Packing a row is one addition on
+consecutive bytes, unpacking it one shift and one mask. With R packed bytes:
 
 ======== ====== ================= =================================================================
 code     rows   packed bytes R    position of code i
@@ -13,11 +13,11 @@ code     rows   packed bytes R    position of code i
 
 A packed buffer is a whole number of 8-byte words, so bitwise operations can run on its
 `view(torch.int64)`, 64 flags per word, on machines of any byte order. The buffer does not store N.
-To split packed flags between n ranks, first pad them to a multiple of 64 n, so that each rank gets
+To split packed flags among n ranks, first pad them to a multiple of 64 n, so that each rank gets
 whole words.
 
-Codes are packed and unpacked in chunks that fit into a CPU's cache; the codes of a whole buffer
-never exist at once.
+Codes are packed and unpacked in chunks that fit into a CPU's cache; the unpacked codes of a whole
+buffer are never in memory at once.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def packed_nibbles_size(numel: int) -> int:
 def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
     """Write consecutive flags into a packed buffer.
 
-    Write parts in ascending order, because a later row is added to the rows below it.
+    Parts must be written in ascending order, because each row is added to the rows before it.
 
     Args:
         flags: bool, shape (..., n).
         start: index of the first flag.
-        packed: uint8, shape (..., R), where R is 8 ceil(N / 64) or more whole words. Zero it before
-            the first part; flags that no part covers are then False.
+        packed: uint8, shape (..., R), where R is 8 ceil(N / 64) or more, in whole words. Zero it
+            before the first part; flags that are never written are then False.
     """
     _pack(flags.view(torch.uint8), 1, packed, start)
 
 
 def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read flags `start` to `start` + n of `packed`, shape (..., R), as 0 and 1.
+    """Read flags `start` to `start` + n from `packed`, shape (..., R), as 0 and 1.
 
     `out` is uint8, shape (..., n).
     """
@@ -60,7 +60,10 @@ def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
 
 
 def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
-    """Write consecutive 4-bit codes into a packed buffer, in ascending order until all are written.
+    """Write consecutive 4-bit codes into a packed buffer.
+
+    Call it for adjacent parts in ascending order, until the buffer is complete: the first row
+    overwrites the buffer's previous contents, and the second is added to it.
 
     Args:
         codes: uint8, shape (n,), values 0 to 15; unchecked, because a check would synchronize a
@@ -99,7 +102,7 @@ def _pack(codes: Tensor, bits: int, out: Tensor, start: int) -> None:
 
 
 def _positions(start: int, numel: int, row_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (row, bytes, codes) for each row that codes `start` to `start` + `numel` are in."""
+    """Yield (row, bytes, codes) for each row with any of the codes `start` to `start` + `numel`."""
     position, stop = start, start + numel
     while position < stop:
         row, byte = divmod(position, row_bytes)

@@ -1,12 +1,13 @@
-"""Asynchronous collectives within a group of ranks, with bytes and wait times counted.
+"""Asynchronous collectives within a group of ranks; counts bytes and wait times.
 
 This is the only module of the package that calls collectives of `torch.distributed` (FSDP2 calls
-its own). A method starts its collective and returns a `Pending`; call `.wait()` at once to block. A
-channel of one rank has the same interface and sends nothing.
+its own). A method starts its collective and returns a `Pending`; call `.wait()` immediately to
+block. A single-rank channel has the same interface and sends nothing.
 
-Launch a channel's collectives from one thread, in the same order on all ranks; in this package that
-order depends on the training step alone. Results may be waited for in any order. Do not write to an
-input before its result has arrived; with one rank they may share memory.
+Launch a channel's collectives from one thread, in the same order on all ranks; in this package,
+that order depends only on the training step. Results may be waited for in any order. Do not write
+to an input before its result has arrived; in a single-rank channel, input and result may share
+memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """Result of a transfer in flight; keeps the transfer's buffers alive."""
+    """Result of an in-flight transfer; keeps the transfer's buffers alive."""
 
     def __init__(self, resolve: Callable[[], T]) -> None:
         self._resolve: Callable[[], T] | None = resolve
@@ -49,7 +50,7 @@ class Pending(Generic[T]):
         return cls(lambda: result)
 
     def wait(self) -> T:
-        """Block until the result has arrived; later calls return the same object at once.
+        """Block until the result has arrived; later calls return the same object immediately.
 
         Raises:
             RuntimeError: the transfer failed, for example because a peer died or the channel's
@@ -72,7 +73,7 @@ class Channel:
         ranks: global ranks of the group; results are in ascending order of rank.
         rank: global rank of this process; the attribute `rank` is its position among `ranks`.
         ledger: counts bytes and waits.
-        group: the process group; None for a channel of one rank.
+        group: the process group; None for a single-rank channel.
         device: device of inputs and results.
         downward: a second process group of the same ranks. All-gathers and all-to-alls use it for
             rows sent to lower ranks, and `group` for rows sent to higher ones.
@@ -115,20 +116,21 @@ class Channel:
         full_duplex: bool = False,
         liveness: bool = True,
     ) -> Channel:
-        """Create the process groups and return this rank's channel; collective over the world.
+        """Create the process groups and return this rank's channel; collective over all ranks.
 
         Args:
-            groups: global ranks of each group, the same on all ranks; contains each rank once.
+            groups: global ranks of each group, the same list on all ranks; it contains each rank
+                once.
             rank: global rank of this process.
             ledger: counts bytes and waits.
             backend: "gloo" for CPU tensors, "nccl" for tensors on `device`.
             timeout: timeout of a collective; None for torch's default.
             device: device of inputs and results under nccl.
             parent: an open channel that contains these ranks, to share its heartbeat: if rank 1
-                leaves this channel because rank 2 of another one died, errors name rank 2. None
-                starts a heartbeat.
+                exits because rank 2 of another channel died, errors on this channel name rank 2.
+                None: start a heartbeat.
             full_duplex: create a second gloo group, for large transfers over a slow link.
-            liveness: whether lost ranks are named; off for all if any rank passes False.
+            liveness: whether errors name the lost ranks; off on all ranks if any rank passes False.
         """
         mine = None
         sockets = CloseOnFork()
@@ -156,7 +158,7 @@ class Channel:
         return mine
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Sum `tensor` (any shape, the same on all ranks) over the ranks, in place."""
+        """Sum `tensor` over the ranks, in place; its shape must be the same on all ranks."""
         if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
@@ -175,7 +177,7 @@ class Channel:
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i of `tensor`, shape (size, *S), to rank i; row j of the result is rank j's."""
+        """Send row i of `tensor`, shape (size, *S), to rank i; result row j is from rank j."""
         assert tensor.shape[0] == self.size, (
             f"all_to_all needs {self.size} rows, got {tuple(tensor.shape)}"
         )
@@ -185,7 +187,7 @@ class Channel:
         return self._exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
-        """Overwrite `tensor` with the one of `source`, a position in this channel."""
+        """Overwrite `tensor` with that of the rank at position `source` in this channel."""
         if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
@@ -194,13 +196,13 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def keep_group(self) -> dist.ProcessGroup:
-        """Return the process group, for a library that needs it longer: `close` leaves it open."""
+        """Return the process group for a library that needs it longer; `close` keeps it open."""
         assert self.group is not None, "a single rank has no process group"
         self._keeps_group = True
         return self.group
 
     def close(self) -> None:
-        """Destroy the process groups; results that are still pending are lost."""
+        """Destroy the process groups; pending results are lost."""
         # before the groups: a peer whose connection breaks can then read that this rank has left
         self.peers.close(self._owns_monitor)
         for group in (None if self._keeps_group else self.group, self._downward):
@@ -218,7 +220,7 @@ class Channel:
         return self.size == 1
 
     def _start_monitor(self, liveness: bool) -> PeerMonitor | None:
-        """Start this rank's heartbeat; return None for a single rank, or if any rank has none."""
+        """Start this rank's heartbeat; return None for one rank, or if any rank has none."""
         if self._is_alone():
             return None
         store = job_store() if liveness else None
@@ -265,7 +267,7 @@ class Channel:
         return Pending(resolve)
 
     def _order_stream(self, works: Sequence[Any], tag: str) -> None:
-        """Let the current stream wait for NCCL's, and count for how long it does."""
+        """Make the current stream wait for NCCL's stream, and count the waiting time."""
         stream = torch.cuda.current_stream(self.device)
         make: Any = torch.cuda.Event
         begin, end = make(enable_timing=True), make(enable_timing=True)
@@ -279,7 +281,7 @@ class Channel:
 
 
 def abort_nccl() -> None:
-    """End NCCL's collectives, so that a lost rank does not block this process when it exits."""
+    """Abort NCCL's collectives, so that a lost rank does not block this process on exit."""
     c10d = dist.distributed_c10d
     groups = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "nccl"]
     if not groups:
@@ -298,7 +300,7 @@ def _all_to_all(
     rows_from: list[int] | None = None,
     rows_to: list[int] | None = None,
 ) -> Any:
-    """Launch an all-to-all with one row per rank, or with the given numbers of rows."""
+    """Launch an all-to-all with one row per rank, or with `rows_from` and `rows_to` rows each."""
     return dist.all_to_all_single(
         received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
     )
@@ -308,9 +310,9 @@ def _all_to_all(
 def _without_bound_device() -> Iterator[None]:
     """Keep `new_group` from splitting a CUDA communicator when it creates gloo groups.
 
-    Lightning binds the default group to a device. Ranks outside of a new group then take part in a
-    split of the default group, which only nccl supports: a gloo default group on a CUDA device
-    fails.
+    Lightning binds the default group to a device. Ranks outside a new group then participate in a
+    split of the default group, which only nccl supports; with a gloo default group on a CUDA device
+    it fails.
     """
     default = dist.group.WORLD
     assert default is not None, "the process group is initialized"

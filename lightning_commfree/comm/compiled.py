@@ -1,9 +1,9 @@
-"""Loops that numba compiles for the CPU: faster than torch operations, with the same results.
+"""Compile CPU loops with numba: faster than torch operations, with the same results.
 
-They need numba (`pip install 'lightning-commfree[numba]'`). Importing it takes a second. The first
-call of a loop takes another second, unless numba finds it in its cache: next to the loop's file if
-that is writable, else in the user's cache folder. The cache is invalidated when that file changes,
-but not when others do. So loops take constants of other files as arguments.
+The loops need numba (`pip install 'lightning-commfree[numba]'`). Importing it takes a second. The
+first call of a loop takes another second, unless numba finds it in its cache: next to the loop's
+file if that is writable, else in the user's cache folder. The cache is invalidated when that file
+changes, but not when other files do, so loops take constants from other files as arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call; keep the result in numba's cache if that is writable.
+    """Compile a loop at its first call; keep the result in numba's cache if that is writable.
 
     The loop releases the GIL.
     """
@@ -36,14 +36,14 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def load_loops(module: str, what: str) -> ModuleType | None:
-    """Import a module of compiled loops and try them out; log the reason if that fails.
+    """Import a module of compiled loops and call each of them once; if that fails, log why.
 
     Args:
-        module: its name; it has a function `try_out`, which calls every loop.
-        what: what the loops are for, the subject of a plural sentence in the log.
+        module: name of the module, which has a function `try_out` that calls every loop.
+        what: plural noun for the code that uses the loops, the subject of the log message.
 
     Returns:
-        The module; None if numba is missing or cannot be used.
+        The module, or None if numba is missing or cannot be used.
     """
     slower = f"{what} use torch operations on a CPU, which are slower (same results)"
     try:

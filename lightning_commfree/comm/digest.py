@@ -1,4 +1,4 @@
-"""Hash the bits of tensors, to check that ranks hold equal values without sending them."""
+"""Hash the bits of tensors, to check that ranks hold identical values without sending them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # constants of splitmix64, as
 def digest(tensor: Tensor) -> Tensor:
     """Return a fast hash of a contiguous tensor's bits: int64, 0-d, on its device.
 
-    It is 0 only by chance. See `thorough_digest` for the changes that it misses.
+    The hash is 0 only by chance. See `thorough_digest` for changes that it does not detect.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:  # views of int64 need aligned memory
@@ -30,10 +30,11 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def thorough_digest(tensor: Tensor) -> Tensor:
-    """Return a hash of a contiguous tensor's bits that every change of value or order affects.
+    """Return a hash of a contiguous tensor's bits that changes with any value and with their order.
 
-    `digest` is several times as fast, but misses four changes that cancel out in the sums of two
-    rows and two columns. The tensor must not be empty; the result is int64, 0-d, on its device.
+    `digest` is several times faster, but does not detect four changes that cancel out in the sums
+    of two rows and two columns. The tensor must not be empty; the result is int64, 0-d, on its
+    device.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
@@ -55,7 +56,7 @@ def _scattered(words: Tensor) -> Tensor:
     """Scramble int64 words one to one, so that each input bit affects all bits (splitmix64).
 
     Sums and products carry upwards only. Without this, changes of top bits would cancel in pairs
-    and miss the lower half of a digest, which some callers use alone.
+    and would not reach the lower half of a digest, which some callers use by itself.
     """
     for shift, factor in zip((30, 27), _MIX, strict=True):
         words = (words ^ _shifted(words, shift)) * factor

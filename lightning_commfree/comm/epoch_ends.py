@@ -1,18 +1,19 @@
 """Check that all ranks end an epoch after the same step.
 
-A rank whose epoch ends early would deadlock: it waits for the others at the epoch's end, and they
-wait for its next exchange. `strategies.stopping` makes epochs equal in advance where it can. It
-cannot for streams, for a loader that yields fewer batches than its length says, or for a hook that
-ends the epoch on some ranks only. So every rank publishes its position with its heartbeats
-(`comm.liveness`):
+A rank whose epoch ends early would deadlock: it would wait for the others at the end of the epoch
+while they wait for its next exchange. `strategies.stopping` makes epochs equal in advance where it
+can. That is impossible for streams, for a loader that yields fewer batches than its length, and for
+a hook that ends the epoch on only some ranks. So every rank publishes its position with its
+heartbeats (`comm.liveness`):
 
-1. Rank 1's epoch ends after step 5. It waits, and reads the other ranks' positions.
-2. It reads that rank 0 has begun step 6, and raises an error for all ranks that names both.
-3. The other ranks read that error with their next heartbeat and raise it: in the exchange they wait
-   for, or at their next step.
+1. Rank 1's epoch ends after step 5. It waits and reads the other ranks' positions.
+2. It finds that rank 0 has begun step 6, and raises an error that names both ranks and is sent to
+   all.
+3. The other ranks read that error with their next heartbeat and raise it, in the exchange for which
+   they are waiting or at their next step.
 
-With liveness off, or without a TCPStore, nothing is compared: uneven epochs then fail an exchange,
-without the name of a rank, at the latest after the `timeout`.
+With liveness off, or without a TCPStore, nothing is compared. An exchange then fails if epochs are
+uneven, at the latest after the `timeout`, and its error names no rank.
 """
 
 from __future__ import annotations
@@ -40,26 +41,26 @@ class EpochEnds:
         """Publish that this rank has begun a step.
 
         Raises:
-            AgreedError: some rank's epoch ended before this step, as another rank detected.
+            AgreedError: another rank detected that a rank's epoch ended before this step.
         """
         self._position = (epoch, step, _TRAINS)
         self._watch.check("step")
 
     def has_more(self, epoch: int, step: int) -> None:
-        """Publish that this rank has data after a step; a validation may come first."""
+        """Publish that this rank has more data after a step; validation may run first."""
         self._position = (epoch, step, _HAS_MORE)
 
     def end(self, epoch: int, step: int, out_of_data: bool = False) -> None:
-        """Wait until all ranks have ended this epoch after this step.
+        """Wait until all ranks have ended this epoch after the same step.
 
         Args:
             epoch: counted from 0.
-            step: steps of the fit so far.
+            step: number of steps in the fit so far.
             out_of_data: this rank has run out of data, so all ranks must have.
 
         Raises:
-            AgreedError: some rank ends the epoch after another step.
-            PeerLostError: some rank is lost, or has not ended the epoch within the timeout.
+            AgreedError: a rank ends the epoch after a different step.
+            PeerLostError: a rank is lost, or has not ended the epoch within the timeout.
         """
         self._position = (epoch, step, _ENDED)
         mine = self._watch.rank

@@ -1,6 +1,6 @@
 """Reduce values over the members of a view, with bit-identical results on all of them.
 
-The values are cut into S shards. A member's message about one shard has u bytes, and a reduced
+The values are split into S shards. A member's message about one shard has u bytes, and a reduced
 shard has d bytes. There are two routes for M members:
 
 =========  ===========================================================  ===  =====================
@@ -12,8 +12,9 @@ two-phase  shard i of every message to member i, its *owner*, which     M    (u 
 =========  ===========================================================  ===  =====================
 
 Gathering is cheaper for two members and for small messages, two phases for three members or more.
-Both routes share code: send messages `up`, reduce, send the result `down`, which sends nothing on
-the gather route.
+Both routes share code: messages are sent to the owners of the shards (`up`), reduced, and the
+results are sent to all members (`down`). On the gather route every member reduces everything, so
+`down` sends nothing.
 
 Each algorithm defines its messages and how to reduce them: Streaming DiLoCo averages values that a
 codec has rounded, Distributed Lion counts votes.
@@ -34,9 +35,9 @@ from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 class View(NamedTuple):
     """One version of a group's membership: members of an exchange, and the channel between them.
 
-    An exchange runs in one view from start to end. Algorithms take the group's size and their own
-    rank from the view only, so that an exchange can be repeated in another one when a member is
-    lost. A job of fixed size has a single view.
+    An exchange runs in a single view from start to end. Algorithms get the group's size and their
+    own rank only from the view, so that an exchange can be repeated in another view when a member
+    is lost. A job with a fixed number of ranks has a single view.
     """
 
     number: int  # of this view in the job, from 0
@@ -45,7 +46,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, channel: Channel) -> View:
-        """Return the view in which each rank of `channel` is a member."""
+        """Return the view of a fixed job, in which every rank of `channel` is a member."""
         return cls(0, tuple(range(channel.size)), channel)
 
     @property
@@ -55,12 +56,12 @@ class View(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Index of this process's member in `members`."""
+        """Index of this process in `members`."""
         return self.channel.rank
 
 
 class Membership(Protocol):
-    """Source of the view that each exchange runs in."""
+    """Provider of the view for each exchange."""
 
     changes: bool  # whether members may come and go; exchanges then keep their inputs for a retry
 
@@ -68,18 +69,18 @@ class Membership(Protocol):
         """Return the current view."""
 
     def after_failure(self, view: View, error: RuntimeError) -> View:
-        """Return the view to continue in after an exchange in `view` failed.
+        """Return the view in which to continue after an exchange in `view` has failed.
 
         Raises:
             RuntimeError: the job cannot continue.
         """
 
     def leave(self) -> None:
-        """Leave the group; the other members continue without this one."""
+        """Exit the group; the other members continue without this one."""
 
 
 class FixedMembership:
-    """Membership that never changes: losing a member ends the job."""
+    """Membership that never changes: the loss of a member ends the job."""
 
     changes = False
 
@@ -107,7 +108,7 @@ class Route(NamedTuple):
 
     @property
     def num_shards(self) -> int:
-        """S: the number of shards that the values are cut into."""
+        """S, the number of shards into which the values are split."""
         return self.view.size if self.two_phase else 1
 
     @property
@@ -116,9 +117,10 @@ class Route(NamedTuple):
         return self.view.rank if self.two_phase else 0
 
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
-        """Send this member's messages, shape (S, u), one per shard.
+        """Send this member's messages, shape (S, u), to the members that reduce the shards.
 
-        Returns all members' messages about this member's shard, shape (M, u), in member order.
+        Returns all members' messages about the shard that this member reduces: shape (M, u), in
+        member order.
         """
         channel = self.view.channel
         if self.two_phase:
@@ -126,30 +128,30 @@ class Route(NamedTuple):
         return channel.all_gather(messages[0], tag)
 
     def down(self, reduced: Tensor, tag: str) -> Pending[Tensor]:
-        """Send this member's reduced shard, shape (d,); return all shards, shape (S, d)."""
+        """Send this member's reduced shard, shape (d,), to all; return all shards, shape (S, d)."""
         if self.two_phase:
             return self.view.channel.all_gather(reduced, tag)
         return Pending.here(reduced.unsqueeze(0))
 
     def bytes_up(self, num_bytes: int) -> int:
-        """Return the bytes that this member sends up, with `num_bytes` per shard."""
+        """Return the bytes that `up` sends to the reducing members, with `num_bytes` per shard."""
         size = self.view.size
         if self.two_phase:
             return all_to_all_bytes(size * num_bytes, size)
         return all_gather_bytes(num_bytes, size)
 
     def bytes_down(self, num_bytes: int) -> int:
-        """Return the bytes that this member sends down, with `num_bytes` per reduced shard."""
+        """Return the bytes that `down` sends to all other members, with `num_bytes` per shard."""
         return all_gather_bytes(num_bytes, self.view.size) if self.two_phase else 0
 
 
 def routes(view: View) -> tuple[Route, Route]:
-    """Return both routes, gather first so that `min` prefers it if both send as many bytes."""
+    """Return both routes, gather first: on a tie in bytes, `min` then chooses it."""
     return Route(view, two_phase=False), Route(view, two_phase=True)
 
 
 def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sum tensors in order, so that all members that have the same rows get the same bits."""
+    """Sum tensors in order, so that members with the same rows get bit-identical results."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -159,8 +161,8 @@ def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
 class MessageLayout:
     """Byte offsets of a message's sections; 8-byte boundaries let any dtype view a section.
 
-    `sizes` are the bytes of each section by name, in order; fixed, because a collective needs
-    messages of equal size. `num_bytes` is the size of the message, a multiple of 8.
+    `sizes` maps section names to sizes in bytes, in order. They are fixed, because a collective
+    needs messages of equal size. `num_bytes` is the size of the message, a multiple of 8.
     """
 
     def __init__(self, **sizes: int) -> None:
@@ -171,7 +173,7 @@ class MessageLayout:
             self.num_bytes = -(-(self.num_bytes + size) // 8) * 8  # rounded up to 8
 
     def clear_gaps(self, message: Tensor) -> None:
-        """Zero the padding between sections, so that equal contents give equal bytes."""
+        """Zero the padding between sections, so that equal contents give identical bytes."""
         stops = [section.stop for section in self._sections.values()]
         starts = [section.start for section in self._sections.values()]
         for stop, start in zip(stops, [*starts[1:], self.num_bytes], strict=True):
@@ -182,5 +184,5 @@ class MessageLayout:
         return message[self._sections[name]].view(dtype)
 
     def sections(self, messages: Tensor, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return one section of M messages, one row of `dtype` per message."""
+        """Return one section of M messages as rows of `dtype`, one per message."""
         return torch.stack([self.section(message, name, dtype) for message in messages])

@@ -1,6 +1,6 @@
 """Check that all ranks of a channel have the same settings, before the first real exchange.
 
-With different settings that exchange would hang, or mix up values of different meaning.
+With different settings, that exchange would hang or mix up values with different meanings.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ _SHOWN = 5  # differences named in the error
 
 
 def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
-    """Raise on all ranks if `fingerprint` differs between any of them; collective.
+    """Raise an error on all ranks if `fingerprint` differs between any of them; collective.
 
-    `fingerprint` has values that must be equal, by name: settings, parameter shapes. If they are,
-    each rank sends only a 32-byte hash.
+    `fingerprint` maps names to values that must be the same on all ranks, such as settings and
+    parameter shapes. If they are, each rank sends only a 32-byte hash.
 
     Raises:
-        ValueError: the fingerprints differ; names the ranks and their differences from the first.
+        ValueError: the fingerprints differ; the message names the ranks that differ from the first,
+            and how.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())

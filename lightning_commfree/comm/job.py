@@ -35,7 +35,7 @@ _EXIT_DELAY_S = 0.05  # for gloo's threads to free the last tensors
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a job, outermost first; integers only, no process groups.
+    """Arrangement of a job's ranks along named axes, outermost first, without process groups.
 
     `axes=("replica", "data"), sizes=(2, 4)` puts ranks 0 to 3 into the first replica.
     """
@@ -48,7 +48,7 @@ class Mesh:
     sizes: tuple[int, ...]
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ on `axis` only, each in ascending order."""
+        """Return the groups of ranks that differ only on `axis`, each in ascending order."""
         index = self.axes.index(axis)
         stride = math.prod(self.sizes[index + 1 :])
         firsts = [rank for rank in range(math.prod(self.sizes)) if self.coordinate(rank, axis) == 0]
@@ -64,13 +64,13 @@ def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size")
     """Lay out `world_size` ranks as replicas of `replica_size` consecutive ranks.
 
     Raises:
-        ValueError: `replica_size`, which the user knows as `name`, does not divide `world_size`.
+        ValueError: `replica_size`, called `name` in messages, does not divide `world_size`.
     """
     if replica_size < 1 or world_size % replica_size:
         divisors = [k for k in range(1, world_size + 1) if world_size % k == 0]
         raise ValueError(
             f"`{name}={replica_size}` does not divide the {world_size} ranks of this job."
-            f" All groups have the same number of ranks: choose one of {divisors}."
+            f" Every group must have the same number of ranks. Choose one of {divisors}."
         )
     return Mesh(axes=(REPLICA, DATA), sizes=(world_size // replica_size, replica_size))
 
@@ -81,14 +81,14 @@ def tensor_mesh(
     """Lay out ranks as tensor groups of `size` consecutive ranks; `outside` is the other axis.
 
     Raises:
-        ValueError: `size`, which the user knows as `name`, does not divide `world_size`.
+        ValueError: `size`, called `name` in messages, does not divide `world_size`.
     """
     return Mesh(axes=(outside, TENSOR), sizes=replica_mesh(world_size, size, name).sizes)
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process as a rank of its job."""
+    """Information about this process as a rank of its job."""
 
     rank: int  # global
     size: int  # number of ranks in the job
@@ -103,7 +103,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class ReplicaChannels:
-    """One rank's channels."""
+    """One rank's channels: across replicas, within its replica, and to all ranks."""
 
     world: Channel  # all ranks, for tensors in host memory
     between: Channel  # the ranks at the same position in the other replicas
@@ -115,14 +115,14 @@ class ReplicaChannels:
     ) -> ReplicaChannels:
         """Create the process groups; collective over the job.
 
-        `mesh` has first the axis between replicas, then the one within; `ledgers` are in that order
-        too.
+        The first axis of `mesh` is across replicas, the second within a replica; `ledgers` are in
+        the same order.
         """
         (outside, inside), (replicas, size) = mesh.axes, mesh.sizes
         ledger, inner = ledgers
         rank, timeout = info.rank, info.timeout
         fast_between = outside == DATA  # both axes are within a node
-        # if each rank is a replica, the world's channel is also the one between replicas
+        # if each rank is a replica, the world's channel is also the cross-replica channel
         alone = size == 1 and not fast_between
         everyone = [list(range(replicas * size))]
         world = Channel.open(
@@ -157,7 +157,7 @@ class ReplicaChannels:
 
 @contextmanager
 def waiting_for_all(info: RankInfo) -> Iterator[None]:
-    """Context manager that warns if other ranks do not join its collective; explains a timeout.
+    """Context manager that warns if other ranks do not join a collective, and explains a timeout.
 
     Raises:
         RuntimeError: some ranks did not join within the timeout.
@@ -190,7 +190,7 @@ def default_backend(device: torch.device) -> str:
 
 
 def restart_count() -> int:
-    """Return how often torchrun has restarted this job; 0 without torchrun or a restart."""
+    """Return how often torchrun has restarted this job; 0 without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return 0  # each attempt has its own store
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -199,9 +199,9 @@ def restart_count() -> int:
 def join_restarted_world(info: RankInfo) -> None:
     """Initialize the default process group if torchrun has restarted this job.
 
-    torchrun keeps one store through all attempts. Ranks would find the addresses of the previous
-    attempt's ranks there, and fail or wait for their timeout. So the keys of each attempt get a
-    prefix. Other jobs are left to the framework.
+    torchrun keeps one store for all attempts. Ranks would find the addresses of the previous
+    attempt's ranks in it, and fail or wait until they time out. So each attempt's keys get a
+    prefix. In other jobs, the framework initializes the group.
     """
     if not restart_count() or dist.is_initialized():
         return
@@ -224,11 +224,12 @@ def join_restarted_world(info: RankInfo) -> None:
 def delay_exit(hosts_store: bool) -> None:
     """Delay the end of this process, for gloo's threads and for readers of its store.
 
-    A gloo thread may be the last to hold a finished collective, and needs the interpreter's lock to
-    free its tensors. If the interpreter has been torn down by then, the process aborts after a good
-    fit. Frameworks leave gloo's groups open to the end.
+    A gloo thread may hold the last reference to a finished collective, and needs the interpreter's
+    lock to free its tensors. If the interpreter has shut down by then, the process aborts after a
+    successful fit. Frameworks keep gloo's groups open to the end.
 
-    Rank 0 often hosts the store: the other ranks get two heartbeats to read that it has left.
+    Rank 0 often hosts the store: it gives the other ranks two heartbeats to read that it has
+    exited.
     """
     atexit.unregister(_delay)
     atexit.register(_delay, 2 * HEARTBEAT_SECONDS if hosts_store else _EXIT_DELAY_S)

@@ -14,9 +14,9 @@ all-to-all     b (n - 1) / n           a rank's block for itself is not sent
 broadcast      b (n - 1) / n           n - 1 ranks receive b each
 ============== ======================= ====================================================
 
-Bytes and seconds are also split by *phase* of the fit, so that training steps can be measured
-alone: before the first step (`START`), training steps (`STEPS`), validations (`VALIDATION`),
-checkpoints and the last exchange of a fit (`END`).
+Bytes and seconds are also counted by *phase* of the fit, so that training steps can be measured
+separately: before the first step (`START`), training steps (`STEPS`), validation (`VALIDATION`),
+checkpoints and the last exchange (`END`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def broadcast_bytes(num_bytes: int, size: int) -> int:
 
 
 class LedgerTotals(NamedTuple):
-    """Totals at one moment; the difference of two of them is the traffic in between."""
+    """Totals at one moment. The difference between two of them is the traffic in between."""
 
     bytes_sent: int
     seconds_waited: float
@@ -65,8 +65,8 @@ class LedgerTotals(NamedTuple):
 class Ledger:
     """Bytes sent and seconds waited by this rank, by tag.
 
-    Waiting is the time in which the caller is blocked, in `Pending.wait` or in a blocking
-    collective, and on a CUDA device the time in which it has nothing else to compute.
+    Waiting time is the time during which the caller is blocked, in `Pending.wait` or in a blocking
+    collective; on a CUDA device, only while the device has nothing else to compute.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
@@ -108,7 +108,7 @@ class Ledger:
         return sum(list(self.bytes_by_phase[phase].values()))
 
     def count_sent(self, tag: str, num_bytes: int) -> None:
-        """Count one collective for which this rank sends `num_bytes`."""
+        """Count a collective in which this rank sends `num_bytes`."""
         self.bytes_by_tag[tag] += num_bytes
         self.bytes_by_phase[self._phase_here()][tag] += num_bytes
         self.collectives_by_tag[tag] += 1
@@ -126,7 +126,7 @@ class Ledger:
     def thread_phase(self, phase: str) -> Iterator[None]:
         """Count the calling thread's traffic in a `with` block under `phase`.
 
-        A background thread may still send the payload of a step while a validation runs.
+        For example, a background thread may still be sending a step's payload during validation.
         """
         thread = threading.get_ident()
         self._phase_by_thread[thread] = phase
@@ -136,7 +136,7 @@ class Ledger:
             del self._phase_by_thread[thread]
 
     def ignore_waits_of_this_thread(self) -> None:
-        """Stop counting the calling thread's waits: they do not block training."""
+        """Stop counting the calling thread's waits, because they do not block training."""
         self._idle_threads.add(threading.get_ident())
 
     @contextmanager
@@ -150,13 +150,13 @@ class Ledger:
                 self._add_wait(tag, self._training_phase(), time.perf_counter() - start)
 
     def count_device_wait(self, tag: str, seconds: Callable[[], float | None]) -> None:
-        """Add a wait of a device; `seconds` returns None until the device has passed it."""
+        """Record a device's wait; `seconds` returns its duration, or None until it is over."""
         if threading.get_ident() not in self._idle_threads:
             self._device_waits.append((tag, self._training_phase(), seconds))
             self.settle()
 
     def settle(self) -> None:
-        """Add the device's waits that it has passed; they are in the order of the device."""
+        """Count the recorded device waits that are over; they end in the order of recording."""
         while self._device_waits:
             tag, phase, seconds = self._device_waits[0]
             waited = seconds()
@@ -181,7 +181,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Forecast of one rank's traffic in training steps, by the ledger's formulas."""
+    """Forecast of one rank's traffic in training steps, computed by the ledger's formulas."""
 
     bytes_by_tag: Mapping[str, float]  # per cycle
     cycle_steps: int
@@ -217,7 +217,7 @@ class StepMeans:
         self._window.append(self._sums())
 
     def figures(self) -> dict[str, float]:
-        """Return the means by name; empty before the first step."""
+        """Return a dict of metric name to mean; empty before the first step."""
         if not self.steps:
             return {}
         (bytes_before, seconds_before), (bytes_now, seconds_now) = self._window[0], self._window[-1]

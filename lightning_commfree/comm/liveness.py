@@ -1,9 +1,9 @@
-"""Failure detection: name the lost rank when a collective fails or does not end.
+"""Detect lost ranks, and name them when a collective fails or hangs.
 
-A failed collective does not say which rank failed. gloo reports "connection closed by peer" on the
-neighbors of a dead rank; they leave, and their own neighbors then blame them. So every rank writes
-a heartbeat into the job's own key-value store (torch's TCPStore at `MASTER_ADDR`), and a rank whose
-exchange fails looks there before it raises:
+A failed collective does not say which rank failed. When a rank dies, gloo reports "connection
+closed by peer" on its neighbors; they exit, and their own neighbors then report them as failed. So
+every rank writes a heartbeat to the job's key-value store (torch's TCPStore at `MASTER_ADDR`), and
+a rank whose exchange fails reads the store before it raises an error:
 
 1. Rank 1 is killed. The exchange breaks on rank 0, which reads the heartbeats of all ranks.
 2. Ranks 2 and 3 still send heartbeats, rank 1 does not. After `GONE_SECONDS` rank 0 stores the
@@ -17,25 +17,26 @@ as epochs of different length (`comm.epoch_ends`).
 failure                                 time until it is detected
 ======================================= ======================================================
 a rank is killed (SIGKILL, OOM)         `GONE_SECONDS` after gloo reports the broken connection
-a rank raised an error and left         one heartbeat: it reports this when closing its channels
+a rank raised an error and exited       one heartbeat: it reports this when closing its channels
 a rank hangs (SIGSTOP, deadlocked GIL)  `HUNG_SECONDS` of silence, if its machine still answers
 the process of the store dies (rank 0,  one heartbeat; the error names rank 0, and every rank
 or torchrun's agent on its machine)     detects it directly
-a whole machine is silent               the channel's timeout: it may be a link that is down,
+a whole machine is silent               the channel's timeout: maybe a network outage,
                                         which exchanges survive
 ======================================= ======================================================
 
-The cost is one more client connection to the store, and one daemon thread from the opening of the
-first channel to its close, or to that of rank 0; there is no port or protocol of our own.
-Heartbeats send 1.3 kB/s per rank to and from the machine of rank 0 (measured, with TCP/IP headers).
-A rank that has waited for more than `SUSPECT_SECONDS` also reads all heartbeats, at 0.2 kB/s per
-rank. Keys contain random tokens that the ranks exchange over the channel (8 bytes each), so that
-keys of an earlier fit, or of an attempt before a torchrun restart, are never read. Training threads
-never touch the store, because it may hang.
+Each rank opens one more client connection to the store and runs one daemon thread, from the opening
+of its first channel until that channel or rank 0's is closed. No other port or protocol is used.
+Heartbeats use 1.3 kB/s per rank to and from rank 0's machine (measured, including TCP/IP headers).
+After waiting for more than `SUSPECT_SECONDS`, a rank also reads all heartbeats, which takes 0.2
+kB/s per rank. Keys contain random tokens that the ranks exchange over the channel (8 bytes each),
+so that keys from an earlier fit, or from before a torchrun restart, are never read. Training
+threads never touch the store, because it may hang.
 
-To switch it off, pass `liveness=False` to `Channel.open`, or set the attribute `liveness = False`
-of a strategy before `fit`. Exchanges then raise their own errors, and a death may be noticed only
-after the timeout. The same holds if the process group has no TCPStore (`init_method="file://..."`).
+To disable failure detection, pass `liveness=False` to `Channel.open`, or set the attribute
+`liveness = False` of a strategy before `fit`. Exchanges then raise their own errors, and a dead
+rank may go undetected until the timeout. The same applies if the process group has no TCPStore
+(`init_method="file://..."`).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class PeerLostError(RuntimeError):
 
 
 class AgreedError(RuntimeError):
-    """An error that all ranks raise, so that no rank that leaves with it counts as lost."""
+    """An error that all ranks raise. A rank that exits with it does not count as lost."""
 
 
 Verdict = Mapping[int, str] | str
@@ -107,9 +108,9 @@ class Status(NamedTuple):
 
 
 class PeerMonitor:
-    """Publish this process's heartbeat and read the other ranks' heartbeats, on a thread.
+    """Publish this process's heartbeat and read the other ranks' heartbeats, on its own thread.
 
-    Only that thread touches the store, through a client of its own; the training thread reads
+    Only that thread accesses the store, through a separate client; the training thread reads
     attributes.
     """
 
@@ -135,7 +136,7 @@ class PeerMonitor:
     # -- lifetime
 
     def start(self, tokens: Mapping[int, int]) -> None:
-        """Start the heartbeat; `tokens` are all ranks' tokens, with keys already in the store."""
+        """Start the heartbeat. `tokens` are all ranks' tokens; their keys must be in the store."""
         self._keys = {rank: _key(token) for rank, token in sorted(tokens.items())}
         self._verdict_key = f"{self._keys[min(tokens)]}/lost"
         if self.rank == min(tokens):
@@ -146,11 +147,11 @@ class PeerMonitor:
 
     @property
     def runs(self) -> bool:
-        """Whether the heartbeat runs: not after `close`, nor in a process forked later."""
+        """Whether the heartbeat is running: not after `close`, nor in a process forked later."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Tell the other ranks that this one leaves, and end the thread."""
+        """Tell the other ranks that this one is exiting, and stop the thread."""
         if self._thread is not None and self.runs:
             self._leaving = True
             self._wake.set()
@@ -167,7 +168,7 @@ class PeerMonitor:
             return self._has_read.wait_for(lambda: self._read_s > asked, seconds)
 
     def read_all(self) -> None:
-        """Make the thread read all heartbeats for the next two seconds."""
+        """Make the thread read all heartbeats during the next two seconds."""
         now = time.monotonic()
         if now - self._read_all_s > _READ_ALL_S:
             self._contact_s = now  # this process may have been stopped itself: restart the count
@@ -176,7 +177,8 @@ class PeerMonitor:
     def silent(self, seconds: float, spare_machines: bool) -> dict[int, str]:
         """Return the ranks without a heartbeat for `seconds`, with reasons.
 
-        With `spare_machines`, omit ranks whose whole machine is silent, as their link may be down.
+        With `spare_machines`, omit ranks whose entire machine is silent: its network link may be
+        down.
         """
         if self._store_left():
             return {}  # the store may end at any moment, so this rank has stopped reading
@@ -200,7 +202,7 @@ class PeerMonitor:
         }
 
     def without_store(self) -> dict[int, str]:
-        """Return the rank that hosts the store if its connection broke."""
+        """Return the rank that hosts the store if the connection to it has broken."""
         if not self.store_error or self._store_left():
             return {}
         return {
@@ -255,7 +257,7 @@ class PeerMonitor:
         # everyone the first time, to learn their machines
         everyone = started - self._read_all_s < _READ_ALL_S or not self.statuses
         ranks = [r for r in self._keys if r != self.rank and (everyone or r == _STORE_RANK)]
-        # The verdict last: a rank stores it before it leaves, so whoever reads that a rank has left
+        # Read the verdict last: a rank stores it before it exits, so a rank that reads of the exit
         # also reads why.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
         self._contact_s = time.monotonic()
@@ -328,8 +330,8 @@ class PeerWatch:
     def naming_lost(self, tag: str, computing: bool = False) -> Iterator[None]:
         """Context manager that names the lost ranks if a collective in it fails.
 
-        With `computing` the block may fail for other reasons, as a training step can: its error
-        then passes unchanged if no rank is lost.
+        With `computing`, the block may fail for other reasons, as a training step can. If no rank
+        is lost, its error is then raised unchanged.
 
         Raises:
             PeerLostError: the `with` block raised a `RuntimeError`, or a rank was already lost.
@@ -343,7 +345,7 @@ class PeerWatch:
         """Block until all `works`, the parts of one exchange, are done.
 
         Raises:
-            PeerLostError: one failed, the timeout ran out, or a rank is lost.
+            PeerLostError: one failed, the timeout expired, or a rank is lost.
             AgreedError: another rank has announced it.
         """
         if self.monitor is None:
@@ -356,7 +358,7 @@ class PeerWatch:
                 self._check_wait(time.monotonic() - start)
 
     def close(self, owner: bool) -> None:
-        """End the waits of other threads; the `owner`, which opened the monitor, also closes it."""
+        """Interrupt the waits of other threads, and close the monitor if `owner`."""
         self._closed = True
         if owner and self.monitor is not None:
             self.monitor.close()
@@ -366,19 +368,19 @@ class PeerWatch:
     def publish(self, value: Callable[[], Any]) -> None:
         """Send `value()`, a short JSON value, to all ranks with each heartbeat from now on.
 
-        The heartbeat's thread calls it, so it does not slow down a step.
+        The heartbeat thread calls it, so steps are not slowed down.
         """
         if self.monitor is not None:
             self.monitor.published = value
 
     def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
-        """Block until no rank is behind; return at once with liveness off.
+        """Block until no rank is behind; return immediately with liveness off.
 
-        `behind` gets the published values by rank ("" if none yet) and returns the ranks to wait
-        for, with the reasons to raise at the timeout.
+        `behind` takes the values published so far, by rank ("" if none), and returns the ranks to
+        wait for, each with the reason to report at the timeout.
 
         Raises:
-            PeerLostError: the timeout ran out, or a rank is lost.
+            PeerLostError: the timeout expired, or a rank is lost.
             AgreedError: another rank has announced it.
         """
         monitor, start = self.monitor, time.monotonic()
@@ -406,7 +408,8 @@ class PeerWatch:
     def agreed(self, text: str) -> RuntimeError:
         """Return an `AgreedError`; all other ranks raise it within a heartbeat.
 
-        If several ranks call it, or one is lost, all ranks raise the first error.
+        If several ranks call it, or a rank is lost, all ranks raise the error that was reported
+        first.
         """
         return AgreedError(text) if self.monitor is None else self._failure("", 0.0, "", text)
 
@@ -414,7 +417,7 @@ class PeerWatch:
 
     @contextmanager
     def _explaining(self, tag: str, computing: bool = False) -> Iterator[None]:
-        """Context manager that replaces a `RuntimeError` by one that names the lost ranks."""
+        """Context manager that replaces a `RuntimeError` with one that names the lost ranks."""
         start, monitor = time.monotonic(), self.monitor
         try:
             yield
@@ -435,8 +438,8 @@ class PeerWatch:
     def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
         """Raise `_StopWaitingError` if this rank must not wait any longer.
 
-        `behind` are the ranks it waits for, with reasons; None: those that are behind in an
-        exchange.
+        `behind` contains the ranks for which it is waiting, with reasons; None means those that are
+        behind in an exchange.
         """
         monitor = self.monitor
         assert monitor is not None
@@ -455,7 +458,7 @@ class PeerWatch:
                 raise _StopWaitingError("a rank stopped responding", found)
 
     def _find_lost(self) -> Verdict:
-        """Find the ranks that broke an exchange; empty if all have heartbeats and none has left."""
+        """Find the ranks that broke an exchange; empty if all are alive and none has exited."""
         monitor, start = self.monitor, time.monotonic()
         assert monitor is not None
         baseline: dict[int, int] = {}  # first beats read after the failure: a later one is alive
@@ -478,9 +481,9 @@ class PeerWatch:
         return monitor.verdict or monitor.without_store() or self._left(self._behind(even=True))
 
     def _behind(self, even: bool = False) -> dict[int, int]:
-        """Return how many exchanges of this channel the ranks behind this one have launched.
+        """Return how many exchanges of this channel each rank that is behind has launched.
 
-        With `even`, include ranks that have launched as many as this one.
+        With `even`, include ranks that have launched the same number as this one.
         """
         assert self.monitor is not None
         mine, index = self.monitor.launched[self._index] + even, self._index
@@ -511,7 +514,7 @@ class PeerWatch:
         }
 
     def _failure(self, tag: str, waited_s: float, cause: str, found: Verdict) -> RuntimeError:
-        """Announce `found`; return the error of the job's first verdict."""
+        """Announce `found`; return the error for the first verdict in the job."""
         monitor = self.monitor
         assert monitor is not None
         monitor.announce(found)
@@ -534,7 +537,7 @@ class PeerWatch:
 
 
 class _StopWaitingError(RuntimeError):
-    """Ends a wait for an exchange; `found` is the verdict, if there is one."""
+    """Raised to stop waiting for an exchange; `found` is the verdict, if there is one."""
 
     def __init__(self, message: str, found: Verdict | None = None) -> None:
         super().__init__(message)
@@ -544,7 +547,7 @@ class _StopWaitingError(RuntimeError):
 def job_store() -> Any:
     """Return a new client of the job's TCPStore; None if the process group has another store.
 
-    A separate client, because a call blocks it for as long as the store hangs.
+    The client is separate, because a call blocks it for as long as the store hangs.
     """
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
@@ -574,7 +577,7 @@ def _key(token: int) -> str:
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Wait briefly; return whether `work` has ended, and raise its error if it failed."""
+    """Wait briefly; return whether `work` has ended. Raise its error if it failed."""
     try:
         work.wait(_SLICE)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Checks that all algorithms' settings share."""
+"""Checks shared by the settings of all algorithms."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
     """Raise a `ValueError` unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(
-            f"`{name}={value!r}` is unknown. Choose one of {', '.join(map(repr, choices))}."
+            f"`{name}={value!r}` is not valid. Choose one of {', '.join(map(repr, choices))}."
         )
 
 
 def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
-    """Check that `value` is an int of at least `least`; `meaning` ends the error's sentence.
+    """Check that `value` is an int of at least `least`; `meaning` is the end of the error message.
 
     Raises:
         TypeError: it is not an int.

@@ -1,13 +1,13 @@
-"""A rank's sockets: choose the network interface for gloo, and close sockets on fork.
+"""Choose the network interface for gloo, and close a rank's sockets in forked processes.
 
-gloo listens on the address that this host's name resolves to, which on Debian is 127.0.1.1 and
-cannot be reached from other machines. `choose_interface` finds the interface with the route to the
-main machine instead. Asking the kernel for that route sends nothing.
+gloo listens on the address to which this host's name resolves. On Debian that is 127.0.1.1, which
+other machines cannot reach. `choose_interface` finds the interface with the route to the main
+machine instead. Asking the kernel for the route sends nothing.
 
 Data loader workers are forked from a rank and inherit its open sockets. If the rank is killed, a
 busy worker survives it for a while and keeps the rank's connections open, so the other ranks'
 collectives wait instead of failing. `CloseOnFork` closes the inherited sockets in children of
-`multiprocessing`, data loader workers among them, but not in children of a bare `os.fork`.
+`multiprocessing`, including data loader workers, but not in children of a plain `os.fork`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GlooInterface:
         self._changed = False
 
     def select(self, main_address: str) -> None:
-        """Set the interface unless the user has set one; raise like `choose_interface`."""
+        """Set the interface unless the user has; raises the errors of `choose_interface`."""
         self.restore()
         if os.environ.get(VARIABLE):
             return
@@ -56,8 +56,8 @@ class GlooInterface:
 def choose_interface(main_address: str) -> str | None:
     """Choose the network interface for gloo in a job on several machines.
 
-    Returns its name; None if gloo's own choice can be reached from other machines. `main_address`
-    is the main machine's address or host name, as in `MASTER_ADDR`.
+    Returns its name; None if other machines can reach the address that gloo chooses by itself.
+    `main_address` is the main machine's address or host name, as in `MASTER_ADDR`.
 
     Raises:
         ValueError: several interfaces are possible, or none.
@@ -101,7 +101,7 @@ def interface_address(name: str) -> str | None:
 
 
 def host_addresses() -> list[str]:
-    """Return the addresses that this host's name resolves to."""
+    """Return the addresses to which this host's name resolves."""
     with suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         return [str(address[0]).partition("%")[0] for *_, address in found]
@@ -119,7 +119,7 @@ _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
 class CloseOnFork:
-    """Set of TCP sockets that forked children close."""
+    """Set of TCP sockets to close in forked children."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor, to detect one that was reused
@@ -137,7 +137,7 @@ class CloseOnFork:
             self._inodes |= new
 
     def _close(self) -> None:
-        """Close the registered sockets; runs in a forked child, and the parent keeps its own."""
+        """Close the registered sockets in a forked child; the parent's remain open."""
         for descriptor, inode in self._inodes.items():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:

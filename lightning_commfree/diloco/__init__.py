@@ -1,6 +1,6 @@
 """Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch.
 
-Douillard et al., 2025, arXiv:2501.18512. Replicas train independently and exchange *outer
+Douillard et al., 2025, arXiv:2501.18512. Replicas train independently. They exchange *outer
 gradients*, one fragment of the model at a time, while training continues. Each replica runs::
 
     global_copy = copy of the initial parameters          # equal on all M replicas, in fp32
@@ -38,20 +38,20 @@ Delta   `outer_gradient()`  old minus new    --               Algorithm 2
 Read in this order:
 
 1. `schedule`: when fragments launch and land. `fragments`: how a model is split into them.
-2. `codec`: how values are rounded for the wire, with the arithmetic in `quantize` and
+2. `codec`: how values are encoded for sending, with the arithmetic in `quantize` and
    `quantize_numba`.
 3. `outer`: a fragment's global copy and outer step. `exchange`: the mean over the replicas.
 4. `streaming`: the algorithm.
-5. Rare cases: `nonfinite` (a replica with NaN), `frozen` (parameters that are unfrozen, or that
-   hooks write to). `messages`: hints and warnings to the user.
+5. Special cases: `nonfinite` (a replica with NaN), `frozen` (parameters that are unfrozen, or
+   modified by hooks). `messages`: hints and warnings for the user.
 
 Departures from the paper:
 
-- A run *finishes*: in-flight fragments land, then every fragment is exchanged once more for the
-  mean of the local weights, so that all replicas end with the same weights. The paper evaluates
+- At the end, a run *finishes*: in-flight fragments land, then every fragment is exchanged once more
+  to average the local weights, so that all replicas end with the same weights. The paper evaluates
   the global copies, which are up to H steps stale.
-- Section 2.2 and Algorithm 2 give the offset different signs; this package follows the algorithm.
-  The sign only changes the order of the fragments, if P >= 3.
+- Section 2.2 and Algorithm 2 disagree on the sign of the offset; this package follows the
+  algorithm. The sign affects only the order of the fragments, and only if P >= 3.
 - Persistent floating-point buffers (BatchNorm) are averaged with their module's fragment, always in
   fp32; the paper's models have none.
 """

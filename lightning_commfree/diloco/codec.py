@@ -1,8 +1,8 @@
-"""Codecs for outer gradients: fp32 values to a payload of bytes and back.
+"""Codecs for outer gradients: convert fp32 values to a payload of bytes and back.
 
-Every replica, the sender included, decodes the same bytes and sums in fp32 in replica order, so the
-global copies stay bit-identical (arXiv:2501.18512, section 2.4). The size of a payload depends only
-on the number of values, N.
+Every replica, including the sender, decodes the same bytes and sums in fp32 in replica order, so
+the global copies remain bit-identical (arXiv:2501.18512, section 2.4). The size of a payload
+depends only on the number of values, N.
 
 ==========  ============  =====================================================================
 wire_dtype  bits a value  rounding
@@ -14,11 +14,11 @@ fp4         4.03          to nearest of zero and seven powers of two with either
 ==========  ============  =====================================================================
 
 Int8 and fp4 have one scale per *block* of consecutive values (`quantize`). Values are processed in
-*chunks* of complete blocks, so that intermediate results stay in a cache. If numba is installed,
-CPUs use `quantize_numba`, two to four times as fast on one thread, with the same results.
+*chunks* of complete blocks, so that intermediate results stay in cache. If numba is installed, CPUs
+use `quantize_numba`, which is two to four times faster on one thread and gives the same results.
 
 To use your own codec, pass an object that implements `Codec` as `wire_dtype`. Coarse codecs (1 or 2
-bits, top-k) converge only with `Codec.error_feedback`; `examples/sign_codec.py` is an example.
+bits, top-k) converge only with `Codec.error_feedback`. See `examples/sign_codec.py` for an example.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
 
 
 def num_blocks(numel: int) -> int:
-    """Return the number of blocks of `numel` values."""
+    """Return the number of blocks in `numel` values."""
     return -(-numel // BLOCK)
 
 
@@ -59,17 +59,17 @@ def chunks(numel: int, device: torch.device) -> Iterator[slice]:
 
 @runtime_checkable
 class Codec(Protocol):
-    """Conversion of fp32 values to a payload of bytes and back."""
+    """Interface for converting fp32 values to a payload of bytes and back."""
 
     @property
     def name(self) -> str:
-        """Name, which must be equal on all replicas."""
+        """Name of the codec, which must be the same on all replicas."""
 
     @property
     def error_feedback(self) -> bool:
         """Whether to add the rounding error to the fragment's next outer gradient.
 
-        Costs 4 bytes of memory per parameter.
+        It takes 4 bytes of memory per parameter.
         """
 
     def num_bytes(self, numel: int) -> int:
@@ -81,8 +81,8 @@ class Codec(Protocol):
         Args:
             values: fp32, shape (N,).
             out: uint8, shape (num_bytes(N),); filled.
-            residual: fp32, shape (N,); filled with the rounding error, `values` minus the decoded
-                `out`. None: not needed.
+            residual: fp32, shape (N,); filled with the rounding error, which is `values` minus the
+                decoded `out`. None: not needed.
         """
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
@@ -105,7 +105,7 @@ class CastCodec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return N times the size of the type."""
+        """Return N times the size of the wire type."""
         return numel * self.dtype.itemsize
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
@@ -121,10 +121,10 @@ class CastCodec:
 
 @dataclass(frozen=True)
 class Int8Codec:
-    """Int8 codec: the fp32 scales of all blocks, then one byte per value.
+    """Int8 codec. Its payload contains the fp32 scales of all blocks, then one byte per value.
 
     Args:
-        compiled: whether to use `quantize_numba` where numba is installed.
+        compiled: whether to use `quantize_numba` if numba is installed.
     """
 
     name: str = "int8"
@@ -161,10 +161,10 @@ class Int8Codec:
 
 @dataclass(frozen=True)
 class Fp4Codec:
-    """Fp4 codec: E3M0 codes, two per byte, then a one-byte scale per block.
+    """Fp4 codec. Its payload contains E3M0 codes, two per byte, then a one-byte scale per block.
 
     Args:
-        compiled: whether to use `quantize_numba` where numba is installed.
+        compiled: whether to use `quantize_numba` if numba is installed.
     """
 
     name: str = "fp4"
@@ -225,7 +225,7 @@ def decode_all(codec: Codec, payload: Tensor, out: Tensor) -> Tensor:
 
 
 def warm_up(codec: Codec, device: torch.device) -> None:
-    """Encode and decode one value, so that lazy loading and compilation happen now."""
+    """Encode and decode one value, to trigger lazy loading and compilation now."""
     value = torch.zeros(1, dtype=torch.float32, device=device)
     payload = torch.empty(codec.num_bytes(1), dtype=torch.uint8, device=device)
     codec.encode(value, payload)
@@ -233,7 +233,7 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return the slice of a chunk's blocks, and their shape (blocks, values per block)."""
+    """Return the slice of blocks that a chunk covers, and its shape (blocks, values per block)."""
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)

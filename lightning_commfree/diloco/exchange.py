@@ -1,19 +1,19 @@
 """Compute the mean of the replicas' outer gradients (arXiv:2501.18512, section 2.4).
 
 Each fragment takes the route of `comm.exchange` that sends fewer bytes: gather for two replicas and
-for small fragments, else two-phase. Every replica, even the owner of a shard, decodes the same
-bytes and adds in replica order, so the means are bit-identical. On the two-phase route the codec
-rounds the mean a second time. Replicas with NaN or Inf do not count in the mean.
+for small fragments, otherwise two-phase. Every replica, even the owner of a shard, decodes the same
+bytes and adds them in replica order, so the means are bit-identical. On the two-phase route, the
+codec rounds the mean again. Replicas with NaN or Inf are excluded from the mean.
 
 A message has four sections:
 
-1. *header*: three int64. First, flags (the sender asks all to stop; its values contain NaN or Inf)
+1. *header*: three int64. First, flags (the sender requests a stop; its values contain NaN or Inf)
    and, in the bits above, a hash of the fragments that joined during the fit. Second, the sender's
-   inner step. Third, a hash of its global copy (0: none). On the way down the owner of a shard
+   inner step. Third, a hash of its global copy (0: none). On the way down, the owner of a shard
    sends a summary of all headers.
-2. *gram*, down only: inner products of all replicas' gradients, restricted to the owner's shard.
+2. *gram*, only down: inner products of all replicas' gradients, restricted to the owner's shard.
 3. *payload*: the values as the codec encodes them.
-4. *buffers*: averaged buffers, always in fp32: a rounded variance could be zero.
+4. *buffers*: averaged buffers, always in fp32, because a rounded variance could become zero.
 
 On CUDA, encoding and the copy to host memory run on a side stream, and a background thread waits
 for them and sends the message.
@@ -47,7 +47,7 @@ JOINED_BITS = 40
 
 
 class Header(NamedTuple):
-    """Metadata sent with a replica's values; the host does not wait for tensors in it."""
+    """Metadata sent with a replica's values; the host does not wait for its tensors."""
 
     stop: bool
     step: int
@@ -62,13 +62,13 @@ class Header(NamedTuple):
         return flags + (self.joined << _JOINED_SHIFT), self.step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return `values` and those tensors of the header that are on the same device."""
+        """Return `values`, and those of the header's tensors that are on the same device."""
         tensors = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in tensors if word.device == values.device)]
 
 
 class HeaderSummary(NamedTuple):
-    """Combined headers of all replicas."""
+    """Summary of all replicas' headers."""
 
     stop: bool  # some replica asks all to stop
     drifted: bool  # the hashes of the global copies differ
@@ -78,7 +78,7 @@ class HeaderSummary(NamedTuple):
 
 
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
-    """Combine the headers of all replicas: int64, shape (M, 3), in host memory."""
+    """Summarize the headers of all replicas, int64, shape (M, 3), in host memory."""
     flags, steps, digests = headers_M3.unbind(1)
     drifted, steps_differ, joined_differ = (
         bool((words != words[0]).any()) for words in (digests, steps, flags >> _JOINED_SHIFT)
@@ -87,14 +87,14 @@ def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
-    """Combine the summaries that all owners have sent (`summary_header`)."""
+    """Combine the summaries sent by all owners (`summary_header`)."""
     flags, drifted, steps_differ = headers_M3.unbind(1)
     seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_SHIFT).any())
     return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags))
 
 
 def summary_header(summary: HeaderSummary, member: int) -> Header:
-    """Create the header in which the owner `member` sends its summary on the way down."""
+    """Create the header with which the owner `member` sends its summary down."""
     # the fields `step` and `digest` are free on the way down; every member sends its own NaN flag
     step, digest, joined = summary.drifted, summary.steps_differ, summary.joined_differ
     return Header(summary.stop, int(step), int(digest), member in summary.nonfinite, int(joined))
@@ -109,7 +109,7 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
 
 
 def finite_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
-    """Remove the messages of `nonfinite` members; keep all of them if none would remain."""
+    """Remove the messages of `nonfinite` members, or none if no message would remain."""
     counted = [m for m in range(len(messages)) if m not in nonfinite]
     if not 0 < len(counted) < len(messages):
         return messages
@@ -152,7 +152,7 @@ class FragmentMessage:
         gram: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        """Write `message`: uint8, shape (num_bytes,), on the device of `values`."""
+        """Fill `message`: uint8, shape (num_bytes,), on the device of `values`."""
         self._layout.clear_gaps(message)
         words = self._layout.section(message, "header", torch.int64)
         for word, value in zip(words, header.words, strict=True):
@@ -186,8 +186,8 @@ class FragmentMessage:
         return values_MN
 
     def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of the values, fp32, shape (numel,), and inner products, shape (M, M)."""
-        # chunk by chunk, so that the decoded values of all replicas never exist at once
+        """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M)."""
+        # chunk by chunk, so that decoded values of all replicas are never in memory at once
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
         gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)
@@ -217,7 +217,7 @@ class FragmentMessage:
 
 
 def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
-    """Write the mean over the replicas, summed in their order, to `out`."""
+    """Write the mean over the replicas to `out`, summing in replica order."""
     torch.add(rows_MN[0], 0.0, out=out)  # start from 0.0: -0.0 becomes 0.0
     for row in rows_MN[1:]:
         out += row
@@ -239,7 +239,7 @@ class Arrival(NamedTuple):
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, within: Channel) -> Arrival:
-        """Combine the flags and inner products of the replica's ranks; collective within it."""
+        """Combine the flags and inner products of a replica's ranks; collective within it."""
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
         mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(within.device)
         rows = on_host(within.all_gather(mine, WITHIN_TAG).wait(), within.peers)
@@ -259,7 +259,7 @@ class Arrival(NamedTuple):
 
     @property
     def cosine(self) -> float:
-        """Cosine similarity of two replicas' outer gradients, mean over all pairs; 1 for K = 1."""
+        """Mean cosine similarity of the outer gradients over all pairs of replicas; 1 if K = 1."""
         norms_M = self.gram.diagonal().sqrt()
         cosines_MM = self.gram / torch.outer(norms_M, norms_M).clamp(min=1e-30)
 
@@ -273,14 +273,14 @@ class Arrival(NamedTuple):
 
 @dataclass(eq=False)
 class FragmentExchange:
-    """Exchange of a fragment of N parameter values and E buffer values between replicas.
+    """Exchange of a fragment across replicas, with N parameter values and E buffer values.
 
     Args:
-        route: route between the replicas.
+        route: route for messages between replicas.
         codec: codec of the parameter values.
         numel: N.
         num_buffers: E.
-        background: thread for the work that training must not wait for.
+        background: thread for work that must not block training.
         in_thread: whether gathers are launched on the background thread too (`fragment_exchanges`).
     """
 
@@ -302,7 +302,7 @@ class FragmentExchange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this replica sends per fragment, by the ledger's formulas."""
+        """Bytes that this replica sends per exchange of the fragment, by the ledger's formulas."""
         return self.route.bytes_up(self._up.num_bytes) + self.route.bytes_down(self._down.num_bytes)
 
     def launch(
@@ -312,13 +312,13 @@ class FragmentExchange:
 
         Args:
             values: fp32, shape (N + E,).
-            header: metadata sent with them.
+            header: metadata to send with them.
             residual: fp32, shape (N,); filled with the codec's rounding error.
             tag: ledger tag.
 
         Returns:
-            The received messages, still encoded, on the channel's device; `read` decodes them. A
-            checkpoint can contain them.
+            The received messages, still encoded, on the channel's device. `read` decodes them, and
+            checkpoints may contain them.
         """
         losses: list[Tensor] = []  # error of the second rounding, in the shard of this replica
 
@@ -386,7 +386,7 @@ class FragmentExchange:
         return messages
 
     def _reduce(self, received: Tensor, keep_loss: bool) -> tuple[Tensor, Tensor | None]:
-        """Average the shard that this replica owns; return the message about it and its error."""
+        """Average the shard that this replica owns; return the resulting message and its error."""
         summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
         counted = finite_messages(received, summary.nonfinite)
         mean, gram_KK = self._up.average(counted)
@@ -402,7 +402,7 @@ class FragmentExchange:
         return message, None if lost is None else lost.mul_(len(counted))
 
     def _add_losses(self, arrived: Tensor, losses: list[Tensor], residual: Tensor) -> Tensor:
-        """Add the error of the second rounding, in this replica's shard, to its residual."""
+        """Add the second rounding error of this replica's shard to the residual."""
         start = self.route.shard * self._shard
         for loss in losses:
             shard = residual[start : start + self._shard]
@@ -411,7 +411,7 @@ class FragmentExchange:
 
 
 def _rows(values: Tensor, size: int, numel: int) -> Tensor:
-    """Reshape `values` to `size` rows of `numel`, padded with zeros."""
+    """Reshape `values` into `size` rows of length `numel`, padded with zeros."""
     missing = size * numel - len(values)
     return (pad(values, (0, missing)) if missing else values).view(size, numel)
 
@@ -425,7 +425,7 @@ def cheaper_exchange(
 ) -> FragmentExchange:
     """Create the exchange on the route that sends fewer bytes.
 
-    Without a `background` it can only report its bytes and launch gathers.
+    Without a `background`, it can only report its bytes and launch gathers.
     """
     background = background or Background(view.channel.ledger)
     both = [
@@ -437,7 +437,7 @@ def cheaper_exchange(
 def fragment_exchanges(
     view: View, codec: Codec, sizes: Sequence[tuple[int, int]], background: Background
 ) -> list[FragmentExchange]:
-    """Create the cheaper exchange for each fragment; `sizes` contains N and E of each."""
+    """Create the cheaper exchange for each fragment; `sizes` contains each fragment's N and E."""
     exchanges = [cheaper_exchange(view, codec, *size, background) for size in sizes]
     # The order of collectives must be the same on all ranks. If fragment 0 takes two phases, the
     # background thread launches the second one when the first has arrived. A gather of fragment 1
@@ -450,7 +450,7 @@ def fragment_exchanges(
 
 
 class Flight(NamedTuple):
-    """Fragment that has been launched and has not landed."""
+    """A fragment that has been launched but has not landed."""
 
     exchange: FragmentExchange
     header: Header
@@ -469,28 +469,28 @@ class Flight(NamedTuple):
         tag: str = TAG,
         keep: bool = False,
     ) -> Flight:
-        """Launch values; with `keep`, keep them for a relaunch."""
+        """Launch values; with `keep`, keep them so that they can be relaunched."""
         pending = exchange.launch(values, header, residual, tag)
         return cls(exchange, header, pending, perf_counter(), values if keep else None, residual)
 
     @classmethod
     def here(cls, exchange: FragmentExchange, header: Header, pending: Pending[Tensor]) -> Flight:
-        """Create a flight whose messages have already arrived, from a checkpoint."""
+        """Create a flight from a checkpoint; its messages have already arrived."""
         return cls(exchange, header, pending, perf_counter())
 
     def relaunch(self, exchange: FragmentExchange) -> Flight:
-        """Launch the same values again, with the exchange of the next view."""
+        """Launch the same values again, using the exchange for the next view."""
         assert self.values is not None, "values are kept only if members may change"
         # encodes again, because other shards have other blocks; overwrites the lost residual
         pending = exchange.launch(self.values, self.header, self.residual)
         return self._replace(exchange=exchange, pending=pending)
 
     def seconds(self) -> float:
-        """Return the seconds since the launch."""
+        """Return the time since the launch in seconds."""
         return perf_counter() - self.launched_s
 
     def receive(self, device: torch.device, within: Channel | None) -> Arrival:
-        """Wait for the messages and decode them; combine the results of a replica's ranks."""
+        """Wait for the messages, decode them, and combine the results of a replica's ranks."""
         arrival = self.exchange.read(self.pending.wait(), device)
         if within is not None and within.size > 1:
             arrival = arrival.shared_within(within)

@@ -1,14 +1,14 @@
 """Split a model into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
 
 A *block* is one of the repeated modules that make up most of a model (`model.blocks`). The last of
-P fragments contains the parameters outside of blocks (embeddings, final norm, head). Patterns that
-assign the blocks to the other G fragments:
+the P fragments contains the parameters outside of blocks (embeddings, final norm, head). These
+patterns assign the blocks to the other G fragments:
 
 - "strided" (the paper's choice): block i goes to fragment i mod G, so that each fragment is spread
   over the depth of the model.
 - "sequential": consecutive blocks, in groups of about equal size.
-- "balanced": tensors instead of blocks, largest first, each to the one of all P fragments that has
-  the fewest bytes so far.
+- "balanced": assigns tensors instead of blocks, largest first, each to whichever of the P fragments
+  has the fewest bytes so far.
 
 The fragments partition the trainable parameters; a tied weight is in one fragment, under its first
 name. Persistent floating-point buffers (BatchNorm statistics) are in the fragment of their module.
@@ -32,7 +32,7 @@ _BALANCED_WITHOUT_BLOCKS = 4  # default number of "balanced" fragments if there 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Names of parameters and buffers that are exchanged together."""
+    """Names of the parameters and buffers that are exchanged together."""
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...] = ()
@@ -45,8 +45,8 @@ def split_into_fragments(
 
     Args:
         module: the model.
-        num_fragments: P. None: 3 blocks per fragment, plus one fragment for everything else; one
-            fragment if there are no blocks ("balanced": up to 4).
+        num_fragments: P. None: 3 blocks per fragment, plus one fragment for everything else; a
+            single fragment if there are no blocks ("balanced": up to 4).
         pattern: one of `PATTERNS`.
 
     Raises:
@@ -77,13 +77,13 @@ def split_into_fragments(
 
 
 def has_blocks(module: nn.Module) -> bool:
-    """Return whether any trainable parameter is in a block."""
+    """Return whether the model has blocks with trainable parameters."""
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     return any(_inside(name, block) for block in block_names(module) for name in names)
 
 
 def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers to average: persistent floating-point ones."""
+    """Return the buffers to average, which are the persistent floating-point ones."""
     # integers are counters, and non-persistent buffers are tables rebuilt from the config
     saved = set(module.state_dict(keep_vars=True))
     buffers = module.named_buffers()
@@ -136,7 +136,7 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
 
 
 def _buffers_by_group(groups: list[list[str]], module: nn.Module) -> list[list[str]]:
-    """Assign each buffer to the group with the most parameters of its module."""
+    """Assign each buffer to the group that has the most parameters of the buffer's module."""
     buffers: list[list[str]] = [[] for _ in groups]
     for name in averaged_buffers(module):
         owner = name.rpartition(".")[0]

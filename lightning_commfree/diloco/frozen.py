@@ -1,14 +1,14 @@
-"""Parameters that are frozen when a fit begins: they belong to no fragment.
+"""Parameters that are frozen when a fit begins, and so belong to no fragment.
 
 Two things can happen to them during the fit:
 
-- The user unfreezes (*thaws*) them. They become another fragment before the first step that trains
-  them, while all replicas still have the same values. The offset of this fragment in the schedule
-  is the step of the next launch, so it is first launched one cycle after that. The headers of the
-  next launch contain a hash of all fragments that joined, so replicas that unfroze different
-  parameters stop before any of these is sent.
-- Hooks *move* them: the teacher in BYOL, DINO, MoCo or a mean teacher follows the local weights and
-  differs between replicas. When a validation begins and at the end of the fit, replicas compare
+- The user unfreezes (*thaws*) them. They become a new fragment before the first step that trains
+  them, while all replicas still have the same values. This fragment's offset in the schedule is the
+  step of the next launch, so it is first launched one cycle after that. The headers of the next
+  launch contain a hash of all fragments that have joined. So if replicas have unfrozen different
+  parameters, they stop before any of them is sent.
+- Hooks *move* them: the teacher in BYOL, DINO, MoCo or Mean Teacher follows the local weights and
+  so differs between replicas. When validation begins and at the end of the fit, replicas compare
   hashes and average the parameters that differ. The mean of moving averages is the moving average
   of the means, so the result is the teacher of the averaged student. Until then each replica learns
   from its own teacher.
@@ -33,7 +33,7 @@ TAG = "moved"
 
 
 class FrozenParameters:
-    """The parameters of a model that belong to no fragment."""
+    """A model's parameters that belong to no fragment."""
 
     def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}
@@ -42,26 +42,28 @@ class FrozenParameters:
         }
 
     def thawed(self) -> list[str]:
-        """Return the names of parameters that have become trainable."""
+        """Return the names of the parameters that have become trainable."""
         return [name for name, p in self._parameters.items() if p.requires_grad]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parameters that have joined as a fragment."""
+        """Remove parameters that have become a fragment."""
         for name in names:
             del self._parameters[name]
 
     def average_moved(
         self, view: View, background: Background, fingerprint: Mapping[str, str]
     ) -> None:
-        """Average the parameters that differ between replicas, except NaN and Inf; collective.
+        """Average the parameters that differ across replicas, ignoring NaN and Inf; collective.
 
-        In a replica of several ranks, each rank averages its own tensors or shards with the same
-        rank of the other replicas.
+        In a multi-rank replica, each rank averages its own tensors or shards with the same rank in
+        the other replicas.
 
         Args:
             view: the replicas.
-            background: thread for the exchange, because it may be using the channel.
-            fingerprint: texts that must be equal on all replicas, or hashes cannot be compared.
+            background: thread that runs the exchange, because that thread may already be using the
+                channel.
+            fingerprint: settings that must be the same on all replicas; otherwise hashes cannot be
+                compared.
 
         Raises:
             ValueError: the fingerprints differ.
@@ -84,7 +86,7 @@ class FrozenParameters:
             tensor.copy_(mean)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors of the parameters that can be compared."""
+        """Return this rank's tensors for the parameters that can be compared."""
         return {
             name: local_tensor(p)
             for name, p in self._parameters.items()

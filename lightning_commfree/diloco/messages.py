@@ -1,4 +1,4 @@
-"""Messages to the user about the exchange schedule."""
+"""Messages for the user about the exchange schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MIN_EXCHANGES = 5  # of a fragment in a fit; warn if there are fewer
 
 
 class Message(NamedTuple):
-    """Text for the user, and whether it is a warning."""
+    """A message for the user, which may be a warning."""
 
     text: str
     warns: bool
@@ -39,7 +39,8 @@ def startup_messages(
 ) -> list[Message]:
     """Return the messages to show when a fit begins.
 
-    `last_step` is the inner step after which the fit ends, counted over all resumes, or None.
+    `last_step` is the inner step after which the fit ends, counted from the first run, or None if
+    unknown.
     """
     if num_replicas == 1:
         return [Message(_ALONE, warns=False)]
@@ -52,7 +53,7 @@ def startup_messages(
 
 
 def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Message:
-    """Report the number of exchanges; if too few, suggest a smaller `sync_every`."""
+    """Report the number of exchanges; if there are too few, suggest a smaller `sync_every`."""
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
     least = f"{min(counts)} to " if max(counts) > min(counts) else ""
     whole = len(counts) == 1
@@ -81,9 +82,9 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
 def initial_weights_warning(
     what: str, settings: DiLoCoSettings, schedule: Schedule, step: int, count: int
 ) -> str:
-    """Format the warning that a "validation" or "checkpoint" uses initial weights.
+    """Format the warning that a "validation" or "checkpoint" uses the initial weights.
 
-    `count` is the number of fragments that have not landed after inner step `step`.
+    `count` is the number of fragments that have not yet landed after inner step `step`.
     """
     return (
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"

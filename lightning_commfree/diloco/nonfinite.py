@@ -1,17 +1,17 @@
 """Handle replicas with NaN or Inf: detect them at launch, exclude their values, repair them.
 
-A replica that continues after a NaN stays NaN, and its outer gradient would spread the NaN to all
-replicas. So every message has a flag for it, which all ranks have read when the fragment lands.
-With `nonfinite="raise"` all ranks stop. With "abstain":
+If a replica continued after a NaN, its weights would remain NaN, and its outer gradient would
+spread the NaN to all replicas. So every message has a flag for NaN, which all ranks read before the
+fragment lands. With `nonfinite="raise"` all ranks stop. With "abstain":
 
-1. The mean is taken over the other replicas; if there are none, all ranks stop.
-2. The abstaining replica replaces its local copy of the fragment by the global copy, including
-   averaged buffers, whatever `mix` is. It does the same for every other fragment whose local copy
-   is not finite, which would make all fragments NaN again in the next step.
-3. It resets the inner optimizer's state of these parameters where the state is not finite.
-4. In the last round of a fit, its local weights become the mean of the other replicas' weights.
+1. The mean is taken over the other replicas; if none is finite, all ranks stop.
+2. The abstaining replica replaces its local copy of the fragment with the global copy, including
+   averaged buffers, whatever `mix` is. It does the same for every other fragment with a nonfinite
+   local copy, because that copy would make all fragments NaN again in the next step.
+3. It resets the inner optimizer's state for these parameters where that state is not finite.
+4. In the last round (`finish`), its local weights become the mean of the other replicas' weights.
 
-Non-persistent buffers are never exchanged and stay as they are.
+Non-persistent buffers are never exchanged and remain unchanged.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def refuse_landing(
     members: Sequence[int],
     settings: DiLoCoSettings,
 ) -> None:
-    """Check that fragment `p` may land after inner step `step`; same result on all replicas.
+    """Check that fragment `p` may land after inner step `step`, with the same result everywhere.
 
-    `names` are its parameters, and `members` the ids of the replicas that exchanged it.
+    `names` are the fragment's parameters, and `members` the ids of the replicas that exchanged it.
 
     Raises:
         RuntimeError: the replicas launched it after different steps, their global copies differ,
@@ -65,9 +65,9 @@ def refuse_landing(
     if arrival.drifted:
         raise RuntimeError(
             f"The replicas' global copies of fragment {p} differ (detected when it was due after"
-            f" inner step {step}): {', '.join(names)}. They were equal when the fit began, so"
-            " something other than the strategy changed them, or a replica computes wrong values."
-            " Resume from an earlier checkpoint."
+            f" inner step {step}): {', '.join(names)}. They were identical when the fit began, so"
+            " either code outside the strategy modified them, or the hardware of one replica"
+            " returns wrong results. Resume from an earlier checkpoint."
         )
     if arrival.nonfinite:
         _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)
@@ -76,7 +76,7 @@ def refuse_landing(
 def _refuse_nonfinite(
     nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Raise an error; with "abstain", only if no replica's values are finite."""
+    """Raise an error for nonfinite values; with "abstain", only if no replica's are finite."""
     abstains = settings.nonfinite == "abstain"
     if abstains and len(nonfinite) < len(members):
         return
@@ -112,13 +112,13 @@ def refuse_to_save(
     step: int,
     world: Channel,
 ) -> None:
-    """Check that the weights of a checkpoint are finite, before anything is written.
+    """Check that a checkpoint's weights are finite, before anything is written.
 
-    Collective over `world`; nothing may be in flight. `local` is `WeightSwap.local`, and `rule` the
-    setting `nonfinite`.
+    Collective over `world`; no fragment may be in flight. `local` is `WeightSwap.local`, and `rule`
+    is the setting `nonfinite`.
 
     Raises:
-        RuntimeError: some rank's weights are not finite; raised on all ranks.
+        RuntimeError: a rank's weights are not finite; raised on all ranks.
     """
     tensors, found = iter(local), []
     for fragment in fragments:
@@ -140,7 +140,7 @@ def refuse_to_save(
 
 
 def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | None) -> list[int]:
-    """Replace the local copies of fragment `p` and of all nonfinite fragments by the global copies.
+    """Replace the local copies of fragment `p` and of all nonfinite fragments with global copies.
 
     Returns the indices of these fragments. Collective within the replica.
     """
@@ -154,7 +154,7 @@ def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | No
 def reset_nonfinite_state(
     optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Delete the optimizer state of some parameters where it is not finite."""
+    """Delete the optimizer state of parameters for which it is not finite."""
     wanted = list(parameters)
     for optimizer in optimizers:
         for parameter in wanted:
@@ -172,12 +172,12 @@ def reset_nonfinite_state(
 
 
 def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None = None) -> Tensor:
-    """Return whether values of a fragment contain NaN, Inf or more than a wire format can carry.
+    """Return whether a fragment's values contain NaN, Inf or values too large for the wire format.
 
     Args:
         fragment: the fragment.
         values: from `OuterFragment.outer_gradient`.
-        within: channel to the ranks with the other shards, for a result over all shards;
+        within: channel to the ranks that hold the other shards, to include these in the result;
             collective.
 
     Returns:

@@ -1,7 +1,7 @@
 """A fragment's global copy and outer optimizer (arXiv:2501.18512, Algorithm 2).
 
-Nothing here communicates with other replicas. The next outer gradient always refers to the global
-copy, never to the mixed local copy, or replicas would drift apart.
+Nothing here communicates with other replicas. The next outer gradient is always relative to the
+global copy, never to the mixed local copy; otherwise replicas would drift apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WITHIN_TAG = "replica"
 
 
 class Slice(NamedTuple):
-    """Range of consecutive values in one of a fragment's tensors."""
+    """A range of consecutive values in one of a fragment's tensors."""
 
     tensor: int  # index of the tensor
     start: int
@@ -36,21 +36,21 @@ class Slice(NamedTuple):
 
 
 class ShardLayout:
-    """Slices of a fragment's tensors that this rank exchanges, and their order in a flat tensor.
+    """The slices of a fragment's tensors that this rank exchanges, in their order in a flat tensor.
 
-    The k ranks of a replica each hold either a *copy* of a tensor or a *shard* of it. A rank
-    exchanges its shards, and ceil(C / k) of the C values of all copies. Parameters come before
+    Each of the k ranks of a replica holds either a *copy* of a tensor or a *shard* of it. A rank
+    exchanges all its shards, and ceil(C / k) of the C values in all copies. Parameters come before
     buffers, and copies before shards.
 
     Args:
-        local: the tensors as this rank holds them, parameters before buffers.
+        local: this rank's tensors, parameters before buffers.
         are_shards: whether each of them is a shard.
-        num_parameters: number of parameters among them.
+        num_parameters: number of parameters among the tensors.
         within: channel between the ranks of the replica.
 
     Attributes:
         numel: S, the number of values that this rank exchanges.
-        parameter_numel: the number of parameter values among them, which come first.
+        parameter_numel: number of parameter values among these; they come first.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ShardLayout:
             self.parameter_numel = sum(trained)
 
     def _slices_of_copies(self, start: int, numel: int) -> list[Slice]:
-        """Return the slices that contain values `start` to `start` + `numel` of all copies."""
+        """Return the slices with values `start` to `start` + `numel` of all copies."""
         slices, begin = [], 0
         for i in self._copies:
             low, high = max(begin, start), min(begin + self._sizes[i], start + numel)
@@ -92,14 +92,14 @@ class ShardLayout:
         return slices
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return this rank's values of `tensors`: fp32, shape (S,), a new tensor."""
+        """Return the values in `tensors` that this rank exchanges: fp32, shape (S,), new."""
         pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in self._slices]
         return torch.cat([*pieces, torch.zeros(self._padding, device=tensors[0].device)])
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Split a flat tensor into (tensor index, view) pairs, one per slice.
 
-        The views are flat, except in a replica of one rank, where they have the tensors' shapes.
+        The views are flat, except in a single-rank replica, where they have the tensors' shapes.
         """
         if not self._lengths:
             return []
@@ -110,7 +110,7 @@ class ShardLayout:
         return [(i, piece.view(self._shapes[i])) for i, piece in slices]
 
     def unflatten(self, values: Tensor, device: torch.device | None = None) -> list[Tensor]:
-        """Invert `flatten`: rebuild the tensors as this rank holds them, as views where possible.
+        """Invert `flatten`: rebuild this rank's tensors, as views where possible.
 
         Collective within the replica.
 
@@ -144,9 +144,9 @@ class OuterFragment:
     Args:
         module: the model; its tensors named in `fragment` are the local copy, changed in place.
         fragment: names of the fragment's tensors.
-        outer_optimizer: creates the outer optimizer from the fragment's global copies: fp32, in the
-            parameters' shapes. In a replica of several ranks they are flat slices, so the optimizer
-            must be elementwise, as SGD and Adam are.
+        outer_optimizer: creates the outer optimizer from the fragment's global copies, which are
+            fp32 tensors with the same shapes as the parameters. In a multi-rank replica they are
+            flat slices, so the optimizer must be element-wise, like SGD and Adam.
         within: channel between the ranks of this replica, each of which holds a shard of the global
             copy and of the outer optimizer's state.
         device: device of the global copy and the outer optimizer's state; host memory is pinned if
@@ -162,7 +162,7 @@ class OuterFragment:
         scheduler: its learning rate scheduler, or None.
         residual: fp32, shape (parameter_numel,): the codec's rounding error of the latest outer
             gradient; None without error feedback.
-        landings: number of updates of the global copy, including the mean at the end of a fit.
+        landings: number of updates of the global copy, including the final mean.
 
     Raises:
         TypeError: `outer_optimizer` did not return a torch optimizer.
@@ -214,14 +214,14 @@ class OuterFragment:
     # -- the local copy
 
     def local_values(self, local: Sequence[Tensor] | None = None) -> Tensor:
-        """Return this rank's shard of the local copy: fp32, shape (S,), a new tensor."""
+        """Return this rank's share of the local copy: fp32, shape (S,), a new tensor."""
         return self._layout.flatten(self.local if local is None else local)
 
     def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
         """Return the values to send to the other replicas: fp32, shape (S,), a new tensor.
 
         For parameters, global copy minus local copy; for buffers, the local values themselves.
-        `local` is the local copy if it is swapped out of the module.
+        Pass `local` if the local copy is currently swapped out of the module.
         """
         # buffers are averaged, not stepped, and a rounded difference could give a negative variance
         gradient = self.local_values(local)
@@ -245,7 +245,7 @@ class OuterFragment:
     def merge(self, mix: float, buffers: bool = True, shown: Tensor | None = None) -> None:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
 
-        With `mix` 0 the result is the global copy, and with 1 the local one, even if the other
+        With `mix` 0, the result is the global copy, and with 1, the local copy, even if the other
         contains NaN.
 
         Args:
@@ -276,7 +276,7 @@ class OuterFragment:
     # -- the global copy
 
     def outer(self) -> list[Tensor]:
-        """Return the global copy in the form of `local`; collective within a replica."""
+        """Return the global copy as tensors like `local`; collective within a replica."""
         outers = self._layout.unflatten(self.global_copy)
         return [outer.to(local.dtype) for outer, local in zip(outers, self.local, strict=True)]
 
@@ -285,7 +285,7 @@ class OuterFragment:
         return digest(self.global_copy)
 
     def outer_step(self, mean: Tensor) -> None:
-        """Step the outer optimizer by the mean outer gradient `mean`, fp32, shape (S,)."""
+        """Take an outer optimizer step with the mean outer gradient `mean`, fp32, shape (S,)."""
         means = [part for _, part in self._layout.split(mean)]
         for outer, gradient in zip(self._outer_parameters, means, strict=False):
             outer.grad = gradient
@@ -297,7 +297,7 @@ class OuterFragment:
         self.landings += 1
 
     def average_buffers(self, mean: Tensor) -> None:
-        """Set the global copy of the buffers to the values at the end of `mean` (`outer_step`)."""
+        """Set the global copy of the buffers to their values, which are at the end of `mean`."""
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
@@ -309,7 +309,7 @@ class OuterFragment:
     # -- the mean of the local copies
 
     def mean_local(self, mean: Tensor) -> Tensor:
-        """Compute the mean local copy, fp32, shape (S,), from the mean outer gradient."""
+        """Compute the mean of the local copies, fp32, shape (S,), from the mean outer gradient."""
         values, numel = mean.clone(), self.parameter_numel
         torch.sub(self.global_copy[:numel], values[:numel], out=values[:numel])
         return values
@@ -317,7 +317,7 @@ class OuterFragment:
     def take_mean(self, mean: Tensor | None) -> None:
         """Set both copies to the mean of the replicas' local copies, without an outer step.
 
-        `mean` is the mean outer gradient; None: a single replica, which keeps its local copy.
+        `mean` is the mean outer gradient, or None for a single replica, which keeps its local copy.
         """
         if mean is not None:
             self.global_copy.copy_(self.mean_local(mean))
@@ -331,14 +331,14 @@ class OuterFragment:
         self.landings += 1
 
     def clear_residual(self) -> None:
-        """Clear the codec's rounding error, when the local weights are replaced."""
+        """Clear the codec's rounding error; call it when the local weights are replaced."""
         if self.residual is not None:
             self.residual.zero_()
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer state; its tensors are not copies."""
+        """Return the outer state; tensors are not copied."""
         return {
             "global_copy": [part for _, part in self._layout.split(self.global_copy)],
             "optimizer": self.optimizer.state_dict(),
@@ -347,7 +347,7 @@ class OuterFragment:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore a state returned by `state_dict`."""
         parts = [part for _, part in self._layout.split(self.global_copy)]
         for part, saved in zip(parts, state["global_copy"], strict=True):
             part.copy_(saved)

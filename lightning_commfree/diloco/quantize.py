@@ -1,7 +1,8 @@
 """Quantize blocks of fp32 values to 4-bit E3M0 codes or int8, and decode them.
 
 E3M0 (arXiv:2501.18512, section 2.4) has a sign bit and three exponent bits: zero and seven powers
-of two with either sign. The paper does not specify scale, block, rounding and zeros. Here:
+of two with either sign. The paper does not specify scales, blocks, rounding or zeros. In this
+package:
 
 - *Block*: 256 consecutive values of a fragment. The last one may be shorter.
 - *Scale*: one byte, the exponent E of the power of two that the block's largest magnitude rounds
@@ -12,15 +13,15 @@ of two with either sign. The paper does not specify scale, block, rounding and z
   0, keep their sign. Powers of two in range are exact. A block whose largest magnitude rounds to
   less than 2^-118 becomes zero.
 - *NaN, Inf*, and values that round to 2^120 or more: the whole block decodes to NaN on all
-  replicas, so that divergence is noticed.
+  replicas, so that divergence is detected.
 
 Int8 uses the same blocks with an fp32 scale, the largest magnitude / 127, and rounds to nearest,
 ties to even. A block whose largest magnitude is below 2^-118 becomes zero, and a NaN or Inf makes
 its block NaN here too.
 
-This module uses torch operations and runs on all devices. It avoids comparisons, because torch
-creates boolean tensors several times slower than it computes. `python -m benchmarks.wire` measures
-times, and errors for this and other block sizes and scales.
+This module uses torch operations and runs on all devices. It avoids comparisons, because in torch,
+creating boolean tensors is several times slower than arithmetic. `python -m benchmarks.wire`
+measures times, and errors for this and other block sizes and scales.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _EXPONENT_BIAS = 127
 
 
 class Workspace:
-    """Lazy buffers for chunks of up to `numel` values, and lookup tables by biased exponent."""
+    """Lazily created buffers for chunks of up to `numel` values, and lookup tables by exponent."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
         self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def buffer(self, dtype: torch.dtype, shape: torch.Size, slot: int = 0) -> Tensor:
-        """Return a buffer with undefined values; the same memory for the same dtype and slot."""
+        """Return an uninitialized buffer; calls with the same dtype and slot share memory."""
         if (dtype, slot) not in self._buffers:
             with torch.inference_mode(False):  # else it could not be written outside of the mode
                 flat = torch.empty(self.numel, dtype=dtype, device=self._device)
@@ -56,7 +57,7 @@ class Workspace:
 
     @cached_property
     def scales(self) -> Tensor:
-        """Lookup table for the scale byte on the wire: uint8, shape (256,)."""
+        """Lookup table for the scale byte that is sent: uint8, shape (256,)."""
         return self._exponents().to(torch.uint8)
 
     @cached_property
@@ -76,7 +77,7 @@ class Workspace:
         return powers.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
 
     def _exponents(self) -> Tensor:
-        """Return each table entry's biased exponent, int32; 0 below the range, 255 above it."""
+        """Return each entry's biased exponent, int32; 0 below the range, 255 above it."""
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < MIN_TOP, 0)
         return exponents.masked_fill_(exponents > MAX_TOP, EXPONENT_OF_NAN)
@@ -88,7 +89,7 @@ _of_thread = threading.local()
 
 
 def workspace_for(values: Tensor) -> Workspace:
-    """Return a workspace for a chunk of values; on a CPU, it is cached per thread."""
+    """Return a workspace for a chunk of values. On CPU, it is cached per thread."""
     numel, device = values.numel(), values.device
     if device.type != "cpu":
         return Workspace(numel, device)
@@ -154,7 +155,7 @@ def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> 
 
 
 def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
-    """Decode a chunk that `encode_e3m0` encoded.
+    """Decode a chunk encoded by `encode_e3m0`.
 
     Args:
         lift_codes: writes the chunk's codes to bits 12 to 15, and garbage to the lower bits, of an
@@ -195,7 +196,7 @@ def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
 
 
 def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
-    """Decode a chunk that `encode_int8` encoded into `out_BV`, fp32."""
+    """Decode a chunk encoded by `encode_int8` into `out_BV`, fp32."""
     out_BV.copy_(codes_BV).mul_(scales_B.unsqueeze(1))
 
 

@@ -1,6 +1,6 @@
 """Compiled CPU loops for fp4 and int8, bit-identical to `quantize`.
 
-`quantize` makes a pass over the values for every step of the arithmetic. These loops keep a block
+`quantize` makes one pass over the values per arithmetic operation. These loops keep a block
 in registers and the L1 cache, so encoding and decoding run at memory speed. Payloads are the same
 except for the codes of NaN blocks, which are garbage, so replicas with and without numba can train
 together.
@@ -8,7 +8,7 @@ together.
 The loops take constants of other files as arguments (see `comm.compiled`).
 
 The loops release the GIL and use one thread. Every operation is wrapped in `i32`, because numba
-would widen it to 64 bits, which halves the number of values per register.
+would otherwise use 64 bits, which halves the number of values per register.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> N
 
 
 def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
-    """Decode a chunk that `encode_e3m0` encoded.
+    """Decode a chunk encoded by `encode_e3m0`.
 
     Args:
         packed: codes of all values.
@@ -75,7 +75,7 @@ def try_out() -> None:
 
 @compiled
 def _largest(bits: Any) -> Any:
-    """Return the bits of the largest magnitude, where NaN is above Inf."""
+    """Return the bits of the largest magnitude; NaN counts as larger than Inf."""
     top = i32(0)
     for i in range(bits.size):
         magnitude = i32(bits[i] & _MAGNITUDE)
@@ -85,7 +85,7 @@ def _largest(bits: Any) -> Any:
 
 @compiled
 def _codes(bits: Any, floor: Any, codes: Any) -> None:
-    """Write the codes of a block; `floor` is 2^(E-7) as fp32 bits."""
+    """Write a block's codes; `floor` is 2^(E-7) as fp32 bits."""
     for i in range(bits.size):
         value = i32(bits[i])
         # adding half of a mantissa carries into the exponent at 1.5 * 2^k, which gives m; below

@@ -1,4 +1,4 @@
-"""Schedule of fragment launches and landings (arXiv:2501.18512, Algorithm 2).
+"""Schedule for launching and landing fragments (arXiv:2501.18512, Algorithm 2).
 
 All values are integers, and inner steps are counted from 1. With H = `sync_every`, P =
 `num_fragments` and tau = `overlap_steps`, fragment p (from 0) has the offset t_p = floor(p H / P).
@@ -27,7 +27,7 @@ class Schedule:
         sync_every: H, inner steps between two launches of one fragment; at least 1.
         num_fragments: P, at least 1. If P > H, several fragments launch after the same step.
         overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. With 0, a fragment
-            lands at once.
+            lands immediately.
         joined: offsets, as inner steps, of fragments that joined during the fit. They are numbered
             from P and first launch H steps after their offset.
     """
@@ -43,7 +43,7 @@ class Schedule:
         return self.num_fragments + len(self.joined)
 
     def offset(self, fragment: int) -> int:
-        """Return t_p: the offset of a fragment in the cycle, in inner steps."""
+        """Return t_p, the offset of a fragment in the cycle, in inner steps."""
         if fragment >= self.num_fragments:
             return self.joined[fragment - self.num_fragments]
         return fragment * self.sync_every // self.num_fragments
@@ -68,7 +68,7 @@ class Schedule:
 
     @property
     def complete_after(self) -> int:
-        """First step after which every fragment has landed at least once."""
+        """The first step after which every fragment has landed at least once."""
         return self.sync_every + max(map(self.offset, range(self.total))) + self.overlap_steps
 
     def next_launch(self, step: int) -> int:

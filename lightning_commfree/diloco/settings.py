@@ -21,13 +21,13 @@ NONFINITE = ("raise", "abstain")
 
 
 def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
-    """Return whether the whole model is one fragment because it has no blocks."""
+    """Return whether the entire model is a single fragment because it has no blocks."""
     by_default = settings.num_fragments is None and settings.fragment_pattern != "balanced"
     return by_default and not has_blocks(module)
 
 
 def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
-    """Return Nesterov SGD with the paper's lr of 0.4 and the momentum of arXiv:2503.09799."""
+    """Return Nesterov SGD with the paper's learning rate, 0.4, and arXiv:2503.09799's momentum."""
     return torch.optim.SGD(parameters, lr=0.4, momentum=0.9, nesterov=True)
 
 
@@ -55,7 +55,7 @@ def make_outer_optimizer(
 
 @dataclass(frozen=True)
 class DiLoCoSettings:
-    """Settings of the algorithm, described in `StreamingDiLoCoStrategy`.
+    """Settings of the algorithm, documented in `StreamingDiLoCoStrategy`.
 
     Raises:
         ValueError: a value is out of range.
@@ -87,7 +87,7 @@ class DiLoCoSettings:
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return all settings as text, to compare between ranks."""
+        """Return all settings as strings, to compare across ranks."""
         # functions cannot be compared
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
         values = {name: getattr(self, name) for name in names}
@@ -129,17 +129,17 @@ class DiLoCoSettings:
         # compared with a tuple, because the value may not be hashable
         if self.wire_dtype not in tuple(CODECS) and not isinstance(self.wire_dtype, Codec):
             raise ValueError(
-                f"`wire_dtype={self.wire_dtype!r}` is unknown. Choose one of"
+                f"`wire_dtype={self.wire_dtype!r}` is not valid. Choose one of"
                 f" {', '.join(map(repr, CODECS))}, or pass your own codec"
                 " (`lightning_commfree.diloco.codec.Codec`)."
             )
         if self.evaluate not in ("outer", "mean"):
             raise ValueError(
-                f"`evaluate={self.evaluate!r}` is unknown. Choose 'outer' (the outer weights) or"
+                f"`evaluate={self.evaluate!r}` is not valid. Choose 'outer' (the outer weights) or"
                 " 'mean' (the mean of the replicas' local weights)."
             )
         if self.outer_device not in (None, "cpu"):
             raise ValueError(
-                f"`outer_device={self.outer_device!r}` is unknown. Choose 'cpu' (host memory) or"
+                f"`outer_device={self.outer_device!r}` is not valid. Choose 'cpu' (host memory) or"
                 " None (the device of the parameters)."
             )

@@ -1,7 +1,7 @@
 """The Streaming DiLoCo algorithm (arXiv:2501.18512, Algorithm 2).
 
-A replica trains its local copy. For every fragment it also keeps the *global copy*: the parameters
-on which all replicas last agreed. After an inner step, in this order:
+A replica trains its local copy. For every fragment, it also keeps the *global copy*: the parameters
+on which all replicas last agreed. After an inner step it does the following, in this order:
 
 1. *Launch* fragments according to the schedule: encode global copy minus local copy (fp32) once and
    send it to every replica, while training continues.
@@ -9,11 +9,11 @@ on which all replicas last agreed. After an inner step, in this order:
    average them in fp32, step the outer optimizer on the global copy, and merge that into the local
    copy.
 
-At the end of training, *finish*: land in-flight fragments, then exchange every fragment once more
-and set both copies to the plain mean of the replicas' local copies.
+At the end of training, it *finishes*: in-flight fragments land, then every fragment is exchanged
+once more, and both copies are set to the plain mean of the replicas' local copies.
 
-With `evaluate="mean"` validations use that mean instead of the outer weights, which are up to H
-steps old, and in a short run still the initial ones. This does not affect training.
+With `evaluate="mean"`, validation uses that mean instead of the outer weights, which are up to H
+steps old, and in a short run may still be the initial weights. This does not affect training.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ EVALUATION_TAG = "evaluation"
 
 
 class Landing(NamedTuple):
-    """Metrics of a fragment's latest landing."""
+    """Metrics from a fragment's latest landing."""
 
     gradient_norm: float  # of the mean outer gradient
     cosine: float  # similarity of the replicas' outer gradients, averaged over pairs
@@ -73,7 +73,7 @@ class Landing(NamedTuple):
     abstentions: int  # how often a replica was left out of this fragment's mean so far
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics for logging, with times in ms."""
+        """Return a dict of metrics for logging, with times in ms."""
         return {
             "gradient_norm": self.gradient_norm,
             "cosine": self.cosine,
@@ -86,26 +86,26 @@ class Landing(NamedTuple):
 
 
 class StreamingDiLoCo:
-    """One replica's part in Streaming DiLoCo.
+    """The Streaming DiLoCo algorithm on one replica.
 
     Args:
-        module: the model; all replicas must hold the same weights now.
-        fragments: a partition of its trainable parameters.
+        module: the model; all replicas must start with the same weights.
+        fragments: a partition of the model's trainable parameters.
         settings: settings of the fit.
         membership: provides the replicas. A single replica sends nothing and is a Nesterov
             look-ahead optimizer.
         within: channel between the k ranks of this replica, which have the same gradients; None if
             every rank is a replica. Each rank holds 1/k of the outer state and exchanges it with
-            the same rank of the other replicas. All ranks must call every method.
+            the same rank in the other replicas. All ranks must call every method.
 
     Attributes:
-        step: number of inner steps done, including those that a gradient scaler skipped.
+        step: number of inner steps taken, including those skipped by a gradient scaler.
         fragments: one `OuterFragment` per fragment; fragments that joined during the fit are last.
-        schedule: launch and landing steps.
+        schedule: the steps at which fragments launch and land.
         view: the current replicas.
         flights: in-flight fragments, by index, in order of launch.
-        landings: the latest `Landing` by fragment.
-        optimizers: the inner optimizers; their state is reset if this replica abstains.
+        landings: each fragment's latest `Landing`.
+        optimizers: the inner optimizers; nonfinite state is reset if this replica abstains.
         weight_swap: swaps the outer weights into the module.
     """
 
@@ -148,7 +148,7 @@ class StreamingDiLoCo:
         """Take an inner step in a `with` block; then call `after_step`.
 
         Raises:
-            RuntimeError: parameters were unfrozen, and a replica has several ranks.
+            RuntimeError: parameters were unfrozen during the fit, and a replica has several ranks.
         """
         # parameters that were unfrozen since the last step join before any replica has trained them
         if thawed := self._frozen.thawed():
@@ -163,14 +163,16 @@ class StreamingDiLoCo:
         """Count an inner step; launch and land fragments according to the schedule.
 
         Args:
-            stop: whether this replica asks all to stop; sent with the fragments launched now.
+            stop: whether this replica requests a stop; sent with the fragments that are launched
+                now.
 
         Returns:
-            Whether some replica asked to stop, in the fragments landed now; the same on all.
+            Whether any replica requested a stop, as sent with the fragments that land now; the same
+            on all replicas.
 
         Raises:
-            RuntimeError: a fragment must not land (`nonfinite`), or parameters were unfrozen in the
-                middle of the step.
+            RuntimeError: a fragment cannot land (`nonfinite`), or parameters were unfrozen during
+                the step.
         """
         assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
         self.step += 1
@@ -197,7 +199,7 @@ class StreamingDiLoCo:
             self.flights[p] = self._send(p, gradient, stop, residual=fragment.residual)
 
     def land(self, p: int) -> bool:
-        """Land a fragment: outer step and merge; return whether some replica asked to stop."""
+        """Land a fragment: outer step and merge; return whether any replica requested a stop."""
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
             self.fragments[p].outer_step(arrival.mean)
@@ -215,10 +217,10 @@ class StreamingDiLoCo:
     def finish(self, stop: bool = False) -> bool:
         """Land in-flight fragments, then take the plain mean of the replicas' local weights.
 
-        All replicas call it after the same step. Global and local copies, and averaged buffers,
-        then equal that mean bit for bit on all replicas; a second call changes nothing. A single
-        replica keeps its local weights. Outer momenta stay. Arguments, result and errors are as in
-        `after_step`.
+        All replicas must call it after the same step. Global and local copies, and averaged
+        buffers, then equal that mean bit for bit on all replicas; a second call changes nothing. A
+        single replica keeps its local weights. The outer optimizer's state is unchanged. Arguments,
+        result and errors are as in `after_step`.
         """
         self._check_late()
         with self.weight_swap.local_weights():
@@ -228,7 +230,7 @@ class StreamingDiLoCo:
             return any(stops)
 
     def _finish_fragment(self, p: int, stop: bool) -> bool:
-        """Set a fragment to the mean of its local copies; return whether some replica stops."""
+        """Set a fragment to the mean of its local copies; return whether any replica stops."""
         with record_function(f"launch fragment #{p}"):
             # without the residual, which is not part of the local weights
             self.flights[p] = self._send(p, self.fragments[p].outer_gradient(), stop)
@@ -242,7 +244,7 @@ class StreamingDiLoCo:
 
     @property
     def stops_after(self) -> int:
-        """Step after which all replicas would know of a stop that is requested now."""
+        """The step after which all replicas would know of a stop requested now."""
         return self.schedule.next_launch(self.step) + self.schedule.overlap_steps
 
     # -- messages
@@ -264,7 +266,7 @@ class StreamingDiLoCo:
         return Flight.launch(self._exchanges[p], values, header, residual, tag, keep)
 
     def _receive(self, p: int) -> Arrival:
-        """Wait for a fragment, decode and check it, and record its `Landing`."""
+        """Wait for a fragment's messages, decode and check them, and record a `Landing`."""
         ledger, fragment = self.view.channel.ledger, self.fragments[p]
         before_s = ledger.seconds_waited
         flight = self._wait(p)
@@ -286,7 +288,7 @@ class StreamingDiLoCo:
         return arrival
 
     def _wait(self, p: int) -> Flight:
-        """Wait until a fragment has arrived; if a member is lost, relaunch it in the next view."""
+        """Wait for a fragment's messages; if a member is lost, relaunch in the next view."""
         while True:
             flight = self.flights[p]
             try:
@@ -309,12 +311,12 @@ class StreamingDiLoCo:
         self._open_exchanges()
 
     def _open_exchanges(self) -> None:
-        """Choose the cheaper route for every fragment in the current view."""
+        """Choose the cheaper route for each fragment in the current view."""
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
         self._exchanges = fragment_exchanges(self.view, self.codec, sizes, self._background)
 
     def _digest(self, p: int) -> Tensor | int:
-        """Return the global copy's hash if this launch compares hashes, else 0."""
+        """Return the global copy's hash if hashes are compared in this launch, else 0."""
         every = self.settings.check_drift_every
         cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
         if not every or cycle % every:
@@ -336,7 +338,7 @@ class StreamingDiLoCo:
         )
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take over the inner optimizers; hooks may replace them during a fit."""
+        """Use other inner optimizers from now on; hooks may replace them during a fit."""
         self.optimizers = optimizers
 
     # -- frozen parameters
@@ -350,7 +352,7 @@ class StreamingDiLoCo:
 
     @property
     def _joined(self) -> list[tuple[list[str], int]]:
-        """Parameter names and offsets of the fragments that joined during the fit."""
+        """Parameter names and offsets of fragments that joined during the fit."""
         later = self.fragments[self.schedule.num_fragments :]
         names = [list(one.fragment.parameters) for one in later]
         return list(zip(names, self.schedule.joined, strict=True))
@@ -370,7 +372,7 @@ class StreamingDiLoCo:
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 
     def _check_late(self) -> None:
-        """Raise `RuntimeError` if a trainable parameter is in no fragment."""
+        """Raise a `RuntimeError` if a trainable parameter is in no fragment."""
         held = {name for fragment in self.fragments for name in fragment.fragment.parameters}
         named = self._module.named_parameters()
         late = sorted(name for name, p in named if p.requires_grad and name not in held)
@@ -394,14 +396,14 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def average_moved(self) -> None:
-        """Average frozen parameters that hooks have changed (`frozen`); collective."""
+        """Average the frozen parameters that hooks have changed (`frozen`); collective."""
         fingerprint = {"fragments that joined": repr(self._joined)}
         self._frozen.average_moved(self.view, self._background, fingerprint)
 
     # -- validations
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights to validate with, for `WeightSwap.swap_in`; None: the outer ones.
+        """Return the weights for validation, for `WeightSwap.swap_in`; None for the outer weights.
 
         Collective.
         """
@@ -411,8 +413,8 @@ class StreamingDiLoCo:
     def mean_weights(self) -> list[Tensor]:
         """Return the mean of the local copies of every fragment, fp32, shape (S,).
 
-        Collective over all ranks, whose modules must contain their local copies. Calls after the
-        same step return the same tensors.
+        Collective over all ranks. Their modules must contain the local copies. Further calls after
+        the same step return the same tensors.
 
         Raises:
             RuntimeError: a replica's values are not finite, or the replicas are at different steps.
@@ -432,7 +434,7 @@ class StreamingDiLoCo:
         return self._mean
 
     def unready(self, what: str) -> str | None:
-        """Return a warning if a "validation" or "checkpoint" would use initial weights, or None."""
+        """Return a warning if a "validation" or "checkpoint" would use initial weights."""
         count = sum(not fragment.landings for fragment in self.fragments)
         if not count or self.settings.evaluate == "mean":
             return None
@@ -455,9 +457,9 @@ class StreamingDiLoCo:
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state that is equal on all replicas, and this replica's own state.
 
-        In a replica of several ranks, the shared state is this rank's shard of it. The tensors are
-        not copies: save or copy them before the next step. Waits for in-flight fragments, whose
-        messages are part of the own state.
+        In a multi-rank replica, the first is only this rank's shard of the shared state. Tensors
+        are not copied: save or copy them before the next step. The method waits for in-flight
+        fragments, because their messages are part of the replica's own state.
         """
         self.wait_in_flight()  # also completes the codec's residuals
         shared = {
@@ -478,7 +480,7 @@ class StreamingDiLoCo:
 
         Args:
             shared: the state of all replicas.
-            own: this replica's own state. None: the replica is new, and starts from the global
+            own: this replica's own state. None for a new replica, which starts from the global
                 weights with no fragments in flight.
         """
         assert not self.weight_swap.swapped_in, "states are loaded into the local weights"
@@ -506,11 +508,11 @@ class StreamingDiLoCo:
             self.flights[p] = Flight.here(self._exchanges[p], header, Pending.here(arrived))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
-        """Return None: with another number of ranks, a fit continues from the outer weights."""
+        """Return None: on a different number of ranks, a fit continues from the outer weights."""
         del was, ranks, load
 
     def close(self) -> None:
-        """Stop the background thread; drop in-flight fragments."""
+        """Stop the background thread, and discard in-flight fragments."""
         self._background.close()
         self._membership.leave()
 
@@ -525,25 +527,25 @@ class StreamingDiLoCo:
 
     @property
     def num_replicas(self) -> int:
-        """M: the number of replicas, including this one."""
+        """M, the number of replicas, including this one."""
         return self.view.size
 
     @property
     def in_flight(self) -> list[int]:
-        """Indices of the fragments in flight, in order of launch."""
+        """Indices of the in-flight fragments, in launch order."""
         return list(self.flights)
 
     @property
     def bytes_per_cycle(self) -> int:
-        """Bytes that this replica sends in a cycle of `sync_every` steps."""
+        """Bytes that this replica sends per cycle of `sync_every` steps."""
         return sum(exchange.num_bytes for exchange in self._exchanges)
 
     def cycle(self) -> tuple[dict[str, int], int]:
-        """Return the bytes that this rank sends per cycle, by tag, and the steps in a cycle."""
+        """Return this rank's bytes per cycle, by tag, and the number of steps per cycle."""
         return {TAG: self.bytes_per_cycle}, self.settings.sync_every
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics of all fragments' latest landings, for logging."""
+        """Return a dict of metrics from all fragments' latest landings, for logging."""
         return {
             f"outer/{name}_{p}": figure
             for p, landing in self.landings.items()
@@ -551,7 +553,7 @@ class StreamingDiLoCo:
         }
 
     def fingerprint(self) -> dict[str, str]:
-        """Return settings, fragments and outer optimizer as text, to compare between replicas."""
+        """Return settings, fragments and outer optimizer as strings, to compare across replicas."""
         optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
         plain = (int, float, str, tuple, type(None))  # the repr of others may contain an address
         defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}

@@ -1,7 +1,7 @@
 """Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping.
 
-Wang, Zhang, Shen, Li and Ruwase, 2024, arXiv:2409.15241. Tensor parallelism whose all-reduces
-overlap with the computation of another part of the batch.
+Wang, Zhang, Shen, Li and Ruwase, 2024, arXiv:2409.15241. Tensor parallelism in which all-reduces
+overlap with computation on another part of the batch.
 
 =========  ============================  ==================  ===========  ==========================
 symbol     name here                     unit                default      source
@@ -21,22 +21,23 @@ A, M       `Sublayer`                    sublayers           2 per layer  attent
 
 Read the algorithm first: `layers` (the sharded modules), `sublayers` (the computation between two
 all-reduces), `splits` (how a batch is split), `schedule` (order of computation and all-reduces),
-`auto_split` (choosing the fastest split).
+`auto_split` (choice of the fastest split).
 
 Then how a model is prepared: `sharding` (of one tensor, one layer, LoRA adapters), `families` (the
 scheduled architectures), `plan` (other models, sharded by the plan in their config), `loss` (cross
 entropy without full logits), `parallel` (all of these applied to one model).
 
 Then the interface for strategies: `sharded_module` (states, batches, clipping), `gradients` (mean,
-norm, NaN), `data_parallel` (data parallelism between tensor groups), `forecast` (bytes per step),
+norm, NaN), `data_parallel` (data parallelism across tensor groups), `forecast` (bytes per step),
 `settings`.
 
 Departures from the paper:
 
-- Forward overlaps more: it waits for a sum only right before using it, so the all-reduce overlaps
-  with an entire sublayer of the other micro-batch. The authors' code waits earlier.
-- Backward does not run in autograd's order. Each sublayer of each micro-batch has its own autograd
-  graphs, and the schedule runs them in the order that leaves each all-reduce the most time.
+- The forward pass overlaps more: it waits for a sum only right before using it, so the all-reduce
+  overlaps with an entire sublayer of the other micro-batch. The authors' code waits earlier.
+- The backward pass does not run in autograd's order. Each sublayer of each micro-batch has its own
+  autograd graphs, and the schedule runs them in the order that leaves each all-reduce the most
+  time.
 - The query, key and value projections share one all-reduce in backward, and so do gate and up.
 """
 

@@ -1,15 +1,17 @@
-"""Choose the fastest split for each batch size by timing: `split="auto"`.
+"""Choose the fastest split for each batch size by timing, for `split="auto"`.
 
-Whether a split pays off depends on the batch, the model, the processor and the link: computing half
-a batch takes more than half the time, which may cost more than the communication that it hides. So
-the first batches of each size train with each possible split in turn, for `PASSES` timed passes
-each, and the split whose median pass on its slowest rank is shortest is kept. Checkpoints contain
-choices and timings.
+Whether a split pays off depends on the batch, the model, the processor and the network link: two
+half batches take longer to compute than one full batch, which may cost more time than the hidden
+communication saves. So the first batches of each size train with each possible split in turn, for
+`PASSES` timed passes each. The split with the shortest median pass on the slowest rank is kept.
+Checkpoints contain the choices and timings.
 
-A pass is timed from the start of the first block's forward to the end of its backward. That
-includes the loss, where ranks that finish their blocks at different times wait for each other.
+A pass is timed from the start of the first block's forward pass to the end of its backward pass.
+That includes the loss, where ranks wait for each other if they finish their blocks at different
+times.
 
-Tensor groups may choose different splits: they change only the order in which gradients are added.
+Tensor groups may choose different splits, because a split changes only the order in which gradients
+are added.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ MAX_SIZES = 8  # maximum number of sizes to time; other sizes use the choice of 
 
 
 class Size(NamedTuple):
-    """Batch size, with tokens per row rounded up to a power of two."""
+    """Size of a batch, with tokens per row rounded up to a power of two."""
 
     rows: int
     tokens: int  # rounded, because batches may be padded to any length; timings are per token
@@ -50,13 +52,13 @@ class Size(NamedTuple):
 
 
 class SplitTrial:
-    """Timings of splits, and the choices based on them, by batch size.
+    """Timings of splits by batch size, and the choices based on them.
 
     Args:
         channel: the tensor group.
 
     Attributes:
-        now: returns the time in seconds.
+        now: returns the current time in seconds.
         on_choice: called with a message about each choice.
     """
 
@@ -68,14 +70,15 @@ class SplitTrial:
         self.on_choice: Callable[[str], None] = lambda _: None
 
     def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
-        """Return a batch's split, and whether to time its pass.
+        """Return the split to use for a batch, and whether to time the pass with that split.
 
-        Collective in the pass after the last timed one of a size.
+        While a size is being timed, the splits take turns. Once all have `PASSES` timings, the
+        ranks agree on the fastest (collective), and later calls return it.
 
         Args:
             size: the batch size.
-            legal: returns the splits that are possible for the batch, "none" first. It may read a
-                mask, which synchronizes the device, so it is called only when needed.
+            legal: returns the possible splits for the batch, "none" first. It is called only when
+                needed, because it may read a mask, which synchronizes the device.
         """
         if self._channel.size == 1:  # no communication to hide
             return "none", False
@@ -98,7 +101,7 @@ class SplitTrial:
         return (best if best in names else names[-1]), False
 
     def timed(self, run: ScheduleRun, name: str, hidden: Tensor) -> TimedRun:
-        """Wrap a run to record its time as a pass of the split `name`; `hidden` is the batch."""
+        """Wrap `run` to record its time as a pass with the split `name`; `hidden` is the batch."""
         seconds, tokens = self._seconds[Size.of(hidden)][name], hidden.shape[0] * hidden.shape[1]
 
         def now() -> float:
@@ -116,7 +119,7 @@ class SplitTrial:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         self._best = {Size(rows, tokens): name for rows, tokens, name in state["best"]}
         self._seconds = {
             Size(rows, tokens): {name: [*passes] for name, passes in seconds.items()}

@@ -1,8 +1,8 @@
-"""Data parallelism between tensor groups: average gradients in every step.
+"""Data parallelism across tensor groups: average gradients in every step.
 
 A checkpoint contains the full weights and optimizer state, so a fit can resume on any number of
-ranks. The rest of the state is small and saved by each rank: random number generators, position in
-the data, and partly accumulated gradients.
+ranks. The rest of the state is small and is saved by each rank: RNG state, position in the data,
+and partly accumulated gradients.
 
 ===========================  ===================  ================================================
 resumed on                   position in data     random number generators
@@ -40,11 +40,11 @@ FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 values per rank, exchanged b
 
 
 class GradientMean:
-    """Average gradients over the data axis during backward; `DominoTPStrategy`'s algorithm.
+    """Average gradients over the data axis during backward: the algorithm of `DominoTPStrategy`.
 
     Args:
         sharded: the module with the sharded models.
-        channels: channels between and within tensor groups.
+        channels: channels across and within tensor groups.
         settings: the user's settings.
 
     Attributes:
@@ -70,7 +70,7 @@ class GradientMean:
             model.done = self.average.sublayer_is_done
 
     def land(self, module: nn.Module) -> None:
-        """Wait for the mean gradients and store them."""
+        """Wait for the mean gradients and store them in the parameters."""
         self.average.land(module.parameters())
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -78,7 +78,7 @@ class GradientMean:
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Do nothing: `DominoSession.after_backward` exchanges the stop flags, before the step."""
+        """Do nothing: `DominoSession.after_backward` exchanges the stop flags before the step."""
         del stop
         return False
 
@@ -87,21 +87,21 @@ class GradientMean:
         del optimizers
 
     def figures(self) -> dict[str, float]:
-        """Return no figures besides the ledger's."""
+        """Return no metrics; the ledger has the traffic."""
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return a cycle of one step, without bytes: they depend on tokens (`bytes_per_step`)."""
+        """Return a cycle of one step without bytes, which depend on tokens (`bytes_per_step`)."""
         return {}, 1
 
     def bytes_per_step(
         self, module: nn.Module, tokens: int, mixed: torch.dtype | None, clips: bool
     ) -> dict[str, float]:
-        """Forecast the bytes that a rank sends in a step, by ledger tag.
+        """Forecast the bytes that a rank sends per step, by ledger tag.
 
         Args:
             module: the sharded module.
-            tokens: tokens in a tensor group's batches of one step.
+            tokens: number of tokens that a tensor group trains on per step.
             mixed: the autocast dtype; None without autocast.
             clips: whether gradients are clipped by norm.
         """
@@ -113,13 +113,13 @@ class GradientMean:
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that decide the order in which random numbers are drawn."""
+        """Return the settings that determine the order of random draws."""
         chosen, size = self._settings.fingerprint(), self._channels.within.size
         split = {name: chosen[name] for name in ("split", "num_micro_batches")}
         return {"tensor_parallel_size": str(size), **split}
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return no state: `ShardedModule.own_state` has each rank's."""
+        """Return no state; each rank's state is in `ShardedModule.own_state`."""
         return {}, {}
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -132,7 +132,7 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume on other ranks: keep the data position and, if possible, random numbers."""
+        """Resume on different ranks: keep the data position and, if possible, the RNG state."""
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
         if ranks // size != world.size // within.size:
@@ -154,4 +154,4 @@ class GradientMean:
         )
 
     def close(self) -> None:
-        """Release nothing: `ShardedModule.join` restores the model."""
+        """Do nothing: `ShardedModule.join` restores the model."""

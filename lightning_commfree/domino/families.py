@@ -15,7 +15,7 @@ class in transformers  what differs from Llama
 =====================  ========================================================================
 
 To add an architecture, add a line to `FAMILIES`, and a subclass of `Family` if its modules are not
-Llama's. A model is recognized by its class name, because the library does not import transformers.
+Llama's. Models are recognized by class name, because the library does not import transformers.
 Phi and GPT-NeoX, whose attention and MLP are added to the residual stream in one sum, are sharded
 by the plan in their config instead (`plan`): a `Sublayer` has one row-parallel layer, and theirs
 would need two.
@@ -54,8 +54,8 @@ class Family(ABC):
         base: attribute name of the model without its head.
         blocks_name: attribute name of the list of blocks in the base.
         embedding_name: attribute name of the word embedding in the base.
-        raw_embedding: whether the embedding's output enters the first block unchanged, so that its
-            all-reduce can overlap with that block.
+        raw_embedding: whether the embedding's output enters the first block unchanged. Its
+            all-reduce can then overlap with that block.
     """
 
     base: ClassVar[str]
@@ -65,7 +65,7 @@ class Family(ABC):
 
     @abstractmethod
     def check(self, model: Any, ranks: int) -> None:
-        """Raise `ValueError` if a model's heads or MLP widths are not divisible among the ranks."""
+        """Raise a `ValueError` if heads or MLP widths cannot be divided among the ranks."""
 
     @abstractmethod
     def shard_block(self, sharding: Sharding, block: Any) -> None:
@@ -119,11 +119,12 @@ class Family(ABC):
 
 @dataclass(frozen=True)
 class Llama(Family):
-    """Llama and architectures with its module names.
+    """Llama and architectures with the same module names.
 
     Attributes:
-        head_norms: whether attention normalizes queries and keys, with one weight for all heads.
-        post_norms: whether a second norm follows each all-reduced sum.
+        head_norms: whether attention normalizes queries and keys, with the same weight for all
+            heads.
+        post_norms: whether each all-reduced sum is followed by a second norm.
     """
 
     base, blocks_name, embedding_name = "model", "layers", "embed_tokens"
@@ -209,7 +210,7 @@ class Llama(Family):
 
 
 def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpec:
-    """Return the spec of the key and value projections; ranks share a head if there are too few."""
+    """Return the spec of key and value projections; ranks share heads if there are too few."""
     if key_heads % ranks == 0:
         return ShardSpec.even(0, key_heads * head_dim, ranks)
 
@@ -290,5 +291,5 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """Return a model's architecture; None if it is not in `FAMILIES`."""
+    """Return a model's architecture, or None if it is not in `FAMILIES`."""
     return FAMILIES.get(type(model).__name__)

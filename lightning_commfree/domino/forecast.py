@@ -10,8 +10,8 @@ tag                 payload
 `tensor_norm`       one number, if gradients are clipped by their norm
 ==================  ==================================================================
 
-Under autocast, forward's activations are sent in the autocast dtype. Everything else is sent in the
-dtype of the parameters.
+Under autocast, activations in forward are sent in the autocast dtype. Everything else is sent in
+the dtype of the parameters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def bytes_per_step(
     Args:
         models: the sharded models. Those that can compute their own loss (`labels=`) are assumed to
             do so.
-        tokens: number of tokens that a tensor group trains on in a step.
+        tokens: number of tokens that a tensor group trains on per step.
         autocast: the autocast dtype; None without autocast.
         clips: whether gradients are clipped by norm.
     """
@@ -69,7 +69,7 @@ def bytes_per_step(
 
 
 def _collectives(model: ParallelModel, autocast: torch.dtype | None) -> Iterator[Collective]:
-    """Yield the collectives of one forward and backward, with their bytes per token."""
+    """Yield the collectives of one forward and backward pass, with their bytes per token."""
     for module in model.sharding.model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
             yield from _linear_collectives(module, model.scheduled, autocast)

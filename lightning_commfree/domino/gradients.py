@@ -1,10 +1,10 @@
 """Gradients across ranks: data-parallel mean, shared shards, norm, and checks for NaN and Inf.
 
 All ranks detect NaN and Inf before the optimizer step. Each rank checks its own gradients before
-the mean over the data axis, which would hide where they came from. The check computes the norm,
-which takes one pass and is finite only if all elements are. The norm can also overflow, so if it is
-not finite, ranks check element by element and exchange the names of parameters. A check before each
-checkpoint finds NaN from hooks and from the optimizer.
+they are averaged over the data axis, because the mean would hide their origin. The check computes
+the norm, which takes one pass and is finite only if all elements are. The norm can also overflow,
+so if it is not finite, ranks check every element and exchange the names of the affected parameters.
+Another check, before each checkpoint, detects NaN from hooks and from the optimizer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GradientAverage:
         channel: connects the ranks that hold the same shard of the model.
 
     Attributes:
-        active: whether this backward is the last one before an optimizer step.
+        active: whether this backward pass is the last one before an optimizer step.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -49,7 +49,7 @@ class GradientAverage:
         self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradient, version
 
     def sublayer_is_done(self, sublayer: Sublayer) -> None:
-        """Launch the all-reduce of a sublayer's gradients, which are complete."""
+        """Launch the all-reduce of a sublayer's gradients; call it once they are complete."""
         if self.active and self._channel.size > 1:  # send accumulated gradients once, at the end
             self._launch([p for module in sublayer.modules for p in module.parameters()])
 
@@ -175,17 +175,18 @@ def refuse_nonfinite(
 ) -> None:
     """Raise an error that names the ranks whose gradients are not finite; collective.
 
-    All ranks call it if `looks_finite` is False on one. If only the norm overflowed, it returns.
+    All ranks must call it if `looks_finite` is False on any of them. If only the norm overflowed,
+    nothing is raised.
 
     Args:
         channel: connects all ranks of the fit.
         module: the module, with this rank's gradients before averaging.
         loss: this rank's latest loss, one element.
-        step: number of the next step, counted from 1.
+        step: number of the upcoming step, counted from 1.
         group_size: number of consecutive ranks that share a model.
 
     Raises:
-        RuntimeError: some rank has NaN or Inf; the same error on all ranks.
+        RuntimeError: a rank has NaN or Inf; the same error is raised on all ranks.
     """
     value = float(loss.detach())  # with gradient accumulation, an earlier batch may be the cause
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -204,10 +205,10 @@ def refuse_nonfinite(
 def refuse_nonfinite_weights(
     channel: Channel, module: nn.Module, steps: int, group_size: int
 ) -> None:
-    """Refuse to save a checkpoint with weights that are not finite; collective.
+    """Raise an error before a checkpoint is saved if any weights are not finite; collective.
 
     Raises:
-        RuntimeError: some rank has NaN or Inf; the same error on all ranks.
+        RuntimeError: a rank has NaN or Inf; the same error is raised on all ranks.
     """
     weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     text = "" if _norm_is_finite(list(weights.values())) else _describe(weights, "")
@@ -225,7 +226,7 @@ def _norm_is_finite(tensors: list[Tensor]) -> bool:
 
 
 def _named(channel: Channel, text: str, group_size: int) -> str:
-    """Return a list of the ranks whose `text` is not empty, as text; collective."""
+    """Gather each rank's `text` and list the ranks whose text is not empty; collective."""
     affected = [
         f"rank {rank} (tensor group {rank // group_size}) has {found}"
         for rank, found in zip(channel.ranks, gather_texts(channel, text), strict=True)

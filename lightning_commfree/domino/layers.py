@@ -1,8 +1,9 @@
 """Sharded linear layers, embedding and head, with the same parameter names as the originals.
 
 t is the number of ranks in the tensor group. While a schedule runs a module
-(`TensorGroup.under_schedule`), the schedule does its all-reduces. Otherwise, as in evaluation and
-generation, the module does them itself, so its output is correct wherever it is called.
+(`TensorGroup.under_schedule`), the schedule performs the module's all-reduces. Otherwise, for
+example in evaluation and generation, the module performs them itself, so its output is always
+correct.
 
 ================  ====================  ============================  =======================
 module            a rank's weight       forward, unscheduled          backward, unscheduled
@@ -15,8 +16,8 @@ module            a rank's weight       forward, unscheduled          backward, 
 `VocabHead`       1/t of the words      all-gather of logits          all-reduce of dx
 ================  ====================  ============================  =======================
 
-`GatheredLinear` and `SplitRowLinear` are for models sharded by the plan in their config, some of
-which need full activations on every rank.
+`GatheredLinear` and `SplitRowLinear` are for models that are sharded by the plan in their config.
+Some of these models need full activations on every rank.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ Trace = Callable[[str, str, int], None]  # called with event, sublayer, micro-ba
 
 
 class TensorGroup:
-    """The ranks that share a model, and the state shared by its sharded modules.
+    """The ranks that share a model, with state that its sharded modules have in common.
 
     Args:
         channel: connects the ranks of the group, for tensors on the model's device.
-        seed: seed of the random numbers that differ between ranks, such as attention's dropout.
+        seed: seed for random numbers that must differ between ranks, such as attention dropout.
 
     Attributes:
-        scheduled: whether a schedule does the all-reduces. Row linears then return partial sums,
-            and the input gradients of column linears are partial sums.
-        local_logits: whether the head returns the logits of its own words only.
+        scheduled: whether a schedule performs the all-reduces. If so, `RowLinear` returns partial
+            sums, and the input gradients of `ColumnLinear` are partial sums.
+        local_logits: whether the head returns only the logits of this rank's words.
         overlap_embedding: whether the embedding leaves its all-reduce to the schedule.
-        unsummed: if so, the embedding's partial sum, until the schedule takes it.
+        unsummed: the embedding's partial sum if `overlap_embedding`, until the schedule takes it.
     """
 
     def __init__(self, channel: Channel, seed: int = 0) -> None:
@@ -64,7 +65,7 @@ class TensorGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks of the group."""
+        """Number of ranks in the group."""
         return self.channel.size
 
     @property
@@ -73,12 +74,12 @@ class TensorGroup:
         return self.channel.rank
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Start an in-place sum over the group; nccl runs it on its own stream."""
+        """Start an in-place sum over the group. nccl runs it on a separate stream."""
         return self.channel.all_reduce(tensor.contiguous(), tag)
 
     @contextmanager
     def under_schedule(self) -> Iterator[None]:
-        """Make modules leave their all-reduces to the schedule in a `with` block."""
+        """In a `with` block, make modules leave their all-reduces to the schedule."""
         before, self.scheduled = self.scheduled, True
         try:
             yield
@@ -87,7 +88,7 @@ class TensorGroup:
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
-        """Use this rank's own random generators in a `with` block."""
+        """In a `with` block, use this rank's own random number generators."""
         shared, on_device = random_state(device)
 
         # the device's generator is seeded on first use: the device is not known earlier
@@ -103,20 +104,20 @@ class TensorGroup:
             set_random_state(device, (shared, on_device))
 
     def own_state(self) -> tuple[Tensor, Tensor | None]:
-        """Return the states of this rank's own generators: CPU, and device if it was used."""
+        """Return the state of this rank's own generators: CPU's and, if used, the device's."""
         return self._own_random, self._own_device_random
 
     def load_own_state(self, state: tuple[Tensor, Tensor | None]) -> None:
-        """Restore the state that `own_state` returned."""
+        """Restore the state returned by `own_state`."""
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the states of the generators that agree on all ranks, and of this rank's own."""
+        """Return the state of the generators that all ranks share, and of this rank's own."""
         return random_state(device), self.own_state()
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """Replay the random numbers drawn since `states`, in a `with` block."""
+        """In a `with` block, repeat the random draws made since `states`."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -130,20 +131,20 @@ class TensorGroup:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the default CPU generator and of a CUDA device's, else None."""
+    """Return the states of torch's default CPU generator and a CUDA device's (else None)."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Restore the states that `random_state` returned."""
+    """Restore the state returned by `random_state`."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
 
 
 class _Spread(torch.autograd.Function):
-    """Identity in forward; all-reduce of the gradient in backward (Megatron-LM's f)."""
+    """Identity in forward, all-reduce of the gradient in backward (Megatron-LM's f)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -158,7 +159,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce in forward; identity in backward (Megatron-LM's g)."""
+    """All-reduce in forward, identity in backward (Megatron-LM's g)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -170,7 +171,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of the last dimension in forward; this rank's slice of it in backward."""
+    """All-gather of the last dimension in forward, this rank's slice of it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -184,7 +185,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Slice(torch.autograd.Function):
-    """This rank's slice of the last dimension in forward; all-gather of it in backward."""
+    """This rank's slice of the last dimension in forward, all-gather of it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -198,7 +199,7 @@ class _Slice(torch.autograd.Function):
 
 
 class _Head(torch.autograd.Function):
-    """Head: x w^T; backward computes dw while the all-reduce of dx is in flight."""
+    """Language model head, x w^T; backward computes dw while the all-reduce of dx is in flight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
@@ -239,7 +240,7 @@ def summed(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def gathered(x: Tensor, group: TensorGroup) -> Tensor:
-    """Concatenate all ranks' `x` in the last dimension; backward takes this rank's slice."""
+    """Concatenate `x` from all ranks in the last dimension; backward takes this rank's slice."""
     full: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
     return full
 
@@ -249,10 +250,10 @@ class _Linear(nn.Module):
 
     Args:
         weight: this rank's shard.
-        bias: this rank's shard of the bias, or the full bias; None for none.
+        bias: this rank's shard of the bias, or the full bias, or None.
         group: the tensor group.
-        transposed: whether the weight has shape (in, out) as in GPT-2's `Conv1D`, and not (out, in)
-            as in `nn.Linear`.
+        transposed: whether the weight has shape (in, out), as in GPT-2's `Conv1D`, instead of (out,
+            in), as in `nn.Linear`.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class ColumnLinear(_Linear):
 
 
 class RowLinear(_Linear):
-    """Linear layer sharded by inputs: the ranks' outputs are partial sums."""
+    """Linear layer sharded by inputs: each rank computes a partial sum of all outputs."""
 
     _launch: Callable[[Tensor], None] | None = None
     _num_slices = 1
@@ -288,7 +289,7 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """Make `forward` compute its output in slices and launch each one, in a `with` block.
+        """In a `with` block, make `forward` compute its output in slices and launch each one.
 
         Yields a list, which `forward` fills with the slices and their autograd graphs.
         """
@@ -306,7 +307,7 @@ class RowLinear(_Linear):
         return output  # unused: the schedule concatenates the sums when they land
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, shape (..., out); under a schedule the partial sum without bias."""
+        """Return the output, shape (..., out); under a schedule, the partial sum without bias."""
         if self._launch is not None:  # under `split="weight"` or "hybrid"
             return self._slices(x, self._launch)
         if self.group.scheduled:
@@ -315,12 +316,12 @@ class RowLinear(_Linear):
         return self.finish(summed(self.product(x), self.group))
 
     def finish(self, total: Tensor) -> Tensor:
-        """Add the bias to the sum over the group."""
+        """Add the bias to a sum over the group."""
         return total if self.bias is None else total + self.bias
 
 
 class GatheredLinear(ColumnLinear):
-    """Column linear that gathers its outputs, for example before a norm over all heads."""
+    """Column-parallel linear layer that gathers its outputs, e.g. before a norm over all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs, shape (..., out)."""
@@ -328,7 +329,7 @@ class GatheredLinear(ColumnLinear):
 
 
 class SplitRowLinear(RowLinear):
-    """Row linear that takes this rank's slice of an input that is full on every rank."""
+    """Row-parallel linear layer whose input is full on every rank; it takes this rank's slice."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, shape (..., out)."""
@@ -336,7 +337,7 @@ class SplitRowLinear(RowLinear):
 
 
 class DropoutAfterSum(nn.Dropout):
-    """Dropout after a `RowLinear`: under a schedule, `finish` applies it to the sum instead."""
+    """Dropout after a `RowLinear`. Under a schedule, `finish` applies it to the sum instead."""
 
     def __init__(self, p: float, group: TensorGroup) -> None:
         super().__init__(p)
@@ -359,7 +360,7 @@ class VocabEmbedding(nn.Module):
         first: this rank's first token id.
         group: the tensor group.
         padding_idx: token id whose row gets no gradient, as in `nn.Embedding`.
-        scale: factor for the embeddings, as in Gemma, or None.
+        scale: factor by which embeddings are multiplied, as in Gemma, or None.
     """
 
     scale: Tensor | None
@@ -417,7 +418,7 @@ class VocabHead(nn.Module):
         self.weight, self.bias, self.words, self.group = weight, bias, words, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all logits, shape (..., V); under `local_logits` this rank's, (..., V / t)."""
+        """Return all logits, shape (..., V), or with `local_logits`, this rank's, (..., V / t)."""
         local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             local = local + self.bias

@@ -1,4 +1,4 @@
-"""Cross entropy with the vocabulary sharded across ranks, without gathering logits."""
+"""Cross entropy over a vocabulary that is sharded across ranks, without gathering logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOSS_TAG = "tensor_loss"
 class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of each position: log-sum-exp of the logits, minus the target's logit.
 
-    Name suffixes are dimensions: N positions, V vocabulary entries of this rank, R ranks.
+    Name suffixes are dimensions: N positions, V vocabulary entries on this rank, R ranks.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(
     logits: Tensor, targets: Tensor, first: int, words: int, group: TensorGroup
 ) -> Tensor:
-    """Return the cross entropy of each position: shape (N,), dtype of `logits`. Collective.
+    """Return each position's cross entropy: shape (N,), dtype of `logits`; collective.
 
     Args:
         logits: logits of this rank's part of the vocabulary, floating point, shape (N, V / t).
@@ -82,7 +82,7 @@ def vocab_cross_entropy(
 def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., Tensor]:
     """Return a replacement for transformers' `ForCausalLMLoss` that takes only this rank's logits.
 
-    The arguments are those of `vocab_cross_entropy`.
+    Arguments are as in `vocab_cross_entropy`.
     """
 
     def loss_function(

@@ -1,10 +1,11 @@
-"""Shard a transformers model in place and put the schedule into its forward.
+"""Shard a transformers model in place and run its blocks by Domino's schedule.
 
 A causal language model from transformers loops over its list of blocks. While the schedule is
-active, the list yields stand-ins instead, and the last stand-in runs all blocks as one autograd
-node. Everything around the blocks (masks, positions, last norm, head, outputs) is still
-transformers' code. Without the schedule (in evaluation and generation, or if the hidden states of
-single blocks are requested), the loop gets the blocks, whose modules do their own all-reduces.
+active, the list yields stand-ins for the blocks, and the last stand-in runs all blocks as one
+autograd node. Everything around the blocks (masks, positions, last norm, head, outputs) is still
+run by transformers. Without the schedule (in evaluation and generation, or if the hidden states of
+individual blocks are requested), the loop runs the blocks themselves, whose modules perform their
+own all-reduces.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cach
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Raise `ValueError` if a model cannot be sharded among `ranks` ranks, without changing it."""
+    """Raise a `ValueError` if a model cannot be sharded among `ranks` ranks; it is not changed."""
     family = family_of(model)
     if family is not None:
         check_adapters(model, family.vocabulary(model))
@@ -50,34 +51,34 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     else:
         raise ValueError(
             f"Tensor parallelism of `{type(model).__name__}` is not supported: its config has no"
-            f" tensor-parallel plan. Use one of {', '.join(FAMILIES)} (which get Domino's"
-            " schedule), or a transformers model whose config has a `base_model_tp_plan` of column-"
-            " and row-wise linear layers (without the schedule)."
+            f" tensor-parallel plan. Use one of {', '.join(FAMILIES)}, which run with Domino's"
+            " schedule, or another transformers model whose config has a `base_model_tp_plan` of"
+            " column- and row-wise linear layers, which runs without it."
         )
 
 
 class ParallelModel:
-    """Transformers model that is sharded and scheduled in place.
+    """A transformers model, sharded and scheduled in place.
 
     Args:
         model: the model, with the same weights on every rank. A model in `FAMILIES` may also be on
             the `meta` device, and is then initialized one layer at a time (`model.meta_init`).
         channel: the tensor group.
         settings: split and number of micro-batches.
-        seed: seed of the random numbers that differ between ranks.
-        init_seed: seed for initializing a model on `meta`; the same on all ranks.
+        seed: seed for random numbers that must differ between ranks.
+        init_seed: seed for initializing a model that is on `meta`; the same on all ranks.
 
     Attributes:
         sharding: specs of the sharded tensors, and the record of all changes to the model.
         trace: if set, called with every event of the schedule: (event, sublayer, micro-batch).
-        done: if set, called in backward with each sublayer whose gradients are complete.
-        scheduled: whether the blocks have a schedule; otherwise they do their own all-reduces.
+        done: if set, called during backward with each sublayer once its gradients are complete.
+        scheduled: whether the blocks have a schedule; otherwise they perform their own all-reduces.
         shards_loss: whether the model's own loss is computed without gathering logits.
         on_fallback: called with a message when a batch cannot be split as requested.
-        trial: chooses the split for each batch size under `split="auto"`.
+        trial: chooses the split for each batch size if `split="auto"`.
 
     Raises:
-        ValueError: the model cannot be sharded among the ranks; it is unchanged.
+        ValueError: the model cannot be sharded among the ranks; it is not changed.
     """
 
     def __init__(
@@ -179,11 +180,11 @@ class ParallelModel:
 
         Args:
             hidden: the residual stream after the embedding.
-            block: any block, which tells whether activations are checkpointed.
-            given: the other arguments of the blocks: one entry for all blocks, or one per block.
+            block: any of the blocks; used to determine whether activations are checkpointed.
+            given: the blocks' other arguments: one entry for all blocks, or one per block.
 
         Returns:
-            The residual stream before the last norm; it supports one backward.
+            The residual stream before the last norm. It supports one backward pass.
         """
         # block kinds have masks that differ only by a window, which matters to no split
         run = self._run(hidden, given[0], _checkpointed(block))
@@ -264,14 +265,14 @@ class ParallelModel:
 class _ScheduledBlocks(nn.ModuleList):
     """List of blocks that yields stand-ins while the schedule is active.
 
-    It replaces the model's own list until `join`. Its children are the blocks under the same names,
-    so parameter names and state dicts do not change.
+    It replaces the model's own list until `join`. Its children are the blocks, under the same
+    names, so parameter names and state dicts do not change.
 
     Args:
         blocks: the model's blocks.
         run: runs all blocks.
         one_kind: whether all blocks get the same arguments, so that one stand-in is enough.
-        as_tensor: whether a block returns a tensor and not a tuple.
+        as_tensor: whether a block returns a tensor instead of a tuple.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class _ScheduledBlocks(nn.ModuleList):
         return undo
 
     def begin(self, active: bool) -> None:
-        """Prepare for a forward with or without the schedule."""
+        """Prepare for a forward pass with or without the schedule."""
         self.active = active
         self._recorded.clear()
 
@@ -318,14 +319,14 @@ RunBlocks = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
 class _StandIn:
     """Stand-in for a block in the model's loop, with the block's attributes.
 
-    Calling it records the block's arguments, because each kind of block has its own mask, and
+    Calling it records the block's arguments, because each kind of block has a different mask, and
     returns the residual stream unchanged. Calling the last stand-in runs all blocks.
 
     Args:
         block: the block that it replaces.
-        recorded: the blocks' arguments in this forward so far; one list for all stand-ins.
+        recorded: the blocks' arguments in this forward pass so far; one list for all stand-ins.
         run: runs all blocks; None except in the last stand-in.
-        as_tensor: whether a block returns a tensor and not a tuple.
+        as_tensor: whether a block returns a tensor instead of a tuple.
     """
 
     def __init__(
@@ -357,7 +358,7 @@ class _StandIn:
 
 
 class _Stack(torch.autograd.Function):
-    """All blocks as one autograd node; a `ScheduleRun` computes inside."""
+    """All blocks as one autograd node, computed by a `ScheduleRun`."""
 
     @staticmethod
     def forward(
@@ -373,8 +374,8 @@ class _Stack(torch.autograd.Function):
             # the run accumulates gradients of all parameters, whether requested or not
             raise RuntimeError(
                 "A model sharded by Domino does not support `torch.autograd.grad` and"
-                " `backward(inputs=...)`: its blocks always compute the gradients of all"
-                " parameters. Call `backward()`, or use another strategy."
+                " `backward(inputs=...)`: its blocks always compute gradients for all parameters."
+                " Call `backward()` without `inputs`, or use another strategy."
             )
         return ctx.run.backward(gradients[0]), None, None
 

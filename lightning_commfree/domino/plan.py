@@ -1,4 +1,4 @@
-"""Shard a model by the tensor-parallel plan in its config, without a schedule.
+"""Shard a model according to the tensor-parallel plan in its config, without a schedule.
 
 Such a plan (`base_model_tp_plan`) maps module names, where `*` is a wildcard, to styles:
 
@@ -63,7 +63,7 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def check_plan(model: Any, ranks: int) -> None:
-    """Check that a model can be sharded by its plan, without changing it.
+    """Check that a model can be sharded according to its plan, without changing it.
 
     Raises:
         ValueError: the plan has an unsupported style, the model has adapters, or heads or widths
@@ -121,7 +121,7 @@ def _check_heads(model: Any, name: str, ranks: int) -> None:
 
 
 def apply_plan(sharding: Sharding) -> None:
-    """Shard a model by its plan; call `check_plan` first."""
+    """Shard a model according to its plan; call `check_plan` first."""
     base, ranks = _base(sharding.model), sharding.group.size
 
     for path, style, module in _styled(sharding.model):
@@ -147,7 +147,7 @@ def apply_plan(sharding: Sharding) -> None:
 
 
 def _shard_vocabulary(sharding: Sharding) -> None:
-    """Shard embedding and head along the vocabulary, if both are plain layers used in one place."""
+    """Shard embedding and head along the vocabulary, if both are plain layers used once."""
     # otherwise every rank keeps both in full: a subclass may scale its output, and with several
     # parents other code may read the weight
     model: Any = sharding.model
@@ -170,7 +170,7 @@ def _shard_vocabulary(sharding: Sharding) -> None:
 
 
 def _experts_width(module: nn.Module | nn.Parameter) -> int:
-    """Return the width of experts that `sharding.experts` can shard; 0 for anything else."""
+    """Return the width of experts that `sharding.experts` can shard, or 0 for anything else."""
     if not isinstance(module, nn.Module):
         return 0
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}

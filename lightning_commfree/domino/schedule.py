@@ -1,4 +1,4 @@
-"""Domino's schedule: interleave the sublayers of several micro-batches, forward and backward.
+"""Domino's schedule: interleave the sublayers of multiple micro-batches, forward and backward.
 
 K sublayers, micro-batches i = 0 .. M - 1. Forward, for each sublayer k, for each i:
 
@@ -8,7 +8,7 @@ K sublayers, micro-batches i = 0 .. M - 1. Forward, for each sublayer k, for eac
 4. *launch* its all-reduce, which is in flight while the other micro-batches compute sublayer k.
 
 If the embedding enters the first block unchanged, its all-reduces are launched first, and the first
-sublayer lands them.
+sublayer waits for them.
 
 Backward, for k from the last, for i from the last:
 
@@ -18,10 +18,10 @@ Backward, for k from the last, for i from the last:
 4. *launch* the all-reduce of dx, which is in flight during the other micro-batches' backward of
    sublayer k.
 
-Autograd alone would run backward in the reverse order of forward and wait for every all-reduce
-right after its launch. So each micro-sublayer (one sublayer of one micro-batch) has its own graphs,
-and a single autograd node for all blocks runs them. Collectives are outside these graphs, so
-activation checkpointing recomputes without repeating communication.
+By itself, autograd would run backward in the reverse order of forward and wait for each all-reduce
+right after launching it. So each micro-sublayer (one sublayer of one micro-batch) has its own
+graphs, and a single autograd node for all blocks runs them. Collectives are outside these graphs,
+so activation checkpointing recomputes without repeating communication.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ EMBEDDING = "embedding"  # name in traces, in place of a sublayer's
 
 
 class Autocast(NamedTuple):
-    """Autocast's state in forward, for backward, which runs outside the user's autocast context."""
+    """Autocast's state during forward, restored in backward, which runs outside autocast."""
 
     device_type: str = "cpu"
     enabled: bool = False
@@ -67,13 +67,13 @@ class Autocast(NamedTuple):
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:
-        """Return a context manager that restores this state, without autocast's weight cache."""
+        """Return a context manager that restores this state, but not autocast's weight cache."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
 @dataclass
 class ScheduleRun:
-    """One pass of one batch through all blocks, forward and then backward.
+    """One pass of a batch through all blocks, forward and then backward.
 
     Args:
         sublayers: the sublayers of all blocks, in order.

@@ -17,11 +17,11 @@ class DominoSettings:
     Args:
         tensor_parallel_size: number of ranks that share a model; None: all ranks of a node. With
             `inside=`, it is the size of a replica.
-        split: how a batch is split into micro-batches (`splits`); "auto": the fastest, by timing.
+        split: how to split a batch into micro-batches (`splits`); "auto": the fastest, by timing.
         num_micro_batches: number of micro-batches, 2 or more.
 
     Raises:
-        ValueError: a value is outside its range.
+        ValueError: a value is out of range.
         TypeError: a value has the wrong type.
     """
 
@@ -36,5 +36,5 @@ class DominoSettings:
         check_count("num_micro_batches", self.num_micro_batches, 2)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings as text, to compare between ranks."""
+        """Return the settings as strings, to compare across ranks."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

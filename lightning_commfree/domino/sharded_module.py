@@ -1,4 +1,4 @@
-"""A LightningModule whose transformers models are sharded: the interface for strategies."""
+"""A LightningModule with sharded transformers models: the interface for strategies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_commfree.model.shards import mark_shard
 
 
 def find_models(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost submodules that are models Domino can shard."""
+    """Return the outermost submodules that Domino can shard."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for child in module.modules():
@@ -37,16 +37,16 @@ def find_models(module: nn.Module) -> list[nn.Module]:
 
 
 def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
-    """Check that a module contains models that can be sharded, without changing them.
+    """Check that the models in a module can be sharded, without changing them.
 
     Args:
         strategy: name of the strategy, for messages.
-        module: the module, not sharded yet.
+        module: the module, not yet sharded.
         ranks: number of ranks in a tensor group.
 
     Raises:
         ValueError: there is no such model, or one is wrapped, has tensors on the meta device that
-            would never get values, is not divisible by `ranks`, or has unsupported adapters.
+            would never get values, cannot be divided among `ranks`, or has unsupported adapters.
     """
     refuse_wrapped(strategy, module)
 
@@ -66,7 +66,7 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
 
 
 def refuse_meta(strategy: str, module: nn.Module) -> None:
-    """Raise `ValueError` if a module has tensors on the meta device, outside a fit."""
+    """Raise a `ValueError` if a module has tensors on the meta device; for use outside a fit."""
     if without := on_meta(module):
         raise ValueError(
             f"{len(without)} tensors, including {without[0]!r}, are on the meta device and have no"
@@ -76,10 +76,10 @@ def refuse_meta(strategy: str, module: nn.Module) -> None:
 
 
 def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) -> None:
-    """Check that optimizers keep state per element; call it after their first step.
+    """Check that the optimizers' state is element-wise; call it after their first step.
 
     Raises:
-        ValueError: a tensor in the state of a shard does not have the shape of the shard.
+        ValueError: a tensor in a shard's state does not have the shape of the shard.
     """
     # state per row or column, such as Adafactor's, would be computed from the shard instead of the
     # full parameter, and a checkpoint could not gather it
@@ -100,7 +100,8 @@ def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) ->
 def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     """Check that all ranks of a tensor group have the same batch; collective.
 
-    `batch` is this rank's, with tensors in nested containers, and `verb` is "train" or "validate".
+    `batch` is this rank's batch, with tensors in nested containers; `verb` is "train" or
+    "validate".
 
     Raises:
         ValueError: the batches differ; the same error on all ranks.
@@ -128,8 +129,8 @@ def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module])
     if left:
         raise ValueError(
             f"{len(left)} tensors, including {left[0]!r}, are on the meta device and have no"
-            f" values. `{strategy}` can initialize a model only if all of its parameters are on"
-            f" the meta device, and only {', '.join(FAMILIES)}. Build the rest on the CPU."
+            f" values. `{strategy}` can initialize only {', '.join(FAMILIES)}, and only if all"
+            " parameters of the model are on the meta device. Build everything else on the CPU."
         )
 
 
@@ -139,7 +140,7 @@ STATE_TAG = "tensor_state"
 class OptimizerShards:
     """Gather and shard the optimizer states of a tensor group, during a fit and after it.
 
-    `specs` has the specs of the sharded parameters.
+    `specs` contains the specs of the sharded parameters.
     """
 
     # After a fit every rank has the full models again, but optimizer states stay sharded: AdamW's
@@ -149,7 +150,7 @@ class OptimizerShards:
         self._sharded = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def full_state_dict(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory; {} without `keep`. Collective."""
+        """Gather an optimizer's full state in CPU memory; {} if not `keep`; collective."""
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
@@ -162,7 +163,7 @@ class OptimizerShards:
     def shard_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
     ) -> dict[str, Any]:
-        """Return an optimizer's state, with sharded tensors cut to a rank's shards."""
+        """Return an optimizer's state with full tensors replaced by a rank's shards."""
         sharded: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
             spec, _ = self._sharded.get(parameter, (None, None))
@@ -186,18 +187,18 @@ class OptimizerShards:
 
 
 def gather_to_host(shard: Tensor, spec: ShardSpec, channel: Channel, keep: bool) -> Tensor:
-    """Gather a full tensor in CPU memory; an empty one without `keep`. Collective."""
+    """Gather a full tensor in CPU memory; an empty tensor if not `keep`; collective."""
     full = gather_full_tensor(shard, spec, channel, STATE_TAG)
     return full.cpu() if keep else full.new_empty(0)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return all parameters of an optimizer, in the order in which its state numbers them."""
+    """Return all parameters of an optimizer, in the order of their indices in its state."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class ShardedModule:
-    """Module whose models are sharded among a tensor group; `prepare` creates it.
+    """A module with models that are sharded across a tensor group; created by `prepare`.
 
     Attributes:
         models: the sharded models.
@@ -221,35 +222,35 @@ class ShardedModule:
     ) -> ShardedModule:
         """Shard the models inside `module` in place, before the optimizer is created.
 
-        All ranks must pass the same module. The other arguments are those of `ParallelModel`.
+        All ranks must pass the same module. The other arguments are as in `ParallelModel`.
 
         Raises:
-            ValueError: a model cannot be sharded; `module` is unchanged.
+            ValueError: a model cannot be sharded; `module` is not changed.
         """
         found = find_models(module)
-        for model in found:  # all of them first, so that an error leaves none changed
+        for model in found:  # check all of them first, so that an error leaves no model changed
             check_divisible(model, channel.size)
         models = [ParallelModel(model, channel, settings, seed, init_seed) for model in found]
         return cls(module, channel, models)
 
     @property
     def specs(self) -> dict[nn.Parameter, ShardSpec]:
-        """The spec of each sharded parameter; every rank holds all others in full."""
+        """The spec of each sharded parameter; all other parameters are full on every rank."""
         return {p: spec for model in self.models for p, spec in model.sharding.specs.items()}
 
     def check_first(self, verb: str, batch: Any) -> None:
-        """Run `check_batch` on the first batch of each `verb`; collective for that batch."""
+        """Run `check_batch` on the first batch for each `verb`; collective for that batch."""
         if verb not in self._checked:
             self._checked.add(verb)
             check_batch(self._channel, verb, batch)
 
     def mark_shards(self, argument: str) -> None:
-        """Mark the sharded parameters, for DiLoCo and Lion, which do not know `ShardSpec`.
+        """Mark the sharded parameters for DiLoCo and Lion, which do not use `ShardSpec`.
 
-        `argument` is the strategy's argument for the size of a tensor group, for the message.
+        `argument` is the name of the strategy's argument for the group size, for messages.
 
         Raises:
-            ValueError: some shard is held by several ranks, but not by all.
+            ValueError: a shard is held by several ranks but not by all.
         """
         specs = self.specs
         for name, parameter in self._module.named_parameters():
@@ -272,7 +273,7 @@ class ShardedModule:
     # -- states
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
-        """Return the module's full state, gathered in CPU memory; {} without `keep`. Collective."""
+        """Return the module's full state in CPU memory; {} if not `keep`; collective."""
         # by address: the tensors in a state dict are not the parameters themselves
         specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
         gathered: dict[int, Tensor] = {}  # tied parameters are gathered once
@@ -287,7 +288,7 @@ class ShardedModule:
         return state if keep else {}
 
     def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a full state, with sharded parameters cut to this rank's shards."""
+        """Return a full state with sharded parameters replaced by this rank's shards."""
         own = self._module.state_dict(keep_vars=True)
         specs, rank = self.specs, self._channel.rank
         return {
@@ -296,26 +297,26 @@ class ShardedModule:
         }
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state that differs between ranks: random numbers and `auto_split` timings."""
+        """Return the state that differs between ranks: RNG state and `auto_split` timings."""
         return {
             "random": [model.group.own_state() for model in self.models],
             "splits": [model.trial.state_dict() for model in self.models],
         }
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `own_state` returned."""
+        """Restore the state returned by `own_state`."""
         for model, random, split in zip(self.models, state["random"], state["splits"], strict=True):
             model.group.load_own_state(random)
             model.trial.load_state_dict(split)
 
     def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory; {} without `keep`. Collective."""
+        """Gather an optimizer's full state in CPU memory; {} if not `keep`; collective."""
         return self.optimizer_shards.full_state_dict(optimizer, self._channel, keep)
 
     def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return an optimizer's full state, with sharded tensors cut to this rank's shards."""
+        """Return an optimizer's full state with tensors replaced by this rank's shards."""
         return self.optimizer_shards.shard_state_dict(optimizer, state, self._channel.rank)
 
     # -- gradients
@@ -326,11 +327,11 @@ class ShardedModule:
             sum_shared(model.sharding.specs, model.group)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the full gradient, each element counted once; collective."""
+        """Return the norm of the full gradient, in which each element counts once; collective."""
         return gradient_norm(parameters, self.specs, self.models[0].group, norm_type)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm of the full gradient, each element counted once; collective."""
+        """Clip by the norm of the full gradient, in which each element counts once; collective."""
         parameters = parameters_of(optimizer)
         norm = self.gradient_norm(parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
@@ -338,7 +339,7 @@ class ShardedModule:
     # -- the end of a fit
 
     def join(self) -> None:
-        """Restore the plain, full models on every rank; optimizer states stay sharded."""
+        """Restore the plain, full models on every rank; optimizer states remain sharded."""
         for model in self.models:
             full = {}
             for parameter, spec in model.sharding.specs.items():

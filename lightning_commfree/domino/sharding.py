@@ -30,17 +30,18 @@ from lightning_commfree.model.meta_init import Materializer
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The sharding of one tensor: each rank holds a range of one dimension.
+    """How a tensor is sharded: each rank holds a range of one dimension.
 
-    A packed q, k, v weight has three equal blocks; each rank holds the same range of each block.
-    Several ranks may hold the same range: with fewer key heads than ranks, ranks share a head.
+    A packed q, k, v weight has three equal blocks, and each rank holds the same range of each.
+    Several ranks may hold the same range: if there are fewer key heads than ranks, ranks share a
+    head.
 
     Attributes:
         dim: the sharded dimension.
-        ranges: start and stop within a block, for every rank.
+        ranges: each rank's start and stop within a block.
         size: length of the full dimension.
         blocks: number of equal blocks in the full dimension.
-        padded: length to which a full tensor is zero-padded before sharding; None: no padding.
+        padded: length to which a full tensor is zero-padded before sharding; None for no padding.
     """
 
     dim: int
@@ -51,7 +52,7 @@ class ShardSpec:
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
-        """Shard each block of a dimension evenly; a single block may be padded."""
+        """Create a spec that shards each block evenly; a single block may be padded."""
         block = size // blocks
         length = -(-block // ranks)
         ranges = tuple((rank * length, (rank + 1) * length) for rank in range(ranks))
@@ -61,7 +62,7 @@ class ShardSpec:
 
     @property
     def overlapping(self) -> bool:
-        """Whether some shard is held by several ranks."""
+        """Whether any shard is held by several ranks."""
         return len(set(self.ranges)) < len(self.ranges)
 
     def shard(self, full: Tensor, rank: int) -> Tensor:
@@ -99,18 +100,18 @@ def gather_full_tensor(shard: Tensor, spec: ShardSpec, channel: Channel, tag: st
 
 @dataclass
 class Sharding:
-    """A sharded model, and a record of every change made to it.
+    """A sharded model, with a record of every change made to it.
 
     Attributes:
         model: the transformers model, changed in place.
         group: the tensor group.
         materializer: initializes layers that are on the meta device.
-        specs: the spec of each sharded parameter; every rank holds all other parameters in full.
+        specs: the spec of each sharded parameter; all other parameters are full on every rank.
         blocks: the transformer blocks in order; empty if the model is not scheduled.
         sublayers: the sublayers of all blocks in order, the same number per block.
         experts: modules with sharded expert parameters.
         raw_embedding: whether the embedding's output enters the first block unchanged.
-        restore: functions that each undo one change, in the order in which they were made.
+        restore: functions that each undo one change, in the order in which the changes were made.
     """
 
     model: nn.Module
@@ -147,7 +148,7 @@ class Sharding:
         return mine
 
     def mark_partial_gradients(self, module: nn.Module) -> None:
-        """Mark a module that every rank holds in full, but whose gradients are partial sums."""
+        """Mark a module that is full on every rank but has partial sums as gradients."""
         # Each rank's gradient covers only its own heads or outputs. With the full dimension as the
         # range of every rank, `sum_shared` adds them up, as for a key head of several ranks.
         for parameter in module.parameters():
@@ -169,7 +170,7 @@ def column(
     spec: ShardSpec,
     kind: type[ColumnLinear] = ColumnLinear,
 ) -> None:
-    """Shard the outputs of a linear layer; `spec` is for the weight's output dimension."""
+    """Shard a linear layer by outputs; `spec` describes the weight's output dimension."""
     old: Any = getattr(parent, name)
     flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
     if is_adapted(old):
@@ -186,7 +187,7 @@ def column(
 def row(
     sharding: Sharding, parent: nn.Module, name: str, kind: type[RowLinear] = RowLinear
 ) -> None:
-    """Shard a linear layer's inputs; every rank holds the full bias."""
+    """Shard a linear layer by inputs; every rank holds the full bias."""
     old: Any = getattr(parent, name)
     if is_adapted(old):
         _shard_lora_of_row(sharding, old)
@@ -237,7 +238,7 @@ def experts(sharding: Sharding, module: Any) -> None:
     """Shard the hidden layer of every expert, so that routing needs no communication.
 
     `module` has the parameters `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, shape
-    (experts, H, I). It is called with the hidden states, and indices and weights of the chosen
+    (experts, H, I). It is called with the hidden states, and with indices and weights of the chosen
     experts.
     """
     group, width = sharding.group, module.down_proj.shape[2]
@@ -308,7 +309,7 @@ def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
 
 
 def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> None:
-    """Shard the adapters of a column linear; `spec` shards dimension 0, the outputs."""
+    """Shard the adapters of a column-parallel linear; `spec` shards dimension 0, the outputs."""
     group = sharding.group
 
     def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
@@ -322,7 +323,7 @@ def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> No
 
 
 def _shard_lora_of_row(sharding: Sharding, layer: Any) -> None:
-    """Shard the adapters of a row linear."""
+    """Shard the adapters of a row-parallel linear layer."""
     group = sharding.group
 
     def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
@@ -354,7 +355,7 @@ def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
 
 
 def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
-    """Raise `ValueError` if a model's attention heads cannot be divided among the ranks."""
+    """Raise a `ValueError` if a model's attention heads cannot be divided among the ranks."""
     if heads % ranks:
         raise ValueError(
             f"{name} has {heads} attention heads, which cannot be split evenly across {ranks}"
@@ -369,7 +370,7 @@ def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
 
 
 def check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
-    """Raise `ValueError` if an MLP's width (`name` in the config) does not divide evenly."""
+    """Raise a `ValueError` if an MLP's width (`name` in the config) cannot be divided evenly."""
     if width % ranks:
         raise ValueError(
             f"{type(model).__name__} has MLPs of width {width} (`{name}`), which cannot be split"

@@ -1,4 +1,4 @@
-"""Split a batch into micro-batches, so that one computes during the all-reduce of another.
+"""Split a batch into micro-batches, so that one is computed during the all-reduce of another.
 
 =========  ======================  ================================================================
 split      micro-batches           dependence between them
@@ -12,7 +12,7 @@ hybrid     rows of the batch       as batch, with each micro-batch's sums sliced
 none       one                     --
 =========  ======================  ================================================================
 
-Not every batch can be split as requested: `choose_split` falls back and reports why.
+Not every batch can be split as requested; `choose_split` then falls back and reports why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Split:
     """No split (one micro-batch, one all-reduce per sublayer), and base of the other splits.
 
     Args:
-        num_slices: number of slices of every row linear's outputs, each with its own all-reduce.
+        num_slices: number of slices of each row-parallel linear's outputs, each with its own
+            all-reduce.
     """
 
     def __init__(self, num_slices: int = 1) -> None:
@@ -47,7 +48,7 @@ class Split:
         return [hidden]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate the micro-batches that `micro_batches` returned."""
+        """Concatenate the micro-batches returned by `micro_batches`."""
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
@@ -60,7 +61,7 @@ class Split:
 
         Args:
             micro: a micro-sublayer whose body has not run yet.
-            earlier: the same sublayer of the previous micro-batches, already computed.
+            earlier: the same sublayer of the previous micro-batches, which have been computed.
             launch: starts the all-reduce of a partial sum.
         """
         del earlier
@@ -73,7 +74,7 @@ class Split:
             launch(micro.outputs[0])
 
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
-        """Return the gradients of `micro.outputs`, given the gradient of the reduced sum."""
+        """Return the gradients of `micro.outputs` from the gradient of the reduced sum."""
         return list(torch.split(d_total, [output.shape[-1] for output in micro.outputs], -1))
 
 
@@ -123,7 +124,7 @@ class TokenSplit(Split):
     Args:
         num_micro_batches: number of micro-batches, at most the number of tokens in a sequence.
         flash: whether the model uses flash attention, which aligns the last query with the last key
-            without a mask.
+            and needs no mask.
     """
 
     def __init__(self, num_micro_batches: int, flash: bool = False) -> None:
@@ -203,13 +204,13 @@ _CACHES = ("past_key_values", "past_key_value")  # the latter in older transform
 
 
 def cache_argument(attention: type[nn.Module]) -> str | None:
-    """Return the name of an attention class's cache argument; None if it has none."""
+    """Return the name of an attention class's cache argument, or None if it has none."""
     parameters = inspect.signature(attention.forward).parameters
     return next((name for name in _CACHES if name in parameters), None)
 
 
 class _KeyCache:
-    """Stand-in for transformers' cache that prepends the keys and values of earlier chunks."""
+    """Stand-in for transformers' cache: prepends the keys and values of earlier chunks."""
 
     def __init__(self, earlier: Sequence[Sequence[LentTensor]]) -> None:
         self._earlier = earlier
@@ -234,7 +235,7 @@ def choose_split(
     """Choose the split of one batch.
 
     Args:
-        settings: the user's settings, with "auto" replaced by the choice of `auto_split`.
+        settings: the user's settings, with "auto" replaced by the split that `auto_split` chose.
         hidden: the batch's hidden state, shape (B, T, H).
         arguments: a block's other arguments.
         config: the config of the attention module; None if it has none.
@@ -297,7 +298,7 @@ def legal_splits(
 
 
 def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
-    """Return whether attention is causal, judging by a block's arguments and config."""
+    """Return whether attention is causal, according to a block's arguments and config."""
     if False in (arguments.get("is_causal"), getattr(config, "is_causal", None)):
         return False
     mask = arguments.get("attention_mask")
@@ -308,7 +309,7 @@ def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
 
 
 def is_packed(arguments: Mapping[str, Any]) -> bool:
-    """Return whether rows contain several examples, marked by their starts or positions."""
+    """Return whether rows contain multiple packed examples, marked by their starts or positions."""
     if arguments.get("cu_seq_lens_q") is not None:
         return True
     positions = arguments.get("position_ids")  # start at 0 in each example

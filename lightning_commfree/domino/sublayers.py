@@ -1,14 +1,14 @@
 """A transformer block as two sublayers, and one sublayer's computation for one micro-batch.
 
 A sublayer is the computation between two all-reduces. Its inputs are the residual stream h and the
-sum y of the previous sublayer, and its output is a partial sum:
+all-reduced sum y of the previous sublayer, and its output is a partial sum:
 
     h <- h + finish(y)        bias, post-norm and dropout of the previous sublayer
     x <- norm(h)
     partial <- body(x)        column linears, attention or activation, row linear
 
-A `MicroSublayer` has separate autograd graphs for these lines. The inputs of each graph are leaves
-that collect their gradients, so that the schedule decides when each piece of backward runs:
+A `MicroSublayer` has a separate autograd graph for each of these lines. The inputs of each graph
+are leaves that accumulate gradients, so that the schedule controls when each part of backward runs:
 
     entered <- h + finish(y)     h and y are leaves
     normed  <- norm(entered)
@@ -40,12 +40,12 @@ class Sublayer:
         norm: computes x from h.
         body: computes the partial sum from x and the block's arguments.
         row: the last linear layer of the body.
-        modules: modules with the sublayer's parameters, which are used nowhere else.
+        modules: the modules that hold the sublayer's parameters; these are used nowhere else.
         dropout: dropout applied to the sum, or None.
         post_norm: norm applied to the sum before dropout, or None.
         attention: the attention module; None for an MLP.
-        draws_own: returns whether the body draws random numbers that differ between ranks, as
-            attention's dropout does.
+        draws_own: returns whether the body uses random numbers that must differ between ranks, such
+            as attention dropout.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Sublayer:
 
 
 def attention_body(module: nn.Module) -> Body:
-    """Return a body that calls an attention module the way a transformers block does."""
+    """Return a body that calls an attention module as a transformers block would."""
 
     def body(x: Tensor, arguments: Arguments) -> Tensor:
         partial: Tensor = module(hidden_states=x, **arguments)[0]  # [1] has the attention weights
@@ -77,7 +77,7 @@ def attention_body(module: nn.Module) -> Body:
 
 
 def mlp_body(module: nn.Module) -> Body:
-    """Return a body that calls an MLP the way a transformers block does."""
+    """Return a body that calls an MLP as a transformers block would."""
 
     def body(x: Tensor, _: Arguments) -> Tensor:
         partial: Tensor = module(x)
@@ -100,18 +100,20 @@ def take_gradient(leaf: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Inflow:
-    """The tensors that enter a sublayer.
+    """Input tensors of a sublayer, as autograd leaves.
 
     Attributes:
-        leaves: the residual stream h, shape (B, T, H), and after the first sublayer the sum y.
-        finish: computes the previous sublayer's output from y; None in the first sublayer.
+        leaves: the residual stream h, shape (B, T, H), and in all sublayers but the first, the
+            previous sublayer's sum y.
+        finish: applies the previous sublayer's bias, norm and dropout to y; None in the first
+            sublayer.
     """
 
     leaves: tuple[Tensor, ...]
     finish: Callable[[Tensor], Tensor] | None = None
 
     def add(self) -> Tensor:
-        """Return the residual stream, with its graph."""
+        """Return h + finish(y), or h in the first sublayer, with its autograd graph."""
         if self.finish is None:
             (stream,) = self.leaves
             return stream.view_as(stream)  # a node of its own, whose backward reaches the leaf
@@ -120,19 +122,19 @@ class Inflow:
         return stream + self.finish(total)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the leaves, and clear them."""
+        """Return the leaves' gradients, and clear them."""
         return [take_gradient(leaf) for leaf in self.leaves]
 
 
 @dataclass(frozen=True)
 class MicroInput:
-    """The inputs of a micro-sublayer; activation checkpointing keeps nothing else.
+    """Inputs of a micro-sublayer, all that activation checkpointing keeps.
 
     Attributes:
         sublayer: the sublayer to compute.
         arguments: its block's arguments for this micro-batch.
-        inflow: the tensors that enter it.
-        replayed: returns a context manager that replays the random numbers of forward.
+        inflow: its input tensors.
+        replayed: returns a context manager that repeats the random draws of the forward pass.
     """
 
     sublayer: Sublayer
@@ -144,7 +146,7 @@ class MicroInput:
 class LentTensor:
     """Keys or values of a micro-batch that later micro-batches read.
 
-    Each of them reads a leaf of its own, because their backward passes run separately.
+    Each reader gets a separate leaf, because their backward passes run separately.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -158,7 +160,7 @@ class LentTensor:
         return lent
 
     def gradient(self) -> Tensor:
-        """Return the sum of the gradients from all later micro-batches."""
+        """Return the sum of all readers' gradients."""
         total = torch.zeros_like(self._tensor)  # stays zero for the last micro-batch
         for lent in self._lent:
             if lent.grad is not None:
@@ -188,7 +190,7 @@ class MicroSublayer:
         self.lent: list[LentTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
-        """Run the body on `x`, with the block's arguments and `more`."""
+        """Run the body on `x` with the block's arguments; `more` contains arguments to override."""
         # a view, because autocast caches half-precision copies of leaves, and gradients would
         # accumulate in the cached copy
         partial: Tensor = self.sublayer.body(
@@ -197,7 +199,7 @@ class MicroSublayer:
         return partial
 
     def backward_body(self, gradients: list[Tensor]) -> Tensor:
-        """Run backward from the outputs' gradients; return the gradient of `x`."""
+        """Run backward from the gradients of the outputs; return the gradient of `x`."""
         # in one call, because keys, values and output share the body's graph
         torch.autograd.backward(self.outputs, gradients)
         self.outputs, self.lent = [], []

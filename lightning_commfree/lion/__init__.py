@@ -1,8 +1,8 @@
 """Communication Efficient Distributed Training with Distributed Lion.
 
 Liu, Wu, Chen, Liu, Li and Liu, 2024, arXiv:2404.00438. Workers do not exchange gradients or
-momenta; they vote on the sign of every parameter's step: one bit up, one bit down. Each of n
-workers runs::
+momentum buffers. They vote on the sign of each parameter's step: one bit up, one bit down. Each of
+n workers runs::
 
     for step in 1, 2, ...:
         g = gradient of this worker's own batch
@@ -30,15 +30,17 @@ Read in this order:
 1. `worker`: the computation of one worker (on a CPU by the loops of `worker_numba`). `vote`: how
    ballots are counted.
 2. `ballot`: how ballots are exchanged. `buckets` and `voting`: when they are sent, and a full step.
-3. `optimizer`: the `torch.optim.Optimizer`. `session`: its votes over the length of a fit.
+3. `optimizer`: the `torch.optim.Optimizer`. `session`: runs its votes during a fit.
 
 Departures from the paper:
 
-- Ties and zeros: sign(0) is exactly 0. The paper counts one bit per parameter; we send a second bit
-  only if there is a zero or a tie. With `ties="random"` one bit suffices for even n too.
+- Ties and zeros: sign(0) is exactly 0. The paper counts one bit per parameter; this package sends a
+  second bit only if there is a zero or a tie. With `ties="random"`, one bit suffices even if n is
+  even.
 - A parameter that has no gradient on any worker is neither moved nor decayed, as with any torch
-  optimizer. If only some workers have a gradient, the others vote zero and keep their momenta.
-- Momenta can be averaged every few steps (arXiv:2411.16462); off by default.
+  optimizer. If only some workers have a gradient, the others vote zero and keep their momentum
+  buffers.
+- Momentum buffers can be averaged every few steps (arXiv:2411.16462); off by default.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Exchange the workers' ballots on one bucket of parameters, and compute Delta from them.
+"""Exchange the workers' ballots for one bucket of parameters, and compute Delta from them.
 
 A ballot is a header and two bit planes, c > 0 and c != 0. The header is two int64 words and one
 byte per parameter tensor. The first word holds flags and the number of zeros. The second holds
-hashes of values that must be equal on all workers: hyperparameters in the upper half, parameters in
-the lower half. Every worker receives all headers, so all of them take the same decision.
+hashes of values that must be the same on all workers: hyperparameters in the upper half, parameters
+in the lower half. Every worker receives all headers, so all workers make the same decision.
 
 Each bucket takes the route of `comm.exchange` that sends fewer bytes. With N parameters, n workers
 and D bits per parameter in the result (`vote`):
@@ -17,13 +17,12 @@ two-phase  shard i of every ballot to worker i, which counts it and sends  N (1 
 =========  ==============================================================  =======================
 
 1. Up: the header and the plane c > 0, one bit per parameter.
-2. Up, if some worker has an exact zero (the headers contain the numbers of zeros): the plane
-   c != 0, or a list of the zeros' indices if that is shorter. Ballots of workers that abstain are
-   ignored.
-3. Down: the planes of the result. If some sum is zero, a majority has a second plane, which is a
-   separate message.
+2. Up, if any worker has an exact zero (headers contain the number of zeros): the plane c != 0, or a
+   list of the indices of zeros if that is shorter. Ballots of workers that abstain are ignored.
+3. Down: the planes of the result. If any sum is zero, a majority vote has a second plane, which is
+   sent as a separate message.
 
-Earlier messages tell all workers whether an optional one follows.
+From earlier messages, all workers know whether an optional one follows.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _DIGEST_BITS = 32  # width of the parameters' hash; the hyperparameters' hash is
 
 
 class Ballot(NamedTuple):
-    """One worker's ballot on one bucket, on the channel's device."""
+    """One worker's ballot for one bucket, on the channel's device."""
 
     header: Tensor  # (header_bytes(parameters),), uint8
     plus: Tensor  # (B,), uint8: bits of c > 0, padded with 0
@@ -59,7 +58,7 @@ class Ballot(NamedTuple):
 
 
 class HeaderSummary(NamedTuple):
-    """Combined headers of all workers; the same on all of them."""
+    """Summary of all workers' headers; the same on every worker."""
 
     stop: bool  # some worker asks all to stop
     stream_ends: bool  # some worker's data stream ends with this step
@@ -71,7 +70,7 @@ class HeaderSummary(NamedTuple):
     hyperparameters_differ: bool
 
     def refuses(self, faults: bool) -> bool:
-        """Return whether to refuse the step: workers differ or, with `faults`, NaN or Inf."""
+        """Return whether to reject the step: workers differ or, with `faults`, have NaN or Inf."""
         differ = self.parameters_differ or self.hyperparameters_differ
         return differ or (faults and bool(self.faults))
 
@@ -80,12 +79,12 @@ class HeaderSummary(NamedTuple):
 
 
 def header_bytes(parameters: int) -> int:
-    """Return the size of a header, padded to whole words."""
+    """Return the size of a header in bytes, padded to whole words."""
     return _WORDS_BYTES + -(-parameters // 8) * 8
 
 
 def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int:
-    """Pack two hashes into a header's second word; int64 like `parameters`."""
+    """Pack two hashes into a header's second word, int64."""
     # keep the sign bit clear: torch has no unsigned int64
     upper = (hyperparameters % (1 << (_DIGEST_BITS - 1))) << _DIGEST_BITS
     return (parameters & ((1 << _DIGEST_BITS) - 1)) | upper
@@ -98,7 +97,7 @@ def write_header(
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        flags: `STOP`, `STREAM_ENDS`, their sum, or 0.
+        flags: `STOP`, `STREAM_ENDS`, the sum of both, or 0.
         numel: number of votes.
         voters: numbers of nonzero votes, to be added up; int64, 0-d.
         digest: int64, from `join_digests`.
@@ -115,7 +114,7 @@ def marks_of(headers: Tensor, parameters: int) -> Tensor:
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
-    """Combine all workers' headers: uint8, shape (workers, header bytes), in host memory."""
+    """Summarize all workers' headers, uint8, shape (workers, header bytes), in host memory."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = marks_of(headers, parameters)
     faults = tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero())
@@ -144,7 +143,7 @@ def digest_of(header: Tensor) -> Tensor:
 
 
 def differing(digests: Collection[int]) -> tuple[bool, bool]:
-    """Return from digests (whether parameters differ, whether hyperparameters differ)."""
+    """Return whether parameters, and whether hyperparameters, differ between `digests`."""
     of_parameters = {digest % (1 << _DIGEST_BITS) for digest in digests}
     of_hyperparameters = {digest >> _DIGEST_BITS for digest in digests}
     return len(of_parameters) > 1, len(of_hyperparameters) > 1
@@ -159,7 +158,7 @@ def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
     Args:
         nonzero: plane c != 0 of this worker, uint8, shape (B,).
         valid: bits that are not padding, uint8, shape (B,).
-        length: length of the list, the same on all workers.
+        length: length of the list, which must be the same on all workers.
 
     Returns:
         int32, shape (length,): bit b of byte i has the index i + b B; padded with -1.
@@ -177,7 +176,7 @@ def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
 
 
 def nonzero_plane(indices: Tensor, valid: Tensor) -> Tensor:
-    """Rebuild the plane c != 0, uint8, shape (B,), from the list that `zero_indices` returns."""
+    """Rebuild the plane c != 0, uint8, shape (B,), from a list returned by `zero_indices`."""
     num_bytes = valid.numel()
     known = indices[indices >= 0].long()
     flags = (1 << known // num_bytes).to(torch.uint8)
@@ -197,7 +196,7 @@ _FLAG_BYTES = 8
 
 
 class VoteResult(NamedTuple):
-    """Outcome of the vote on one bucket."""
+    """Result of the vote on one bucket."""
 
     summary: HeaderSummary
     delta: PackedDelta | None  # None: the step is refused
@@ -212,10 +211,10 @@ def cheaper_ballot_exchange(
 
 
 class BallotExchange:
-    """Exchange of the ballots on one bucket, over one route.
+    """Exchange of the ballots for one bucket over one route.
 
     Args:
-        route: route between the workers.
+        route: route for messages between the workers.
         plane_bytes: size of a plane; its shards must be whole 8-byte words.
         parameters: number of tensors in the bucket.
         valid: uint8, shape (plane_bytes,): bits that are not padding.
@@ -233,7 +232,7 @@ class BallotExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this worker sends per step, by tag, if no worker has a zero."""
+        """Bytes that this worker sends per step, by tag, provided that no worker has a zero."""
         sent = Counter(
             {UP_TAG: self._route.bytes_up(header_bytes(self._parameters) + self._shard_bytes)}
         )
@@ -243,7 +242,7 @@ class BallotExchange:
         return sent
 
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Exchange and count the ballots, or refuse the step (`HeaderSummary.refuses`); blocks."""
+        """Exchange and count the ballots, or reject the step (`HeaderSummary.refuses`); blocks."""
         shards = self._route.num_shards
         headers = ballot.header.expand(shards, -1)
         messages = torch.cat([headers, ballot.plus.view(shards, -1)], dim=1)
@@ -290,7 +289,7 @@ class BallotExchange:
         return self._rule.count(_words(plus_WB), nonzero, valid, self._route.shard)
 
     def _send_back(self, shard: Shard) -> Tensor:
-        """Exchange the counted shards; return the bucket's planes, int64, shape (D, words)."""
+        """Exchange the counted shards; return the bucket's result planes, int64, (D, words)."""
         flag = torch.tensor([shard.ties is not None], dtype=torch.int64)
         message = torch.cat([flag.to(shard.planes.device), shard.planes.flatten()])
         received = self._route.down(message, DOWN_TAG).wait()
@@ -309,9 +308,9 @@ def _words(planes: Tensor) -> Tensor:
 
 
 class NodeBallotExchange:
-    """Ballot exchange between nodes whose ranks all hold the node's ballot; each sends a slice.
+    """Ballot exchange across nodes. All ranks of a node hold its ballot, and each sends a slice.
 
-    `inner` exchanges one slice between the corresponding ranks of all nodes.
+    `inner` exchanges one slice among the corresponding ranks of all nodes.
     """
 
     def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, workers: int) -> None:
@@ -345,7 +344,7 @@ class NodeBallotExchange:
     def _merge_in_node(
         self, summary: HeaderSummary, refused: bool, ballot: Ballot, planes: Tensor
     ) -> tuple[HeaderSummary, bool, Tensor]:
-        """Merge summaries and refusals of the node's ranks; gather their planes, a row per rank."""
+        """Merge the summaries and rejections of the node's ranks; gather their planes as rows."""
         differ = summary.parameters_differ, summary.hyperparameters_differ
         seen = [summary.stop, summary.stream_ends, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))

@@ -1,4 +1,4 @@
-"""Group parameters into buckets; one exchange carries the votes on one bucket."""
+"""Group parameters into buckets. The votes on a bucket are sent in one exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TARGET_BUCKETS = 16  # buckets, so that little is left to send when backward en
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters voted on together; parameter i starts at offset `starts[i]`."""
+    """Parameters that are voted on together; parameter i starts at offset `starts[i]`."""
 
     index: int
     parameters: tuple[nn.Parameter, ...]
@@ -32,9 +32,10 @@ def split_into_buckets(
     A parameter is never split, and a bucket never spans two devices.
 
     Args:
-        parameters: names and parameters, in order of use in forward.
-        shards: number of shards that a bucket's planes are split into, each of whole 8-byte words.
-        numel: minimum number of values in a full bucket; None: depends on the model's size.
+        parameters: names and parameters, in the order in which forward uses them.
+        shards: number of shards into which a bucket's planes are split, each a whole number of
+            8-byte words.
+        numel: minimum number of values in a full bucket; None to choose it by the model's size.
     """
     total = sum(p.numel() for _, p in parameters)
     full = min(max(total // _TARGET_BUCKETS, _MIN_NUMEL), _MAX_NUMEL) if numel is None else numel

@@ -1,4 +1,4 @@
-"""`DistributedLion` optimizer (arXiv:2404.00438); plain Lion if there are no other workers."""
+"""`DistributedLion` optimizer (arXiv:2404.00438), equal to plain Lion without other workers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class DistributedLion(Optimizer):
 
     with sign(0) = 0. Without the strategy n is 1, which is plain Lion. The arithmetic is in fp32
     for any gradient dtype, and each operation rounds once. Parameters of less than 32 bits have an
-    fp32 master copy: steps update it, and the parameter is its rounded value. In bf16 alone most
-    steps would be rounded away.
+    fp32 master copy: steps update it, and the parameter is its rounded value. In bf16 without a
+    master copy, most steps would be rounded away.
 
-    To choose settings, start from AdamW's (`docs/choose.md` has measurements):
+    To choose hyperparameters, start from those of AdamW (`docs/choose.md` has measurements):
 
     - `lr`: 3 to 10 times smaller (arXiv:2302.06675, section 5), because every step moves each
       parameter by `lr`; 4 times smaller was best for small language models.
@@ -54,7 +54,7 @@ class DistributedLion(Optimizer):
     Args:
         params: tensors or parameter groups, as for any optimizer; `lr`, `betas` and `weight_decay`
             of a group are read at every step.
-        lr: learning rate, 0 or more.
+        lr: learning rate, at least 0.
         betas: coefficients of direction and momentum, in [0, 1).
         weight_decay: decoupled decay (lambda), not part of the vote.
 
@@ -89,7 +89,7 @@ class DistributedLion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Validate and add a parameter group; other workers require a new `join` before a step."""
+        """Validate and add a parameter group; with other workers, `join` must follow."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -110,16 +110,16 @@ class DistributedLion(Optimizer):
         node: Channel | None = None,
         shard_peers: Channel | None = None,
     ) -> Voting:
-        """Start to vote with other workers; called by `DistributedLionStrategy`.
+        """Start voting with other workers; called by `DistributedLionStrategy`.
 
         Args:
-            parameters: names and parameters, all of this optimizer's, in order of use in forward;
-                order and values are the same on all workers.
+            parameters: names and values of all of this optimizer's parameters, in the order in
+                which forward uses them; the same on all workers.
             view: the workers, with a channel for CPU tensors.
             settings: settings of the vote, the same on all workers.
-            node: channel between the ranks of this worker if they have equal gradients.
-            shard_peers: channel between the ranks of this worker if each holds, and votes on, a
-                different shard of the parameters.
+            node: channel between the ranks of this worker, if they have equal gradients.
+            shard_peers: channel between the ranks of this worker, if each of them holds and votes
+                on a different shard of the parameters.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         assert {p for _, p in parameters} == own, "the parameters are this optimizer's"
@@ -132,12 +132,12 @@ class DistributedLion(Optimizer):
 
     @property
     def is_voted_on(self) -> bool:
-        """Whether the votes cover exactly the parameters that the optimizer has now."""
+        """Whether the votes cover exactly the optimizer's current parameters."""
         now = {self._local.get(p, p) for group in self.param_groups for p in group["params"]}
         return self.voting is not None and self.voting.parameters == now
 
     def leave(self) -> None:
-        """Stop voting and become plain Lion again."""
+        """Stop voting and return to plain Lion."""
         if self.voting is not None:
             self.voting.close()
             self.voting = None
@@ -148,11 +148,11 @@ class DistributedLion(Optimizer):
         """Take a step, together with the other workers if there are any.
 
         Args:
-            closure: computes loss and gradients; called once, before the vote.
+            closure: computes the loss and gradients; called once, before the vote.
 
         Raises:
-            RuntimeError: the vote was refused (`Voting.run_step`), or the parameters changed since
-                `join`.
+            RuntimeError: the vote was rejected (`Voting.run_step`), or the parameters have changed
+                since `join`.
             TypeError: a gradient is sparse.
         """
         loss = None
@@ -167,10 +167,10 @@ class DistributedLion(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned.
+        """Restore a state returned by `state_dict`.
 
         Raises:
-            ValueError: the state has no momenta for these parameters; nothing has been loaded.
+            ValueError: the state has no momentum buffers for these parameters; nothing is loaded.
         """
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -178,15 +178,15 @@ class DistributedLion(Optimizer):
             check_momenta(state_dict["state"], dict(zip(saved, own, strict=True)))
         super().load_state_dict(state_dict)
 
-        # torch has cast the state to the parameters' dtypes, which rounds momenta and master copies
-        # of bf16 parameters: copy it again in the dtypes of the save
+        # torch has cast the state to the parameters' dtypes, which rounds momentum buffers and
+        # master copies of bf16 parameters: copy the state again with its saved dtypes
         for index, parameter in zip(saved, own, strict=True):
             if index in state_dict["state"]:  # else it has never been stepped
                 copy_state(self.state[parameter], state_dict["state"][index], parameter.device)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Update the master copies of parameters that were written to since the last step."""
+        """Update the master copies of parameters that were modified since the last step."""
         for group in self.param_groups:
             for p in group["params"]:
                 update_master(self.state[p], local_tensor(p))
@@ -206,7 +206,7 @@ class DistributedLion(Optimizer):
                 " call `leave` to continue as plain Lion."
             )
 
-        if self.voting is None:  # one worker votes alone and sends nothing: plain Lion
+        if self.voting is None:  # a single worker sends nothing: plain Lion
             own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
             alone = View.of(Channel([0], 0, Ledger()))
@@ -214,7 +214,7 @@ class DistributedLion(Optimizer):
         return self.voting
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[LionParam]:
-        """Return local parameters with their state, created if missing, and their group."""
+        """Return local parameters with their group and their state, which is created if missing."""
         owners = {self._local.get(p, p): (p, g) for g in self.param_groups for p in g["params"]}
         members = []
         for local in parameters:
@@ -228,8 +228,8 @@ def _check_group(group: dict[str, Any]) -> None:
 
     if not float(lr) >= 0:
         raise ValueError(
-            f"`lr={lr}` must be 0 or more. Every step moves each parameter by `lr`, so choose it 3"
-            " to 10 times smaller than for AdamW."
+            f"`lr={lr}` must be 0 or more. Every step changes each parameter by `lr`, so use a"
+            " value 3 to 10 times smaller than for AdamW."
         )
     pair = isinstance(betas, tuple | list) and len(betas) == 2
     if not pair or not all(0 <= beta < 1 for beta in betas):

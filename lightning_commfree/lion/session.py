@@ -1,4 +1,4 @@
-"""Run the votes of a fit's `DistributedLion` optimizers: Distributed Lion between replicas."""
+"""Run the votes of `DistributedLion` optimizers during a fit: Distributed Lion across replicas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_commfree.model.replication import (
 def agree_on_parameters(
     channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: str
 ) -> list[tuple[str, nn.Parameter]]:
-    """Check that all ranks optimize the same parameters in the same groups; collective.
+    """Check that all ranks optimize the same parameters, in the same groups; collective.
 
     Returns:
         The optimizer's parameters in module order, with their names in `module`.
@@ -63,7 +63,7 @@ def agree_on_parameters(
 BUFFERS_TAG = "buffers"
 # entries of a rank's saved state that a worker takes along when it resumes on another rank
 _WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
-_DDP = repr("ddp")  # fingerprint of the `inside` setting with which every rank has all momenta
+_DDP = repr("ddp")  # fingerprint of the `inside` setting with full momentum buffers on all ranks
 
 
 class VotingSession:
@@ -75,12 +75,14 @@ class VotingSession:
     Args:
         module: the module that contains the parameters.
         optimizers: this rank's optimizers.
-        settings: settings of the vote.
+        settings: settings for the votes.
         channels: channels between all ranks, the workers, and the ranks of this worker.
-        overlaps: whether votes may start during backward. Nothing may change gradients after that.
+        overlaps: whether votes may start during backward. If so, nothing may change gradients after
+            backward.
 
     Attributes:
-        stream_ended: whether some worker's data stream ended with the last step; the same on all.
+        stream_ended: whether any worker's data stream ended with the last step; the same on all
+            ranks.
         lions: the optimizers.
         votings: one per optimizer.
 
@@ -109,16 +111,16 @@ class VotingSession:
     # -- in a step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Set functions that return this rank's two flags, sent with the votes of every step."""
+        """Set the functions that return this rank's two flags, sent with every step's votes."""
         for voting in self.votings:
             voting.stop, voting.stream_ends = stop, stream_ends
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Vote in the optimizer steps of a `with` block.
+        """Context manager in which optimizer steps are taken by vote.
 
         Raises:
-            RuntimeError: parameters became trainable, and a node has several ranks.
+            RuntimeError: parameters became trainable during the fit, and a node has several ranks.
         """
         for i, lion in enumerate(self.lions):
             before = self.votings[i]
@@ -135,7 +137,7 @@ class VotingSession:
             yield
 
     def after_step(self, stop: bool) -> bool:
-        """Return whether some worker's flag in this step (`send_flags`) asked all to stop."""
+        """Return whether any worker's flag in this step (`send_flags`) requested a stop."""
         del stop
         stop_agreed = any(voting.stop_agreed for voting in self.votings)
         self.stream_ended = any(voting.stream_ended for voting in self.votings)
@@ -145,7 +147,7 @@ class VotingSession:
         return stop_agreed
 
     def figures(self) -> dict[str, float]:
-        """Return metrics for logging; with several optimizers, names end with their number."""
+        """Return a dict of metrics; with several optimizers, names end in `_0`, `_1`, ..."""
         several = len(self.votings) > 1
         return {
             f"lion/{name}{f'_{i}' if several else ''}": figure
@@ -154,7 +156,7 @@ class VotingSession:
         }
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the bytes that this rank sends per cycle, by tag, and the steps in a cycle."""
+        """Return this rank's bytes per cycle, by tag, and the number of steps per cycle."""
         # by formula, for optimizers that all step once per batch
         cycles = [voting.cycle() for voting in self.votings]
         return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]
@@ -162,11 +164,11 @@ class VotingSession:
     # -- outside of steps
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Vote with other optimizers from the next step on.
+        """Use other optimizers for the votes, from the next step on.
 
         Raises:
             TypeError: one of them is not a `DistributedLion`.
-            ValueError: there are more or fewer than before.
+            ValueError: their number differs from that of the previous optimizers.
         """
         hook = "a hook has put into `trainer.optimizers` a"
         lions = only_lions("DistributedLionStrategy", optimizers, hook)
@@ -181,7 +183,7 @@ class VotingSession:
         self.lions = lions
 
     def follow_parameters(self) -> None:
-        """Update the master copies of parameters that were written to."""
+        """Update the master copies of parameters that were modified."""
         for lion in self.lions:
             lion.follow_parameters()
 
@@ -192,7 +194,7 @@ class VotingSession:
             buffer.copy_(mean)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal on all workers and after a resume."""
+        """Return the settings that must be the same on all workers and after a resume."""
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -206,7 +208,7 @@ class VotingSession:
         return {"votings": [voting.state_dict() for voting in self.votings]}, own
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore a state returned by `state_dict`."""
         saved = (own or {}).get("buffers", [])
         for buffer, values in zip(common_buffers(self._module), saved, strict=False):
             buffer.detach().copy_(values)
@@ -219,15 +221,17 @@ class VotingSession:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume with a different number of ranks: workers keep momenta, new ones get the mean.
+        """Resume on other ranks: workers keep their momentum, and new ones get the mean.
 
         Args:
-            was: fingerprint of the settings at the save.
+            was: fingerprint of the settings when the checkpoint was saved.
             ranks: number of ranks that saved the checkpoint.
-            load: loads the saved states of the given ranks; empty if they are missing.
+            load: takes a list of ranks and loads their saved states; returns an empty list if any
+                is missing.
 
         Returns:
-            This rank's state and a sentence about it; None if no momenta can be used.
+            This rank's state, and a sentence that describes it for the user; None if no momentum
+            buffers can be reused.
         """
         size, sharded = int(was["node_size"]), was.get("inside", _DDP) != _DDP
         now = self._settings.fingerprint()
@@ -249,11 +253,13 @@ class VotingSession:
 
         message = "every worker continues with its own momentum"
         if view.size > workers:
-            message += f", and workers from index {workers} start with the mean of all momenta"
+            message += (
+                f", and workers from index {workers} start with the mean of all workers' momentum"
+            )
         return own, message
 
     def close(self) -> None:
-        """Stop voting and make the optimizers plain Lion again."""
+        """Stop voting; the optimizers return to plain Lion."""
         for lion in self.lions:
             lion.leave()
 
@@ -286,7 +292,7 @@ def only_lions(
     optimizers: Sequence[Optimizer],
     source: str = "`configure_optimizers` returned",
 ) -> list[DistributedLion]:
-    """Return `optimizers` if all are `DistributedLion`, else raise `TypeError`."""
+    """Return `optimizers`; raise a `TypeError` if any is not a `DistributedLion`."""
     for optimizer in optimizers:
         if not isinstance(optimizer, DistributedLion):
             raise TypeError(
@@ -294,24 +300,26 @@ def only_lions(
                 f" `{type(optimizer).__name__}`, which cannot step by votes. Return"
                 " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
                 " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than AdamW's and a"
-                " weight decay larger by the same factor, or use the strategy `ddp`."
+                " weight decay larger by the same factor, or use the `ddp` strategy."
             )
     return cast(list[DistributedLion], [*optimizers])
 
 
 def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
-    """Check that the checkpoint that `lions` have loaded contains momenta.
+    """Check that optimizers have loaded momentum buffers from a checkpoint.
 
     Args:
         lions: the optimizers, after loading their states.
-        step: number of steps after which the checkpoint was saved; at 0 there are no momenta yet.
+        step: number of steps before the checkpoint was saved. At 0, there are no momentum buffers
+            yet.
 
     Raises:
-        ValueError: no optimizer has a momentum, although `step` > 0.
+        ValueError: no optimizer has a momentum buffer, although `step` > 0.
     """
     if step and not any("momentum" in own for lion in lions for own in lion.state.values()):
         raise ValueError(
-            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum:"
-            " it is from another optimizer than `DistributedLion`. Resume with that optimizer, or"
-            " load only the weights: `load_from_checkpoint`, then `fit` without `ckpt_path`."
+            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum"
+            " buffers, so it was saved by an optimizer other than `DistributedLion`. Resume with"
+            " that optimizer, or load only the weights: call `load_from_checkpoint`, then `fit`"
+            " without `ckpt_path`."
         )

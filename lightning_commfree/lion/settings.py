@@ -16,7 +16,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class LionSettings:
-    """Settings of the vote, described in `DistributedLionStrategy`.
+    """Settings of Distributed Lion, documented in `DistributedLionStrategy`.
 
     Raises:
         ValueError: a value is out of range.
@@ -44,5 +44,5 @@ class LionSettings:
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return all settings as text, to compare between ranks."""
+        """Return all settings as strings, to compare across ranks."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

@@ -1,7 +1,7 @@
-"""Count votes on packed bit planes, by one of two rules (arXiv:2404.00438, equation 4).
+"""Count votes in packed bit planes by one of two rules (arXiv:2404.00438, equation 4).
 
 A worker's vote on a parameter is the sign of its direction: +1, -1, or 0 for an exact zero. With P
-votes for plus, M for minus and n workers in total:
+votes for plus, M votes for minus and n workers:
 
 ============ ============================== ====================================================
 rule         Delta                          sent back for each parameter
@@ -32,7 +32,7 @@ Draw = Callable[[int, int], Tensor]  # (shard, number of words) -> int64 words o
 
 
 class PackedDelta(NamedTuple):
-    """Packed Delta: for each parameter, (weighted sum of its bits - `offset`) / `offset`."""
+    """Packed Delta. A parameter's value is (weighted sum of its bits - `offset`) / `offset`."""
 
     planes: Tensor  # (D, bytes), uint8; layout of `comm.bits`
     weights: tuple[int, ...]  # D of them
@@ -43,7 +43,7 @@ class PackedDelta(NamedTuple):
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
     def read(self, start: int, out: Tensor) -> Tensor:
-        """Write Delta of N consecutive values to `out` and return it; only the division rounds.
+        """Write Delta of N consecutive parameters to `out` and return it; only the division rounds.
 
         Args:
             start: index of the first value.
@@ -68,7 +68,7 @@ class PackedDelta(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Votes on one shard, counted."""
+    """Counted votes on one shard."""
 
     planes: Tensor  # (D, B), int64: always sent back
     weights: tuple[int, ...]
@@ -78,25 +78,25 @@ class Shard(NamedTuple):
 class Majority:
     """Majority rule: Delta = sign(P - M).
 
-    With `draw`, random bits break ties, except where no worker votes. Without it a tie gives 0.
+    With `draw`, random bits break ties, except where all votes are 0. Without it, a tie gives 0.
     """
 
     def __init__(self, draw: Draw | None = None) -> None:
         self._draw = draw
 
     def offset(self, workers: int) -> int:
-        """Return `PackedDelta.offset`: 1, because the planes encode sign + 1."""
+        """Return `PackedDelta.offset`, which is 1 because the planes encode sign + 1."""
         del workers
         return 1
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compare the votes for plus with the votes for minus on one shard.
+        """Compare the number of votes for plus and for minus on one shard.
 
         Args:
             plus_WB: int64, bits of c > 0.
-            nonzero_WB: int64, bits of c != 0; None: no worker has a zero.
+            nonzero_WB: int64, bits of c != 0; None if no worker has a zero.
             valid_B: int64, bits that are not padding.
             shard: index of the shard in the bucket.
         """
@@ -119,12 +119,12 @@ class Majority:
         return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of the planes Delta > 0 and Delta = 0, whose sum is sign + 1."""
+        """Return the weights of the planes Delta > 0 and Delta = 0, which add up to sign + 1."""
         del workers, zeros
         return (2, 1)
 
     def expected_planes(self, workers: int) -> int:
-        """Return 2 if some ties are certain (an even number of workers, no `draw`), else 1."""
+        """Return 2 if ties are to be expected (even number of workers and no `draw`), else 1."""
         return 2 if workers % 2 == 0 and self._draw is None else 1
 
 
@@ -132,7 +132,7 @@ class Average:
     """Average rule: Delta = (P - M) / n."""
 
     def offset(self, workers: int) -> int:
-        """Return `PackedDelta.offset`: n, because the planes encode P - M + n."""
+        """Return `PackedDelta.offset`, which is n because the planes encode P - M + n."""
         return workers
 
     def count(
@@ -150,12 +150,12 @@ class Average:
         return Shard(torch.stack(digits[: len(weights)]), weights, None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of the binary digits of the largest possible sum."""
+        """Return each plane's weight, a power of two; enough planes for the largest sum."""
         lowest, most = (1, 2 * workers) if zeros else (2, workers)
         return tuple(lowest << i for i in range(most.bit_length()))
 
     def expected_planes(self, workers: int) -> int:
-        """Return the number of planes if no worker has a zero."""
+        """Return the number of planes in the result when no worker has a zero."""
         return len(self.weights(workers, zeros=False))
 
 
@@ -173,7 +173,7 @@ def _any_of(flags_WB: Tensor) -> Tensor:
 
 
 def count_ones(flags_WB: Tensor) -> list[Tensor]:
-    """Count the set bits of W planes at every position; return floor(log2 W) + 1 planes."""
+    """Count the set bits across W planes at each position; return floor(log2 W) + 1 planes."""
     digits: list[Tensor] = []
     waiting = list(flags_WB.unbind(0))  # planes of the current weight that are not yet added
     while waiting:
@@ -195,7 +195,7 @@ def count_ones(flags_WB: Tensor) -> list[Tensor]:
 
 
 def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
-    """Compare every number with `bound` >= 0; return the planes of "greater" and "equal"."""
+    """Compare every number with `bound` >= 0; return two planes, "greater" and "equal"."""
     greater, equal = digits[0] & 0, ~(digits[0] & 0)
 
     for i in range(max(len(digits), bound.bit_length()) - 1, -1, -1):
@@ -210,7 +210,7 @@ def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare numbers with equally many digits; return the planes of a > b and a == b."""
+    """Compare numbers with the same number of digits; return two planes, a > b and a == b."""
     greater, equal = a[0] & 0, ~(a[0] & 0)
     for digit_a, digit_b in zip(reversed(a), reversed(b), strict=True):
         greater = greater | (equal & digit_a & ~digit_b)
@@ -219,7 +219,7 @@ def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """Add numbers; the result has one digit more than the longer operand."""
+    """Add numbers; the result has one more digit than the longer operand."""
     zero = a[0] & 0
     carry, digits = zero, []
 

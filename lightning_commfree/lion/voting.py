@@ -1,11 +1,12 @@
-"""Optimizer step of a worker: launch ballots, wait for the results, apply them.
+"""One worker's optimizer step: launch ballots, wait for the results, and apply them.
 
-1. *Launch*: cast a bucket's ballot and send it, during backward as soon as the bucket's last
-   gradient is ready (if overlap is allowed), else at the step.
+1. *Launch*: cast a bucket's ballot and send it. If overlap is allowed, this happens during
+   backward, as soon as the bucket's last gradient is ready; otherwise at the optimizer step.
 2. *Land*: wait for the results of all buckets.
-3. *Apply*: update parameters and momenta. Every `momentum_sync_every` steps, average the momenta.
+3. *Apply*: update parameters and momentum buffers. Every `momentum_sync_every` steps, average the
+   momentum buffers.
 
-A background thread exchanges the ballots, which are in CPU memory (`ballot`).
+A background thread exchanges the ballots in CPU memory (`ballot`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ WAIT_TAG = "vote"
 
 
 class BallotInFlight(NamedTuple):
-    """A ballot that has been launched and has not landed."""
+    """A ballot that has been launched but has not landed."""
 
     members: list[LionParam]
     ballot: Ballot
@@ -69,7 +70,7 @@ class BallotInFlight(NamedTuple):
 
 
 class PackedVote(NamedTuple):
-    """This worker's ballot on a bucket and the result, both packed and in host memory."""
+    """This worker's ballot for a bucket and the result of the vote, packed, in host memory."""
 
     valid: Tensor  # uint8, shape (bucket.plane_bytes,): bits that are not padding
     ballot: Ballot
@@ -77,26 +78,27 @@ class PackedVote(NamedTuple):
 
 
 class Voting:
-    """One worker's part in the votes on all buckets, for many steps.
+    """Takes part in the votes on all buckets, step after step, for one worker.
 
     Args:
-        parameters: names and parameters, in order of use in forward; the same on all workers.
-        members: returns parameters with their current state and group.
+        parameters: names and parameters, in the order in which forward uses them; the same on all
+            workers.
+        members: returns the parameters with their current state and group.
         view: the workers, with a channel for CPU tensors.
-        settings: settings of the vote.
-        node: channel between the ranks of this worker if they cast one ballot together.
-        shard_peers: channel between the ranks of this worker if they vote on different shards. All
-            of them stop after the same step and refuse a step that one of them refuses.
-        bucket_numel: `numel` of `split_into_buckets`.
+        settings: settings for the vote.
+        node: channel between the ranks of this worker, if they cast a single ballot together.
+        shard_peers: channel between the ranks of this worker, if they vote on different shards.
+            These ranks all stop after the same step, and all reject a step if one of them does.
+        bucket_numel: the argument `numel` of `split_into_buckets`.
 
     Attributes:
         step: number of completed steps.
-        stop: called per ballot; returns whether this worker asks all workers to stop.
-        stop_agreed: whether some worker asked in the last step; the same on all workers.
-        stream_ends: called per ballot; returns whether this worker's data stream ends with the
-            step.
-        stream_ended: whether some worker's stream ended with the last step; the same on all.
-        abstentions: number of times that a worker abstained on a bucket because of NaN or Inf.
+        stop: called for every ballot; returns whether this worker requests a stop.
+        stop_agreed: whether any worker requested a stop in the last step; the same on all workers.
+        stream_ends: called for every ballot; returns whether this worker's data stream ends with
+            the step.
+        stream_ended: whether any worker's stream ended with the last step; the same on all workers.
+        abstentions: number of times any worker abstained on a bucket because of NaN or Inf.
     """
 
     def __init__(
@@ -134,11 +136,12 @@ class Voting:
     # -- a step
 
     def run_step(self) -> None:
-        """Vote on all buckets and step by the results.
+        """Vote on all buckets, and update the parameters with the results.
 
         Raises:
             RuntimeError: a gradient is not finite with `nonfinite="raise"`, or the workers'
-                parameters or hyperparameters differ. Raised on all workers, before any change.
+                parameters or hyperparameters differ. Raised on all workers, before anything is
+                changed.
             RuntimeError: a gradient changed after its vote was launched, on this worker only.
         """
         while len(self._flights) < len(self.buckets):  # those that backward has not launched
@@ -169,9 +172,10 @@ class Voting:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Launch buckets as their gradients become ready, in a `with` block around a backward.
+        """Launch votes as gradients become ready, in a `with` block around a backward pass.
 
-        It must be the last backward of a step; nothing may change the gradients before the step.
+        It must be the last backward pass of a step, and nothing may change the gradients before the
+        step.
         """
         for parameter in self._bucket_of:
             if parameter.requires_grad and parameter not in self._hooks:
@@ -202,7 +206,7 @@ class Voting:
         self._flights.append(flight)
 
     def _on_any_shard(self, flags: list[bool]) -> list[bool]:
-        """Return, per flag, whether any rank of this worker has set it."""
+        """Return for each flag whether any rank of this worker has set it."""
         peers = self._shard_peers
         if peers is None or peers.size == 1:
             return flags
@@ -210,7 +214,7 @@ class Voting:
         return on_host(peers.all_gather(mine, NODE_TAG).wait(), peers.peers).bool().any(0).tolist()
 
     def _refusal(self, results: Sequence[VoteResult]) -> RuntimeError:
-        """Return the error for a step that was refused on all workers."""
+        """Return the error for a step that was rejected on all workers."""
         step = self.step + 1
         for bucket, (summary, _) in zip(self.buckets, results, strict=True):
             names = bucket.names
@@ -265,17 +269,17 @@ class Voting:
 
     @property
     def parameters(self) -> Set[nn.Parameter]:
-        """Parameters that the votes cover."""
+        """The parameters that the votes cover."""
         return self._bucket_of.keys()
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that an exact resume needs besides parameters and optimizer state."""
+        """Return what an exact resume needs in addition to parameters and optimizer state."""
         return {"step": self.step, "abstentions": self.abstentions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore a state returned by `state_dict`."""
         self.step, self.abstentions = state["step"], state["abstentions"]
         self._counted_from = (self.step, self._sent())
 
@@ -283,13 +287,13 @@ class Voting:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that this rank sends per step, by formula, without zeros and momentum syncs."""
+        """Bytes that this rank sends per step, by formula, excluding zeros and momentum syncs."""
         return sum(vote.bytes_by_tag.total() for vote in self._votes)
 
     def cycle(self) -> tuple[Counter[str], int]:
-        """Return the bytes sent per cycle, by tag and formula, and the steps in a cycle.
+        """Return the bytes sent per cycle, by tag and formula, and the number of steps per cycle.
 
-        A cycle ends with a momentum sync; without momentum syncs it is one step.
+        A cycle ends with a momentum sync. Without momentum syncs, it is a single step.
         """
         every = max(self.settings.momentum_sync_every, 1)
         per_step = sum((vote.bytes_by_tag for vote in self._votes), Counter[str]())
@@ -304,7 +308,7 @@ class Voting:
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the mean bits that this rank sent per parameter and step, votes and results."""
+        """Return the mean number of bits that this rank has sent per parameter and step."""
         since, before = self._counted_from
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before
@@ -313,7 +317,7 @@ class Voting:
         return {name: 8 * sent[tag] / max(voted, 1) for tag, name in names.items()}
 
     def figures(self) -> dict[str, float]:
-        """Return metrics by name, for logging."""
+        """Return a dict of metrics for logging."""
         abstentions = {"abstentions": float(self.abstentions)}
         return {**self.shares(), **self.bits_per_parameter(), **abstentions}
 
@@ -323,10 +327,10 @@ class Voting:
 
 
 class BucketVote:
-    """Vote on one bucket, repeated every step.
+    """The vote on one bucket, which is repeated in every step.
 
     Attributes:
-        latest: vote of the last step; None before the first step.
+        latest: the vote in the last step; None before the first step.
     """
 
     def __init__(
@@ -378,7 +382,7 @@ class BucketVote:
             return BallotInFlight(members, ballot, pending, self._gradients())
 
     def check_gradients(self, flight: BallotInFlight) -> None:
-        """Raise `RuntimeError` if a gradient has changed since the ballot was cast."""
+        """Raise a `RuntimeError` if a gradient has changed since the ballot was cast."""
         for name, voted, now in zip(
             self.bucket.names, flight.gradients, self._gradients(), strict=True
         ):
@@ -391,12 +395,12 @@ class BucketVote:
                 )
 
     def land(self, flight: BallotInFlight) -> VoteResult:
-        """Wait for the result; nothing is changed yet."""
+        """Wait for the result, without applying it."""
         with record_function(f"land vote #{self.bucket.index}"):
             return flight.pending.wait()
 
     def apply(self, flight: BallotInFlight, result: VoteResult) -> None:
-        """Update the bucket's parameters and this worker's momenta by the result."""
+        """Update the bucket's parameters and this worker's momentum buffers with the result."""
         summary, delta = result
         assert delta is not None, "a refused bucket has raised"
         abstained = self._view.rank in summary.abstaining
@@ -449,11 +453,11 @@ def _digest(bucket: Bucket) -> Tensor:
 
 
 def vote_shares(votes: Iterable[PackedVote]) -> dict[str, float]:
-    """Compute statistics of one step's votes on all buckets, as shares from 0 to 1.
+    """Compute statistics about the votes on all buckets in one step, as fractions from 0 to 1.
 
     Returns:
-        `ties`: share of parameters whose Delta is 0. `zeros`: share of this worker's votes that are
-        0. `agreement`: share of its nonzero votes whose sign Delta has.
+        `ties`: fraction of parameters with Delta = 0. `zeros`: fraction of this worker's votes that
+        are 0. `agreement`: fraction of its nonzero votes that have the same sign as Delta.
     """
     parameters = moved = voted = agreed = 0
     for valid, ballot, delta in votes:
@@ -473,7 +477,7 @@ def vote_shares(votes: Iterable[PackedVote]) -> dict[str, float]:
 
 
 def _signs(delta: PackedDelta) -> tuple[Tensor, Tensor]:
-    """Return the planes of Delta > 0 and Delta < 0."""
+    """Return the planes Delta > 0 and Delta < 0."""
     by_weight = dict(zip(delta.weights, delta.planes, strict=True))
     zero = torch.zeros_like(delta.planes[0])
     digits = [by_weight.get(1 << i, zero) for i in range(max(delta.weights).bit_length())]

@@ -1,17 +1,18 @@
-"""Computation of one worker: cast its ballot before the vote, take its step after it.
+"""Computation on one worker: cast its ballot before the vote, and take its step afterwards.
 
     c <- b1 m + (1 - b1) g       the direction, with the old momentum; its sign is the vote
     m <- b2 m + (1 - b2) g       from the worker's own gradient
     x <- x (1 - lr wd) - lr Delta
 
 The arithmetic is in fp32 (fp64 for fp64 parameters) for any gradient dtype, and every operation
-rounds once: there is no fused multiply-add, so the result does not depend on device or layout.
+rounds once: no fused multiply-add is used, so the result does not depend on device or layout.
 
-A GPU computes all parameters of a bucket in the same few kernels. A CPU uses the compiled loops of
-`worker_numba` if numba is installed, else the same operations on chunks that fit into the cache.
+On a GPU, all parameters of a bucket are computed by the same few kernels. On a CPU, the compiled
+loops in `worker_numba` are used if numba is installed; otherwise, the same torch operations run on
+chunks that fit into the cache.
 
-Momenta are never exchanged and drift apart, unless `average_momenta` (after arXiv:2411.16462)
-averages them from time to time.
+Momentum buffers are not exchanged and drift apart, unless `average_momenta` (after
+arXiv:2411.16462) averages them periodically.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ State = dict[str, Any]  # optimizer state of one parameter
 
 
 class LionParam(NamedTuple):
-    """Parameter with its optimizer state and its parameter group."""
+    """A parameter with its optimizer state and its parameter group."""
 
     parameter: nn.Parameter
     state: State  # "momentum", and "master" if the parameter has less than 32 bits
@@ -56,7 +57,7 @@ class LionParam(NamedTuple):
 
 
 def fill_state(state: State, local: Tensor) -> State:
-    """Add what is missing to the state of a parameter; `local` is this rank's full or shard."""
+    """Create missing entries in a parameter's state; `local` is this rank's tensor or shard."""
     dtype = torch.promote_types(local.dtype, torch.float32)
     zeros = partial(torch.zeros_like, dtype=dtype, memory_format=torch.contiguous_format)
     if "momentum" not in state:
@@ -67,14 +68,14 @@ def fill_state(state: State, local: Tensor) -> State:
 
 
 def copy_state(state: State, saved: State, device: torch.device) -> None:
-    """Copy a saved state's tensors without changing their dtypes."""
+    """Copy a saved state's tensors, keeping their dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):
             state[key] = local_tensor(value).to(device, copy=True)
 
 
 def update_master(state: State, local: Tensor) -> None:
-    """Update the master copy, if any, of a parameter that was written to."""
+    """Update a parameter's master copy, if any, when the parameter has been modified."""
     master = state.get("master")
     if master is not None:
         # values that were not written to keep their full precision
@@ -83,7 +84,7 @@ def update_master(state: State, local: Tensor) -> None:
 
 
 def hyperparameters(members: list[LionParam]) -> list[str]:
-    """Format the hyperparameters that must be equal on all workers, one text per group."""
+    """Format the hyperparameters that must be the same on all workers, one string per group."""
     groups = {id(member.group): member.group for member in members}.values()
     return [
         f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
@@ -95,17 +96,18 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
 def cast_ballot(
     bucket: Bucket, members: list[LionParam], valid: Tensor, flags: int, digest: Tensor | int
 ) -> Tensor:
-    """Compute a worker's ballot on one bucket; changes no state.
+    """Compute a worker's ballot for one bucket, without changing any state.
 
     Args:
         bucket: the bucket.
-        members: the bucket's parameters, in its order.
+        members: the bucket's parameters, in the bucket's order.
         valid: uint8, shape (bucket.plane_bytes,): bits that are not padding.
         flags: as in `write_header`.
         digest: as in `write_header`.
 
     Returns:
-        Header, plane c > 0 and plane c != 0 in one buffer, uint8, on the parameters' device.
+        A single buffer with the header, plane c > 0 and plane c != 0: uint8, on the parameters'
+        device.
 
     Raises:
         TypeError: a gradient is sparse.
@@ -154,7 +156,7 @@ def _positive_and_nonzero(directions: Tensor) -> Tensor:
 
 
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude of each, 0-d; NaN if there is one."""
+    """Return each tensor's largest magnitude, 0-d, or NaN if it contains NaN."""
     if tensors[0].device.type == "cpu":  # where the norm takes ten times as long
         return [tensor.abs().max() for tensor in tensors]
     return list(torch._foreach_norm(tensors, math.inf))
@@ -167,13 +169,14 @@ def take_step(
     with_gradient: tuple[bool, ...],
     abstained: bool,
 ) -> None:
-    """Update the parameters of a bucket and this worker's momenta.
+    """Update a bucket's parameters and this worker's momentum buffers.
 
     Args:
         bucket: the bucket.
-        members: the bucket's parameters, in its order.
+        members: the bucket's parameters, in the bucket's order.
         delta: result of the vote, on the parameters' device.
-        with_gradient: per parameter, whether any worker has a gradient; if not, it is not updated.
+        with_gradient: whether any worker has a gradient, for each parameter; if none has, the
+            parameter is not updated.
         abstained: whether this worker abstained.
     """
     moved = [
@@ -229,7 +232,7 @@ def _update_momenta(run: list[_Part]) -> None:
 
 
 def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
-    """Return (1 - b) g in the momenta's precision, as one tensor and as views of it by part."""
+    """Return (1 - b) g in the momentum's precision, as one tensor and as one view per part."""
     weighted = torch.cat([part.values for part in run]).to(run[0].momentum.dtype)
     by_part = [*torch.split(weighted, [part.values.numel() for part in run])]
     torch._foreach_mul_(by_part, [1 - beta for beta in betas])
@@ -248,7 +251,7 @@ def _gradients(bucket: Bucket, members: list[LionParam]) -> list[Tensor | None]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the values in 1-d, as a view if the tensor is contiguous."""
+    """Return a 1-d tensor of the values, as a view if `tensor` is contiguous."""
     return tensor.detach().contiguous().view(-1)
 
 
@@ -265,11 +268,11 @@ class _Part(NamedTuple):
 def _runs(
     members: list[LionParam], tensors: Sequence[Tensor | None], starts: Sequence[int]
 ) -> Iterator[list[_Part]]:
-    """Yield parts that an operation computes together: neighbours of one dtype, up to a chunk.
+    """Yield parts that an operation computes together: neighbors of one dtype, up to a chunk.
 
     Args:
         members: the parameters of a bucket.
-        tensors: a flat tensor per parameter; None: it is left out.
+        tensors: a flat tensor for each parameter, or None to skip the parameter.
         starts: index of the parameter's first value in the bucket.
     """
     run: list[_Part] = []
@@ -297,7 +300,7 @@ def _continues(run: list[_Part], part: _Part, size: int) -> bool:
 
 
 def _loops(run: list[_Part]) -> ModuleType | None:
-    """Return the compiled loops if they can be used for these values, else None."""
+    """Return the compiled loops if they support these values, else None."""
     momentum = run[0].momentum
     if momentum.device.type == "cpu" and momentum.dtype == torch.float32:
         return load_loops("lightning_commfree.lion.worker_numba", "Lion's steps")
@@ -308,9 +311,9 @@ MOMENTUM_TAG = "momentum"
 
 
 def average_momenta(members: Sequence[LionParam], view: View, node: Channel | None = None) -> None:
-    """Replace the momenta of some parameters by their mean over the workers; blocks.
+    """Replace momentum buffers with their mean over the workers; blocks until done.
 
-    If the ranks of `node` hold the same momenta, each of them averages a slice.
+    If the ranks of `node` hold the same momentum buffers, each rank averages a slice.
     """
     momenta = [member.state["momentum"].view(-1) for member in members]
     values = torch.cat([momentum.to(view.channel.device) for momentum in momenta])
@@ -342,7 +345,7 @@ def momentum_bytes(members: Sequence[LionParam], view: View, node: Channel | Non
 
 
 def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a copy of the first optimizer state with the mean of all momenta."""
+    """Return a copy of the first optimizer state with the mean of all momentum buffers."""
     first = {**states[0], "state": dict(states[0]["state"])}
 
     for index, state in first["state"].items():
@@ -352,14 +355,14 @@ def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]) -> None:
-    """Check that a saved state holds a momentum of the right shape and dtype per parameter.
+    """Check that a saved state has a momentum buffer of the right shape and dtype per parameter.
 
     Args:
-        state: "state" of a `DistributedLion.state_dict()`, by parameter index.
-        parameters: the parameters to load it for, by index.
+        state: the entry "state" of a `DistributedLion.state_dict()`, by parameter index.
+        parameters: the parameters for which to load the state, by index.
 
     Raises:
-        ValueError: an entry has no such momentum.
+        ValueError: an entry has no such momentum buffer.
     """
     for index, parameter in parameters.items():
         own = state.get(index)
@@ -377,8 +380,8 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
 
         raise ValueError(
             "The optimizer state was not saved by `DistributedLion` for this model: parameter"
-            f" {index} needs a momentum ({dtype} of shape {list(parameter.shape)}), but the state"
-            f" has {found}. Resume with the same model, precision and optimizer as at the save, or"
-            " load only the weights: `load_state_dict` or `load_from_checkpoint`, then `fit`"
-            " without `ckpt_path`."
+            f" {index} needs a momentum buffer ({dtype} of shape {list(parameter.shape)}), but the"
+            f" state has {found}. Resume with the model, precision and optimizer that the"
+            " checkpoint was saved with, or load only the weights: call `load_state_dict` or"
+            " `load_from_checkpoint`, then `fit` without `ckpt_path`."
         )

@@ -1,10 +1,10 @@
-"""Compiled CPU loops for the arithmetic of a worker, bit-identical to `worker`'s torch operations.
+"""Compiled CPU loops for a worker's arithmetic, bit-identical to the torch operations in `worker`.
 
-Each loop passes once over memory, where torch operations pass once per rounding. The loops are for
-fp32, release the GIL and use one thread.
+Each loop makes a single pass over memory; torch makes one per operation. The loops support fp32
+only, release the GIL and use one thread.
 
-Every product and sum is rounded to fp32 by itself: numba's `fastmath` is off, so LLVM neither fuses
-nor reorders them.
+Each product and each sum is rounded to fp32: numba's `fastmath` is off, so LLVM neither fuses nor
+reorders operations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def cast(
         momentum: fp32, shape (n,).
         gradient: fp32, shape (n,).
         beta: b1.
-        planes: uint8, shape (2, B), in the layout of `comm.bits`; bits to be written are 0.
+        planes: uint8, shape (2, B), in the layout of `comm.bits`; the bits to be written must be 0.
         start: index of the first value in the planes.
 
     Returns:
@@ -56,9 +56,10 @@ def update_values(
 
     Args:
         values: fp32, shape (n,).
-        planes: as in `vote.PackedDelta`, like `weights` and `offset`.
+        planes: as in `vote.PackedDelta`, as are `weights` and `offset`.
         weights: one per plane.
-        offset: subtracted from the weighted sum of bits, which it also divides.
+        offset: number that is subtracted from the weighted sum of bits; the difference is then
+            divided by it.
         start: index of the first value in the planes.
         keep: 1 - lr decay.
         lr: learning rate.

@@ -1,1 +1,1 @@
-"""Operations on the tensors of a model: sharding, weight swap, meta initialization."""
+"""Operations on a model's tensors: sharding, weight swapping, meta-device initialization."""

@@ -1,7 +1,7 @@
 """Find the transformer blocks of a model, the repeated modules that make up most of it.
 
-In every outermost `ModuleList` or `Sequential` with at least two children, all of the same class,
-each child is a block: `transformer.h` of GPT-2, `model.layers` of Llama, `encoder.block` and
+A block is a child of an outermost `ModuleList` or `Sequential` that has at least two children, all
+of the same class: `transformer.h` of GPT-2, `model.layers` of Llama, `encoder.block` and
 `decoder.block` of T5.
 """
 
@@ -25,7 +25,7 @@ def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
-    """Return the names of the outermost submodules of the given classes, in model order.
+    """Return the names of the outermost submodules whose class is in `classes`, in model order.
 
     Raises:
         ValueError: `module` has no submodule of one of these classes.

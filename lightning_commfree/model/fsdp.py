@@ -1,4 +1,4 @@
-"""Shard a module over the ranks of a replica, unit by unit, with FSDP2's `fully_shard`."""
+"""Shard a module across the ranks of a replica, unit by unit, with FSDP2's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ class FSDPSettings:
     Args:
         units: class names. The outermost modules of these classes are gathered one at a time, and
             the rest of the model together. Empty: the transformer blocks; a model without blocks is
-            gathered at once.
-        folder_above_bytes: if the parameters take more bytes, a checkpoint is a folder that all
-            ranks of the first replica write in parallel to a shared disk (`resume.folders`). None:
-            a checkpoint is always a file, which rank 0 gathers in host memory.
+            a single unit.
+        folder_above_bytes: if the parameters take more bytes than this, a checkpoint is a folder
+            that all ranks of the first replica write in parallel to a shared disk
+            (`resume.folders`). None: a checkpoint is always a file, which rank 0 gathers in host
+            memory.
 
     Raises:
-        TypeError: `units` is not a sequence of strings, or `folder_above_bytes` not a number.
+        TypeError: `units` is not a sequence of strings, or `folder_above_bytes` is not a number.
         ValueError: `folder_above_bytes` is negative or NaN.
     """
 
@@ -66,7 +67,7 @@ class FSDPSettings:
 
 
 def why_unavailable() -> str | None:
-    """Return the reason why this torch release cannot shard a module, or None if it can."""
+    """Return why this version of torch cannot shard a module, or None if it can."""
     # Older releases keep the outermost unit gathered after a forward, regardless of the arguments,
     # and do not run on CPUs.
     if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None:
@@ -78,10 +79,10 @@ def why_unavailable() -> str | None:
 
 
 def refuse_wrapped(strategy: str, module: nn.Module) -> None:
-    """Check that a module to be sharded is neither compiled nor wrapped for DDP or FSDP.
+    """Check that a module is neither compiled nor wrapped for DDP or FSDP, before sharding it.
 
     Raises:
-        ValueError: it or a submodule is.
+        ValueError: the module or a submodule is compiled or wrapped.
     """
     for name, child in module.named_modules():
         kind = type(child).__name__
@@ -90,8 +91,8 @@ def refuse_wrapped(strategy: str, module: nn.Module) -> None:
         if wrapped or compiled:
             what = f"'{name}'" if name else "The module"
             raise ValueError(
-                f"{what} is already {'compiled' if compiled else 'wrapped'}, as `{kind}`, but"
-                f" `{strategy}` must shard the model first. Pass the plain model."
+                f"{what} is already {'compiled' if compiled else 'wrapped'} (in `{kind}`), but"
+                f" `{strategy}` has to shard the model first. Pass the plain model."
             )
 
 
@@ -102,18 +103,19 @@ def apply_fsdp(
     materializer: Materializer | None = None,
     units: Collection[str] = (),
 ) -> None:
-    """Shard a module's parameters over the ranks of a replica.
+    """Shard a module's parameters across the ranks of a replica.
 
     Every block is a unit, and the rest of the model is another one. A unit is gathered for its
-    forward and its backward; backward averages its gradients over the replica. The parameters
-    become `DTensor`s. The module stays sharded, and needs `group` as long as it lives.
+    forward pass and again for its backward pass, which averages its gradients over the replica. The
+    parameters become `DTensor`s. The module remains sharded, and needs `group` as long as it
+    exists.
 
     Args:
         module: the plain module, on any device; the same on all ranks of the replica.
         group: the process group of the replica.
-        device: device of the shards; a unit is moved there before it is sharded.
-        materializer: initializes a module on `meta`, one unit at a time, so that no rank ever holds
-            the full model.
+        device: device of the shards; each unit is moved there before it is sharded.
+        materializer: initializes a module that is on `meta`, one unit at a time, so that no rank
+            ever holds the full model.
         units: class names of the units; empty: the transformer blocks.
 
     Raises:
@@ -123,7 +125,7 @@ def apply_fsdp(
     names = outermost(module, units) if units else list(block_names(module))
     _refuse_parameters(module, names)
     ties = _ties(module)
-    # By default, the outermost unit stays gathered after a forward without a backward: the training
+    # By default, the outermost unit stays gathered after forward without backward: the training
     # step after a validation would use the validation's weights.
     how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, device.type)}
     how["reshard_after_forward"] = True
@@ -151,12 +153,13 @@ _CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
 
 
 def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
-    """Check that FSDP2 can train all parameters; its own errors come late and name none.
+    """Check that FSDP2 can train all parameters; its own errors come later and name none.
 
-    `units` are the names of the submodules that are gathered on their own.
+    `units` are the names of the submodules that are gathered separately.
 
     Raises:
-        ValueError: a parameter is empty, has sparse gradients, or has another dtype than its unit.
+        ValueError: a parameter is empty, has sparse gradients, or has a different dtype than its
+            unit.
     """
     dtypes: dict[str, dict[torch.dtype, str]] = {}  # by unit: its dtypes, with an example of each
     for owner_name, owner in module.named_modules():
@@ -196,7 +199,7 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
 
 
 def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the (module, attribute name) pairs of every tied parameter."""
+    """Return, for each tied parameter, its (module, attribute name) pairs."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -206,7 +209,7 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Context manager that accumulates full gradients locally; the next backward reduces them."""
+    """Accumulate full gradients locally in a `with` block; the next backward pass reduces them."""
     assert isinstance(module, FSDPModule), "`apply_fsdp` must come first"
     module.set_requires_gradient_sync(False)
     try:
@@ -218,8 +221,8 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 def step_bytes(module: nn.Module) -> tuple[int, int]:
     """Return the bytes that this rank sends per step for all-gathers and for reduce-scatters.
 
-    Parameters are gathered twice, for forward and backward, and gradients of trained ones are
-    reduce-scattered once. Frozen units that no gradient passes through are gathered once, but
+    Parameters are gathered twice, for forward and backward, and the gradients of trained parameters
+    are reduce-scattered once. Frozen units through which no gradient passes are gathered once but
     counted twice.
     """
     gathered = scattered = 0
@@ -235,7 +238,7 @@ def step_bytes(module: nn.Module) -> tuple[int, int]:
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], held: Set[nn.Parameter]) -> None:
-    """Check that the optimizers hold the sharded parameters, not the originals.
+    """Check that the optimizers hold the sharded parameters, not the original ones.
 
     Raises:
         ValueError: an optimizer holds a parameter that is not one of `held`, the sharded module's.

@@ -1,13 +1,13 @@
-"""Initialize a model built on the `meta` device layer by layer, while it is sharded.
+"""Initialize a model that was built on the `meta` device, layer by layer, while sharding it.
 
-A rank initializes one layer, keeps its shards of it and drops the rest, then continues with the
-next one. So it never holds more than its shards of the model and one full layer, while
+A rank initializes one layer, keeps its shards of that layer, discards the rest and continues with
+the next layer. So it never holds more than its shards of the model and one full layer, while
 `from_pretrained` reads the full model in every process. Values come from a Hugging Face folder
 (`from_pretrained_on_meta`), the model's own `_init_weights`, or `reset_parameters`.
 
-All ranks draw the same random numbers, for full layers, so initial values do not depend on the
-number of ranks. They differ from those of a model not built on `meta`, which draws in another
-order.
+All ranks start from the same RNG state and initialize full layers, so initial values do not depend
+on the number of ranks. They differ from those of a model that is not built on `meta`, where layers
+are initialized in a different order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HEADER_BYTES = 1 << 16  # contains names, shapes and offsets of a file's tensor
 def from_pretrained_on_meta(
     model_class: Any, folder: str | Path, config: Any = None, **config_changes: Any
 ) -> Any:
-    """Build a model without values; a strategy reads them from `folder` while sharding the model.
+    """Build a model without values; a strategy loads them from `folder` while sharding the model.
 
     Use it in `configure_model` in place of `from_pretrained`, with `inside="fsdp"`,
     `inside="domino"` or `DominoTPStrategy`. No rank ever holds more than its shards and one unit or
@@ -36,14 +36,14 @@ def from_pretrained_on_meta(
 
     Args:
         model_class: a class of transformers, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
-        folder: a folder that `save_pretrained` wrote (safetensors), present on every machine.
-        config: the model's transformers config; None: the one in the folder.
+        folder: a folder written by `save_pretrained` (safetensors), present on every machine.
+        config: the model's transformers config; None for the one in the folder.
         **config_changes: changes to the folder's config, such as `attention_dropout=0.1`; `dtype`
             is the parameters' dtype (default: the saved one).
 
     Raises:
         TypeError: both `config` and `config_changes` are given.
-        ValueError: the folder has no safetensors files, or lacks a tensor for some parameter.
+        ValueError: the folder has no safetensors files, or no tensor for some parameter.
     """
     from transformers import AutoConfig
 
@@ -64,7 +64,7 @@ def from_pretrained_on_meta(
 
 
 class SavedWeights:
-    """Tensors in a Hugging Face folder, looked up by their names in a model.
+    """The tensors in a Hugging Face folder, looked up by their names in a model.
 
     Raises:
         ValueError: the folder contains no safetensors files.
@@ -93,15 +93,15 @@ class SavedWeights:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ValueError(
                 f"{str(self._folder)!r} has no tensor named {', '.join(map(repr, lacking[:3]))}"
-                f"{more} for `{type(model).__name__}`. It was saved by another class, or"
-                " transformers renames its tensors on loading: load it with `from_pretrained` and"
-                " save it again with `save_pretrained`."
+                f"{more} for `{type(model).__name__}`. Either the folder was saved from a model of"
+                " another class, or transformers renames its tensors on load. In the second case,"
+                " load it with `from_pretrained` and save it again with `save_pretrained`."
             )
 
     def find(self, model: Any, names: Iterable[str]) -> str | None:
-        """Return the name in the folder of a tensor of `model`, or None if the folder lacks it.
+        """Return the name under which the folder has a tensor of `model`, or None if it has none.
 
-        `names` are the tensor's names in the model; a tied tensor has several.
+        `names` are the tensor's names in the model; a tied tensor has several names.
         """
         # the folder may have been saved by a model with another head or none, so the base model's
         # prefix is optional
@@ -144,7 +144,7 @@ def _opened(path: Path) -> Any:
 
 
 def meta_fingerprint(module: nn.Module) -> dict[str, str]:
-    """Return the initialization settings that must be equal on all ranks, as text by name."""
+    """Return the initialization settings that all ranks must share, as a dict of name to text."""
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]
     found = {"a model on the meta device": str(bool(on_meta(module)))}
@@ -152,7 +152,7 @@ def meta_fingerprint(module: nn.Module) -> dict[str, str]:
 
 
 def on_meta(module: nn.Module) -> list[str]:
-    """Return the names of parameters and buffers that are on the `meta` device."""
+    """Return the names of the parameters and buffers that are on the `meta` device."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return [name for name, tensor in named if tensor.is_meta]
 
@@ -161,8 +161,8 @@ class Materializer:
     """Initialize the layers of one model that are on `meta`.
 
     Args:
-        model: a transformers model; or a module that contains such models, whose other layers have
-            `reset_parameters`, as torch's do.
+        model: a transformers model, or a module that contains such models and whose other layers
+            have `reset_parameters`, as torch's layers do.
         seed: random seed, the same on all ranks.
     """
 
@@ -184,14 +184,14 @@ class Materializer:
 
     @property
     def reads_folder(self) -> bool:
-        """Whether some values are read from a folder."""
+        """Whether any values are read from a folder."""
         return bool(self._saved)
 
     def materialize(self, layer: nn.Module) -> None:
         """Initialize all tensors of `layer` and its children that are on `meta`, in CPU memory.
 
         Raises:
-            ValueError: the model's `_init_weights` skips a tensor.
+            ValueError: the model's `_init_weights` does not initialize some tensor.
         """
         self._initialize(list(_children_first(layer)))
 
@@ -239,7 +239,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _replace_meta_tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Replace a module's own `meta` tensors with NaN; return the old and new tensors."""
+    """Replace a module's own `meta` tensors with NaN-filled ones; return old and new tensors."""
     made: list[tuple[Tensor, Tensor]] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for tensors in own:

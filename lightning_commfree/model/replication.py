@@ -1,4 +1,4 @@
-"""Keep replicas consistent: initial weights, buffers, and steps that a gradient scaler skips."""
+"""Keep replicas consistent: initial weights, buffers, and steps skipped by a gradient scaler."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def broadcast_initial_weights(
     fingerprint: Mapping[str, str],
     between: Channel | None = None,
 ) -> None:
-    """Check that all ranks have the same settings and module, then copy the first rank's weights.
+    """Check that all ranks have the same settings and module, then broadcast the initial weights.
 
     Args:
         channel: channel over all ranks.
         module: the model; names, shapes and dtypes must be the same on all ranks.
-        fingerprint: other settings that must be equal, as text by name.
-        between: channel to the ranks that hold the same shards in other replicas, if the model is
-            sharded; shards are copied from the first replica.
+        fingerprint: other settings that must be the same, as a dict of name to text.
+        between: if the model is sharded, channel to the ranks that hold the same shards in other
+            replicas; shards are copied from the first replica.
 
     Raises:
         ValueError: the ranks differ; the same error on all of them.
@@ -47,11 +47,11 @@ def broadcast_initial_weights(
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
-    """Overwrite `tensors` with those of the channel's first rank; blocks.
+    """Overwrite `tensors` with those of the channel's first rank; blocks until done.
 
     The tensors must have the same shapes, dtypes and order on all ranks; empty ones and those on
     `meta` are skipped. The ranks compare hashes, 8 bytes per tensor, and send only tensors that
-    differ: none, if all ranks have loaded the same weights.
+    differ; if all ranks have loaded the same weights, none are sent.
     """
     held = [local_tensor(tensor) for tensor in tensors if not tensor.is_meta]
     held = [tensor for tensor in held if tensor.numel()]
@@ -66,9 +66,9 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
 
 
 def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> list[bool]:
-    """Return, per tensor, whether it differs from that of the channel's first rank; collective.
+    """Return, for each tensor, whether it differs from the first rank's; collective.
 
-    The ranks must have the same number of tensors, in the same order; their sizes may differ.
+    All ranks must have the same number of tensors, in the same order; their sizes may differ.
     """
     if not tensors or channel.size == 1:
         return [False] * len(tensors)
@@ -82,7 +82,7 @@ def digests_of_all(
     tag: str,
     hashed: Callable[[Tensor], Tensor] = thorough_digest,
 ) -> Tensor:
-    """Return all ranks' hashes of some tensors or their local shards, shape (ranks, tensors)."""
+    """Return all ranks' hashes of tensors or their local shards, shape (ranks, tensors)."""
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
     if not tensors:
         return nothing.expand(channel.size, 0)
@@ -94,7 +94,7 @@ def digests_of_all(
 
 
 def share_random_state(channel: Channel, device: torch.device) -> None:
-    """Copy the first rank's random states, of host and device, to all ranks of a channel."""
+    """Copy the first rank's RNG state, of host and device, to all ranks of a channel."""
     state = torch.get_rng_state().to(channel.device)
     torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
     if device.type == "cuda":
@@ -112,7 +112,7 @@ def _describe(module: nn.Module) -> dict[str, str]:
 
 
 def common_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the persistent floating-point buffers, which a checkpoint holds as their means."""
+    """Return the persistent floating-point buffers; checkpoints contain their means."""
     kept = module.state_dict(keep_vars=True)
     return [
         buffer
@@ -124,10 +124,10 @@ def common_buffers(module: nn.Module) -> list[Tensor]:
 def averaged_buffers(
     module: nn.Module, channel: Channel, tag: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a module's persistent floating-point buffers with their means over the ranks.
+    """Yield a module's persistent floating-point buffers, each with its mean over the ranks.
 
-    Sums are at least fp32 and in rank order, so the means are bit-identical on all ranks. A value
-    that is equal on all ranks is returned unchanged, even if the sum would overflow.
+    Sums are taken in rank order, in fp32 or wider, so the means are bit-identical on all ranks. A
+    value that is equal on all ranks is returned unchanged, even if the sum would overflow.
     """
     buffers = common_buffers(module)
     if not buffers:
@@ -150,14 +150,15 @@ def averaged_buffers(
 class BucketOrder:
     """The order in which DDP puts gradients into buckets, for an exact resume.
 
-    After its first backward DDP orders them as they became ready. All-reduces of three or more
-    ranks round a sum by its place in a bucket, so a resumed fit must begin with the same order.
+    After the first backward pass, DDP orders gradients as they became ready. With three or more
+    ranks, rounding in an all-reduce depends on a value's position in its bucket, so a resumed fit
+    must begin with the same order.
 
     Args:
-        ddp: the wrapped module, which has not been trained yet.
+        ddp: the wrapped module, before its first backward pass.
 
     Attributes:
-        names: the trained parameters in this order; empty before the first backward.
+        names: the trained parameters in this order; empty before the first backward pass.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -170,7 +171,7 @@ class BucketOrder:
         ]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Make DDP use an order that was saved, by a backward of zeros; collective."""
+        """Make DDP use a saved order, by a backward pass with zeros; collective."""
         if set(names) != self._trained.keys():  # saved before the first backward
             return
         self._ddp.require_forward_param_sync = False  # do not broadcast buffers
@@ -207,13 +208,13 @@ def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
     if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
         raise ValueError(
             f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
-            " forward. Remove `sync_batchnorm=True`: the strategy averages the statistics of"
-            " ordinary BatchNorm layers when it needs them."
+            " forward pass. Use ordinary BatchNorm layers, without `sync_batchnorm=True`: the"
+            " strategy averages their statistics across replicas."
         )
 
 
 class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
-    """Gradient scaler with which all ranks skip the same steps; its errors name lost ranks.
+    """Gradient scaler that makes all ranks skip the same steps; its errors name lost ranks.
 
     A plain scaler checks only its own rank's gradients: one rank would skip a step while the others
     wait for its messages. This one replaces `scaler` and keeps its scale and settings.

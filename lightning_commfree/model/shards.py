@@ -1,9 +1,9 @@
-"""Sharded tensors: access this rank's shard, gather full tensors, and shard full tensors.
+"""Access this rank's shards of tensors, gather full tensors, and shard full tensors.
 
 The ranks of a replica may each hold a shard of a tensor. FSDP2's shards are `DTensor`s, split by
 rows; Domino's are plain tensors with a mark (`mark_shard`). Code that exchanges, saves or compares
 tensors works on the rank's own memory (`local_tensor`). Checkpoints contain full tensors
-(`full_tensors`), from which each rank takes its shard on loading (`shard_like`).
+(`full_tensors`), from which each rank takes its shard on load (`shard_like`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch.optim import Optimizer
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor that this rank holds, detached: the full tensor or its local shard."""
+    """Return this rank's own tensor, detached: the full tensor or the local shard."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def mark_shard(parameter: nn.Parameter, is_shard: bool) -> None:
-    """Mark whether a plain parameter is only one rank's shard."""
+    """Record whether a plain parameter is a shard."""
     parameter.is_shard_of_replica = is_shard  # type: ignore[attr-defined]
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Return whether a tensor is sharded over the ranks of the replica."""
+    """Return whether a tensor is sharded across the ranks of the replica."""
     return isinstance(tensor, DTensor) or getattr(tensor, "is_shard_of_replica", False)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor; collective over the ranks that hold its shards."""
+    """Return a full tensor; collective over the ranks that hold its shards."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
@@ -42,8 +42,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> Any:
     """Return a copy of nested dictionaries, lists and tuples with some values replaced.
 
-    `convert` takes a value and its dotted name, and returns the value or a replacement. It is
-    called for containers too; the items of a container that it replaces are not visited.
+    `convert` takes a value and its dotted name, and returns the value or a replacement. It is also
+    called for containers. If it replaces a container, the items are not visited.
     """
     converted = convert(value, name)
     if converted is not value:
@@ -62,10 +62,10 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
 
 
 def full_tensors(state: Any, keep: bool) -> Any:
-    """Copy nested containers, with full tensors in host memory in place of shards; collective.
+    """Copy nested containers, replacing shards with full tensors in host memory; collective.
 
-    A tensor that occurs twice is gathered once. On ranks that do not `keep` the result, its tensors
-    are empty.
+    A tensor that occurs twice is gathered only once. On ranks with `keep=False`, the result's
+    tensors are empty.
     """
     # torch's `get_model_state_dict` would store a tied weight once per name, and
     # `get_optimizer_state_dict` takes an optimizer step to fill an empty state, in which
@@ -84,7 +84,7 @@ def full_tensors(state: Any, keep: bool) -> Any:
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Return `values`, a full tensor or this rank's shard of it, sharded like `like`.
+    """Return `values` sharded like `like`; they may be full or already this rank's shard.
 
     `values` is returned unchanged if `like` is not sharded.
 
@@ -98,9 +98,9 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
     if values.shape != mine.shape:
         if values.shape != like.shape:
             raise ValueError(
-                f"A saved tensor has shape {list(values.shape)}, but the model's has shape"
-                f" {list(like.shape)}, of which this rank's shard is {list(mine.shape)}. Load a"
-                " checkpoint of the same model."
+                f"A saved tensor has shape {list(values.shape)}, but the model needs shape"
+                f" {list(like.shape)}, or {list(mine.shape)} for this rank's shard. The checkpoint"
+                " is from a different model. Load one that was saved from this model."
             )
         # FSDP gives each rank ceil(rows / ranks) rows, and the last ranks fewer or none
         rows = values.shape[placement.dim]
@@ -116,13 +116,13 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 class RowShards:
-    """Convert states of an FSDP2 module and its optimizers to full tensors and back."""
+    """Convert the states of an FSDP2 module and its optimizers to full tensors and back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the module's state with `DTensor`s; a tied weight is a single object."""
+        """Return the module's state as `DTensor`s; a tied weight is a single object."""
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         found: dict[Any, Any] = {}
         return {
@@ -136,7 +136,7 @@ class RowShards:
         return state if keep else {}
 
     def gather_in_state_dict(self, keep: bool) -> None:
-        """Make the module's own `state_dict` return full tensors from now on."""
+        """From now on, make the module's own `state_dict` return full tensors."""
         # Lightning's launcher of forked ranks calls `state_dict` without asking the strategy
 
         def gather(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
@@ -146,7 +146,7 @@ class RowShards:
         self._module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
 
     def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a state of the module, full or this rank's, to this rank's shards."""
+        """Convert a module state, either full or this rank's, to this rank's shards."""
         held = self._module.state_dict()
         return {
             name: shard_like(value, held[name]) if name in held else value
@@ -165,7 +165,7 @@ class RowShards:
     def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Convert an optimizer state, full or this rank's, to this rank's shards."""
+        """Convert an optimizer state, either full or this rank's, to this rank's shards."""
         return _map_optimizer_state(optimizer, state, shard_like)
 
 
@@ -174,7 +174,7 @@ def _map_optimizer_state(
 ) -> dict[str, Any]:
     """Convert the tensors of an optimizer's `state_dict`, except scalars.
 
-    `convert` takes a tensor and the parameter that it belongs to.
+    `convert` takes a tensor and the parameter to which it belongs.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]

@@ -1,7 +1,7 @@
-"""Swap the replicas' shared weights into the module temporarily, then restore the local ones.
+"""Temporarily swap the replicas' shared weights into the module, then restore the local ones.
 
-Between two exchanges, replicas that train independently have different local weights. Validations
-and checkpoints use the shared weights.
+Between exchanges, replicas that train independently have different local weights. Validation and
+checkpoints use the shared weights.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ ADVICE = (
 
 
 class SharedPart(Protocol):
-    """Some tensors of a module, together with the shared values for them."""
+    """Some of a module's tensors, together with their shared values."""
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of the parameters, and of the buffers."""
+        """Names of the parameters and names of the buffers."""
 
     @property
     def local(self) -> list[Tensor]:
         """The module's own tensors, parameters before buffers."""
 
     def outer(self) -> list[Tensor]:
-        """Return the shared values, in the shapes and order of `local`."""
+        """Return the shared values, with the same shapes and in the same order as `local`."""
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy the shared values (or `shown`, if given) into the module."""
+        """Copy the shared values, or `shown` if it is not None, into the module."""
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module contains the shared parameters, and `buffers` too if asked."""
+        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
 
     def take_local(self) -> None:
         """Overwrite the shared values with the module's."""
 
 
 class SharedCopy:
-    """A shared copy of all trained parameters and persistent floating-point buffers of a model.
+    """Shared copy of all trained parameters and persistent floating-point buffers of a model.
 
-    All replicas must hold the same weights when it is created.
+    Create it while all replicas hold the same weights.
 
     Attributes:
-        names: names of the trained parameters, and of the persistent buffers.
+        names: names of the trained parameters, and names of the persistent buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -74,11 +74,11 @@ class SharedCopy:
         return [tensor.detach() for tensor in (*parameters, *buffers)]
 
     def outer(self) -> list[Tensor]:
-        """Return the shared values in the order of `local`; do not write to them."""
+        """Return the shared values in the order of `local`; do not modify them."""
         return self._shared
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy the shared values, or `shown` (flat) instead, into the module."""
+        """Copy the shared values, or `shown` (a flat tensor) instead, into the module."""
         parts = self._shared
         if shown is not None:
             sizes = [tensor.numel() for tensor in parts]
@@ -93,7 +93,7 @@ class SharedCopy:
             own.copy_(value)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module contains the shared parameters, and `buffers` too if asked."""
+        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
@@ -103,9 +103,9 @@ class SharedCopy:
 
 
 class WeightSwap:
-    """Swap between the local and the shared weights of a module.
+    """Switches a module between its local weights and the shared weights.
 
-    The `parts` together cover the model; the list may grow.
+    Together, `parts` cover the model; the list may grow.
     """
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:
@@ -116,7 +116,7 @@ class WeightSwap:
 
     @property
     def in_module(self) -> list[Tensor]:
-        """The tensors in the module now, part by part, parameters before buffers."""
+        """The module's current tensors, part by part, parameters before buffers."""
         return [tensor for part in self._parts for tensor in part.local]
 
     @property
@@ -132,7 +132,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module contains the shared parameters, and `buffers` too if asked."""
+        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
         return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()
@@ -142,10 +142,10 @@ class WeightSwap:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
-        """Return the shared weights and averaged buffers by name; collective within a replica.
+        """Return a dict of the shared weights and averaged buffers; collective within a replica.
 
-        They have the dtypes of the module's tensors and are on the device of the shared copy. Do
-        not write to them.
+        They have the dtypes of the module's tensors, on the device of the shared copy. Do not
+        modify them.
         """
         return {
             name: tensor
@@ -164,7 +164,7 @@ class WeightSwap:
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Put the shared weights into the module in a `with` block; nested uses do nothing."""
+        """Put the shared weights into the module in a `with` block; nested calls have no effect."""
         if self.swapped_in:
             yield
             return
@@ -176,9 +176,9 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
-        """Put the shared weights and averaged buffers into the module, unless already there.
+        """Put the shared weights and averaged buffers into the module; no effect if already there.
 
-        `shown` are other values to put in instead, one entry per part (see `SharedPart.show`).
+        `shown` contains other values to use instead, one entry per part (see `SharedPart.show`).
         """
         if not self.swapped_in:
             self._stashed = [tensor.clone() for tensor in self.in_module]
@@ -190,11 +190,11 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_out(self, check: bool = True) -> None:
-        """Restore the local weights, bit for bit, unless the module already has them.
+        """Put the local weights back into the module, bit for bit; no effect if they are there.
 
         Raises:
-            RuntimeError: a parameter was written to in between (unless `check` is False). The local
-                weights are restored anyway.
+            RuntimeError: with `check`, a parameter was modified since `swap_in`. The local weights
+                are restored nevertheless.
         """
         if not self.swapped_in:
             return
@@ -216,8 +216,8 @@ class WeightSwap:
         if written and check:
             raise RuntimeError(
                 f"The parameters {written[:3]}{' and others' if written[3:] else ''} were modified"
-                " while the module contained the outer weights, as it does during validations and"
-                f" saves. {ADVICE}"
+                " while the module held the outer weights, during validation or a checkpoint save."
+                f" {ADVICE}"
             )
 
     def _hashes(self) -> list[Tensor]:
@@ -225,17 +225,17 @@ class WeightSwap:
 
 
 class OuterView:
-    """A module with the shared weights, gathered on first use, in place of the local ones."""
+    """View of a module with shared instead of local weights, which are gathered on first use."""
 
     def __init__(self, module: nn.Module, swap: WeightSwap) -> None:
         self._module, self._swap = module, swap
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters, with shared values where they exist; do not write to them."""
+        """Yield the parameters, with shared values where they exist; do not modify them."""
         return (self._values.get(name, own) for name, own in self._module.named_parameters())
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers, with shared values where they exist; do not write to them."""
+        """Yield the buffers, with shared values where they exist; do not modify them."""
         return (self._values.get(name, own) for name, own in self._module.named_buffers())
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint plugins: the library's default, and wrappers for users' plugins."""
+"""Checkpoint plugins for Lightning: the library's default, and wrappers for users' plugins."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).p
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO` with atomic writes; also reads checkpoint folders.
+    """Lightning's `TorchCheckpointIO`, but with atomic writes; also reads checkpoint folders.
 
     Args:
-        maps: memory-map local files and read tensors of a folder lazily, so that a rank reads only
-            its shards. While a fit resumes from a file, the file may be replaced or removed, but
-            not modified in place.
+        maps: whether to memory-map local files and read the tensors in a folder lazily, so that a
+            rank reads only its shards. While a fit resumes from a file, the file may be replaced or
+            removed, but not modified in place.
     """
 
     def __init__(self, maps: bool = False) -> None:
@@ -49,10 +49,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: FilePath, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint atomically; a remote `path` is left to Lightning.
+        """Write a checkpoint atomically; for a remote `path`, use Lightning's own method.
 
         Raises:
-            RuntimeError: it cannot be written; an existing file is unchanged.
+            RuntimeError: the file cannot be written; an existing file is unchanged.
         """
         if storage_options is not None or local_path(path) is None:
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -61,7 +61,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def with_atomic_writes(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
-    """Return the default plugin, or the user's; a user's wrapper gets the default to wrap."""
+    """Return the default plugin or the user's; if the user's is a wrapper, it wraps the default."""
     if plugin is None:
         return AtomicCheckpointIO(maps)
     if hasattr(plugin, "checkpoint_io"):

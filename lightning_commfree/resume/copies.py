@@ -1,15 +1,16 @@
-"""Copies of checkpoints for ranks that share no disk with the rank that saved.
+"""Copy checkpoints to ranks that do not share a disk with the rank that saved them.
 
-Rank 0 writes a checkpoint to its own disk, and every other rank writes its rank file to its own. A
-resume sends a file that a rank needs and does not have, over the channel between all ranks:
+Without a shared disk, rank 0 writes a checkpoint to its own disk, and every other rank writes its
+rank file to its own. On a resume, files that a rank needs but does not have are sent over the
+channel between all ranks:
 
-1. Ranks agree on the checkpoint. A rank without a path, because `ckpt_path="last"` found nothing on
-   its disk, takes the path of the first rank that has one.
-2. The first rank that has the checkpoint sends it to the ranks that do not.
-3. Each of them loads a hidden copy beside the path, which is removed when all ranks have loaded. A
-   copy that stayed would be an old checkpoint in the way of the next resume.
-4. Rank files are sent in the same way, and stay until the next save: their folder is unique to a
-   save.
+1. The ranks agree on the checkpoint. A rank without a path (`ckpt_path="last"` found nothing on its
+   disk) uses the path of the first rank that has one.
+2. The first rank that has the checkpoint sends it to the ranks that do not have it.
+3. These ranks load a hidden copy beside the path, which is removed after all ranks have loaded it.
+   If it were kept, the next resume might use this old checkpoint.
+4. Rank files are sent in the same way. They are kept until the next save, because their folder is
+   unique to a save.
 
 Ranks on a shared disk have the same file, and nothing is sent.
 """
@@ -38,9 +39,10 @@ _TAIL_BYTES = 2**20  # of a file, with the checksums of its records
 
 @contextmanager
 def fail_together(ranks: Any) -> Iterator[None]:
-    """If the `with` block fails on any rank, raise an error on all ranks; collective.
+    """Context manager: if it fails on any rank, raise an error on all ranks; collective.
 
-    Ranks on which it succeeds raise the error text of the first rank on which it failed.
+    Ranks on which the block succeeds raise an error with the text from the first rank on which it
+    failed.
     """
     failure = None
     try:
@@ -54,17 +56,18 @@ def fail_together(ranks: Any) -> Iterator[None]:
 
 
 def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
-    """Return the path from which this rank can load the checkpoint of a resume; collective.
+    """Return a path from which this rank can load the checkpoint to resume from; collective.
 
     Args:
         ranks: all ranks of the job (`strategies.ranks.Ranks`).
-        path: this rank's path; None: it found no checkpoint.
+        path: this rank's path, or None if it found no checkpoint.
 
     Returns:
-        `path`, the path of another rank, or a temporary copy. None if no rank has a path.
+        `path`, another rank's path, or the path of a temporary copy. None if no rank has a path.
 
     Raises:
-        RuntimeError: ranks have different checkpoints, or a copy cannot be written; on all ranks.
+        RuntimeError: ranks have different checkpoints, or a copy cannot be written; raised on all
+            ranks.
     """
     world = ranks.channels.world
     paths = gather_texts(world, str(path or ""))
@@ -91,23 +94,24 @@ def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
 
 
 def drop_copy(path: FilePath | None) -> None:
-    """Remove a temporary copy that `find_checkpoint` returned; other paths are left alone."""
+    """Remove a temporary copy returned by `find_checkpoint`; other paths are not removed."""
     local = None if path is None else local_path(path)
     if local is not None and local.name.startswith(".") and local.name.endswith(".received"):
         _remove(local)
 
 
 def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
-    """Send a file or folder from one rank to others, in chunks; collective.
+    """Send a file or folder from one rank to others in chunks; collective.
 
     Args:
         ranks: all ranks of the job.
-        source: the rank that sends.
-        path: the file or folder, on the disk of that rank.
-        target: where this rank needs a copy, complete or absent; None: nowhere.
+        source: the sending rank.
+        path: the file or folder on that rank's disk.
+        target: where this rank needs a copy, which is either complete or absent; None if it needs
+            none.
 
     Raises:
-        RuntimeError: a disk cannot be read or written; on all ranks.
+        RuntimeError: a disk cannot be read or written; raised on all ranks.
     """
 
     @contextmanager
@@ -159,7 +163,7 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
 
 
 def _identity(path: Path) -> str:
-    """Return a text that is the same for copies of a checkpoint; "" if there is none."""
+    """Return a string that is the same for all copies of a checkpoint; "" if there is none."""
     if not path.exists():
         return ""
     file = path / REST if path.is_dir() else path
@@ -172,7 +176,7 @@ def _identity(path: Path) -> str:
 
 
 def _pieces(path: Path) -> list[tuple[str, int, int]]:
-    """Return names relative to the parent folder, starts and sizes of a path's pieces, in bytes."""
+    """Split a path into pieces: name relative to the parent folder, start and size in bytes."""
     files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
     return [
         (str(file.relative_to(path.parent)), start, min(size - start, CHUNK_BYTES))
@@ -183,7 +187,7 @@ def _pieces(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _make(folder: Path) -> bool:
-    """Make a folder; return False if another rank on the same disk has made it."""
+    """Create a folder; return False if another rank on the same disk has already created it."""
     try:
         folder.mkdir()
     except FileExistsError:

@@ -1,13 +1,13 @@
-"""Save and restore a rank's position in an epoch: random numbers, loaders, gradients.
+"""Save and restore a rank's position in an epoch: RNG state, loaders, gradients.
 
-Lightning restores the loops (with help from `loops`), but not the random number generators, the
-gradients of a half-accumulated optimizer step, or the position of a loader without a `state_dict`,
-which would start again with the epoch's first batches.
+Lightning restores the loops (with help from `loops`), but not the RNG state, partly accumulated
+gradients, or the position of a loader without a `state_dict`, which would start over with the
+epoch's first batch.
 
-A shuffling loader draws from the global generator or from its own (`DataLoader(generator=...)`):
-when its first batch is read or, with worker processes, when its iterator is made, which also seeds
-the workers. `EpochStart` records the generators at both moments, and a resumed fit repeats both
-with the same states.
+A shuffling loader draws from the global random number generator or from its own
+(`DataLoader(generator=...)`). Without worker processes, it draws when its first batch is read. With
+workers, it draws when its iterator is created, which also seeds the workers. `EpochStart` records
+the RNG state at both moments, and a resumed fit restores it at both.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ GeneratorStates = dict[str, Any]  # "random": the host's; "generators": the load
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's, numpy's, torch's and a CUDA device's random generators.
+    """Return the RNG state of Python, numpy, torch and a CUDA device.
 
-    They consist of tensors and plain values, which load with `weights_only=True`.
+    It consists of tensors and plain values, which can be loaded with `weights_only=True`.
     """
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -59,7 +59,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states that `random_state` returned."""
+    """Restore the RNG state returned by `random_state`."""
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
@@ -73,21 +73,21 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def loader_generators(loaders: Iterable[object]) -> list[torch.Generator]:
-    """Return the loaders' own generators, without duplicates."""
+    """Return the loaders' own random number generators, without duplicates."""
     # samplers' generators are not included: each kind of sampler keeps its own elsewhere
     given = (getattr(loader, "generator", None) for loader in loaders)
     return list(dict.fromkeys(one for one in given if isinstance(one, torch.Generator)))
 
 
 def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
-    """Restore recorded generator states; do nothing for None."""
+    """Restore recorded RNG state; do nothing for None."""
     if state is not None:
         set_random_state(state["random"], torch.device("cpu"))
         set_generators(state["generators"], loaders)
 
 
 def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
-    """Set the epoch of the loaders' samplers; some derive their order from it."""
+    """Set the epoch of the loaders' samplers; some samplers derive their order from it."""
     for loader in loaders:
         for owner in (loader, getattr(loader, "batch_sampler", None)):
             sampler: Any = getattr(owner, "sampler", None)
@@ -96,7 +96,7 @@ def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
 
 
 def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
-    """Restore the states of the loaders' own generators."""
+    """Restore the RNG state of the loaders' own generators."""
     generators = loader_generators(loaders)
     if len(generators) == len(states):  # else the loaders have changed since the save
         for generator, state in zip(generators, states, strict=True):
@@ -104,18 +104,20 @@ def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
 
 
 class EpochStart:
-    """Records random generator states at the start of each epoch, at two moments.
+    """Records the RNG state twice at the start of each epoch.
 
-    1. Before the epoch's iterator is made: in the first epoch, when Lightning prepares the loaders;
-       in later epochs, when Lightning's loop begins the epoch.
+    1. Before the epoch's iterator is created: in the first epoch, when Lightning prepares the
+       loaders; in later epochs, when Lightning's loop begins the epoch.
     2. Before the epoch's first batch is read.
 
-    The restart of a shorter one of several loaders, in the middle of an epoch, is not recorded.
-    Create it before the Trainer makes its loaders; `patches` receives wrappers of two methods.
+    With several loaders of different lengths, the restart of a shorter one in the middle of an
+    epoch is not recorded. Create this object before the Trainer creates its loaders. `patches`
+    receives wrappers for two methods.
 
     Attributes:
-        iterator: the states before this epoch's iterator was made; None: it is not made yet.
-        batch: the states before this epoch's first batch was read; None: it is not read yet.
+        iterator: the state before this epoch's iterator was created; None if it has not been
+            created yet.
+        batch: the state before this epoch's first batch was read; None if it has not been read yet.
     """
 
     def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
@@ -153,12 +155,12 @@ class EpochStart:
         patches.put(loop, "on_run_start", record_and_begin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both records (None if not made yet) and the current loader generators."""
+        """Return both records (None if not yet made) and the loaders' current RNG state."""
         iterator = self._when_prepared() if self.iterator is None else self.iterator
         return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore the saved records; `begun`: the resumed fit begins within the recorded epoch."""
+        """Restore saved records; `begun`: whether the resumed fit begins in the recorded epoch."""
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
     def _now(self) -> GeneratorStates:
@@ -167,7 +169,7 @@ class EpochStart:
         return {"random": random_state(torch.device("cpu")), "generators": states}
 
     def _when_prepared(self) -> GeneratorStates | None:
-        """Return the generator states when the first epoch's loaders were prepared."""
+        """Return the RNG state from when the first epoch's loaders were prepared."""
         if self._host is None:
             return None
         generators = loader_generators(training_loaders(self._trainer))
@@ -176,7 +178,7 @@ class EpochStart:
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
-    """Return the training loaders; an empty list before Lightning has prepared them."""
+    """Return the training loaders, or an empty list before Lightning has prepared them."""
     loaders = trainer.train_dataloader
     return [] if loaders is None else CombinedLoader(loaders).flattened
 
@@ -184,9 +186,9 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochStart) -> Any:
     """Return this rank's position in the training data.
 
-    "loaders": states of loaders with a `state_dict`; None if they need pickle, and Lightning then
-    restores rank 0's. "ahead": prefetched batches (one, for data without a length); None if they
-    need pickle. "epoch_start" and "random": generator states.
+    "loaders" contains the states of loaders with a `state_dict`, or None if they need pickle;
+    Lightning then restores rank 0's. "ahead" contains prefetched batches (one batch, for data
+    without a length), or None if they need pickle. "epoch_start" and "random" contain RNG state.
     """
     works = MID_EPOCH.works(trainer)
     ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
@@ -199,10 +201,10 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
 
 
 def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Return the gradients of a half-accumulated optimizer step by parameter name, not copied.
+    """Return partly accumulated gradients as a dict of parameter name to tensor, not copied.
 
-    Empty between two accumulations. With manual optimization all gradients are returned, because
-    only the module knows whether it will use them.
+    The dict is empty right after an optimizer step. With manual optimization, all gradients are
+    returned, because only the module knows whether it will use them.
     """
     module = trainer.lightning_module
     if module.automatic_optimization and not in_accumulation(trainer):
@@ -216,7 +218,7 @@ EPOCH_METRICS = "cover only the batches after the resume"
 def not_saved(
     trainer: pl.Trainer, checkpoint: Mapping[str, Any], own: Mapping[str, Any]
 ) -> list[str]:
-    """Return messages about state that a resume from a save at this moment will not restore."""
+    """Return messages about state that a resume from a checkpoint saved now would not restore."""
     texts = needing_pickle(checkpoint, own, trainer.world_size)
     if in_accumulation(trainer) and not own["gradients"]:
         texts.append(
@@ -233,7 +235,7 @@ def not_saved(
 
 
 def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
-    """Return messages about states that need pickle, so that at most rank 0 saves them."""
+    """Return messages about states that need pickle, which only rank 0 can save."""
     texts, shared = [], "contains more than tensors and plain values, so every rank gets rank 0's"
     # a single rank loses nothing: Lightning saves its state
     if ranks > 1 and own["loaders"] is None and _loader_states(checkpoint):
@@ -249,10 +251,10 @@ def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks:
 
 
 def _skipped_schedulers(trainer: pl.Trainer) -> list[str]:
-    """Return messages about metric-based schedulers, which skip a step after a resume.
+    """Return messages about metric-based schedulers that will skip a step after a resume.
 
-    Lightning does not save metrics, so such a scheduler does not step for the batch of the save, or
-    at the end of its epoch.
+    Lightning does not save metrics, so such a scheduler does not step for the batch after which the
+    checkpoint was saved, or at the end of that epoch.
     """
     epoch: Any = trainer.fit_loop.epoch_progress.current
     if epoch.completed == epoch.started:  # the step of the last epoch was taken
@@ -274,15 +276,17 @@ def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
 def restore_data_position(
     trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]
 ) -> list[str]:
-    """Restore loops, loaders and random numbers, as the last step before training.
+    """Restore the loops, the loaders and the RNG state, right before training starts.
 
-    1. Saved in the middle of an epoch: draw the epoch's order again from the recorded generator
-       states, read and drop the batches that were trained on, then restore the generators.
-    2. Saved at the end of an epoch, or after its last batch: restore the generators; Lightning
-       makes the next epoch's iterator, which draws from them.
+    1. If the checkpoint was saved in the middle of an epoch: regenerate the epoch's order from the
+       recorded RNG state, read and discard the batches already trained on, then restore the RNG
+       state.
+    2. If it was saved at the end of an epoch, or after its last batch: restore the RNG state.
+       Lightning then creates the next epoch's iterator, which draws from it.
 
-    A loader with a `state_dict` restores its own position. `own` has the entries of `data_state`;
-    `begin` takes over the saved records. Returns messages about state that could not be restored.
+    Loaders with a `state_dict` restore their own position. `own` contains the entries of
+    `data_state`, and `begin` takes over the records saved there. Returns messages about state that
+    could not be restored.
     """
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
@@ -315,7 +319,7 @@ def restore_data_position(
 def _restore_iterator(
     trainer: pl.Trainer, moment: Moment, loaded: bool, ahead: Sequence[Any], begin: EpochStart
 ) -> list[str]:
-    """Make an epoch's iterator and skip the batches that were trained on."""
+    """Create an epoch's iterator and skip the batches already trained on."""
     fetcher, loaders = data_fetcher(trainer), training_loaders(trainer)
     if any(hasattr(loader, "load_state_dict") for loader in loaders):
         if ahead:

@@ -1,9 +1,9 @@
-"""Exact resume: the contents of a checkpoint, and how each rank restores its own state.
+"""Exact resume: what a checkpoint contains, and how each rank restores its own state.
 
-A checkpoint is Lightning's, with full tensors, and one more entry:
+A checkpoint is one of Lightning's, with full tensors and one additional entry:
 
     checkpoint["lightning_commfree"] = {
-        "ranks", "token", "folder",      # number of ranks, the save's id, folder of its rank files
+        "ranks", "token", "folder",      # number of ranks, id of the save, folder of its rank files
         "algorithm", "fingerprint",      # must be the same for an exact resume
         "shared",                        # the algorithm's state that is the same on all replicas
         "own",                           # rank 0's own state; other ranks' states are in rank files
@@ -11,17 +11,17 @@ A checkpoint is Lightning's, with full tensors, and one more entry:
 
 A rank's own state has these entries (`ExactResume._state`):
 
-    "algorithm"                            the algorithm's: local weights, fragments in flight
-    "optimizers", "precision", "tensors"   only if replicas have models of their own
-    "inside"                               the layout's (`Inside.state_dict`)
-    "gradients", "schedulers"              half-accumulated gradients; learning-rate schedulers
+    "algorithm"                            of the algorithm: local weights, in-flight fragments
+    "optimizers", "precision", "tensors"   only if replicas have different weights
+    "inside"                               of the layout (`Inside.state_dict`)
+    "gradients", "schedulers"              partly accumulated gradients; schedulers
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
-    "shared"                               only on ranks that hold other shards than rank 0
+    "shared"                               only on ranks with different shards than rank 0
     "lost"                                 messages about state that could not be saved
 
 A fit that resumes on the same number of ranks with the same settings continues bit for bit. Any
-other fit starts from the checkpoint's weights, reuses what its algorithm can (`adopt`), and warns
-why it is not exact.
+other fit starts from the checkpoint's weights, reuses what the algorithm can (`adopt`), and warns
+why the resume is not exact.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ State = dict[str, Any]
 
 
 class Resumable(Protocol):
-    """The interface of an algorithm for saving and exact resume."""
+    """Interface of an algorithm for saving and exact resume."""
 
     name: str  # a resume uses only states saved under the same name
     # True if each replica has its own model, optimizers and untrained tensors; False if all ranks
@@ -79,7 +79,7 @@ class Resumable(Protocol):
     free_at_resume: frozenset[str] = frozenset()  # `fingerprint` values that may change at a resume
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be the same on all ranks and at an exact resume."""
+        """Return the settings that must be the same on all ranks and for an exact resume."""
         return {}
 
     def state_dict(self) -> tuple[State, State]:
@@ -89,7 +89,7 @@ class Resumable(Protocol):
         """
 
     def load_state_dict(self, shared: State, own: State | None) -> None:
-        """Restore the state that `state_dict` returned, before the first step.
+        """Restore the state returned by `state_dict`, before the first step.
 
         `own` is None for a new replica.
         """
@@ -97,16 +97,18 @@ class Resumable(Protocol):
     def adopt(
         self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
     ) -> tuple[State, str] | None:
-        """Reuse the valid parts of a save with other ranks or other settings; collective.
+        """Reuse the valid parts of a checkpoint with other ranks or settings; collective.
 
         Args:
-            was: the fingerprint of the save, which is from the same algorithm.
-            ranks: the number of ranks that saved.
-            load: returns the own states of given ranks, or an empty list if any file is missing.
+            was: the fingerprint in the checkpoint, which is from the same algorithm.
+            ranks: the number of ranks that saved the checkpoint.
+            load: takes a list of ranks and returns their own states, or an empty list if any file
+                is missing.
 
         Returns:
-            Some entries of an own state, and a description of what is kept, which continues "Every
-            rank starts from the checkpoint's weights, ". Or None on all ranks, to reuse nothing.
+            Some entries for this rank's own state, and a description of what is kept, which
+            continues the sentence "Every rank starts from the checkpoint's weights, ". None on all
+            ranks to reuse nothing.
         """
         del was, ranks, load
         return None
@@ -114,7 +116,7 @@ class Resumable(Protocol):
 
 @dataclass
 class _Fit:
-    """The objects of one fit, from `begin` to `end`."""
+    """The objects of the current fit, from `begin` to `end`."""
 
     trainer: pl.Trainer
     algorithm: Resumable
@@ -125,11 +127,11 @@ class _Fit:
 class Save:
     """A checkpoint to resume from, with its rank files.
 
-    `entry` is the checkpoint's entry `KEY`, empty if it has none; `weights_only` is the argument of
-    `Trainer.fit`, where None means True.
+    `entry` is the checkpoint's entry `KEY`, or empty if there is none. `weights_only` is the
+    argument of `Trainer.fit`; None means True.
 
     Raises:
-        RuntimeError: the entry was written by another version.
+        RuntimeError: the entry was written by another version of this package.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class Save:
         self._ranks, self._weights_only = ranks, weights_only is not False
 
     def own_state(self, rank: int) -> State | None:
-        """Return a rank's own state; None if its file is missing.
+        """Return a rank's own state, or None if its file is missing.
 
         Raises:
             RuntimeError: the file is from another rank or save, or damaged.
@@ -160,7 +162,7 @@ class Save:
         return found
 
     def fetch(self, wanted: Iterable[int]) -> None:
-        """Copy the files of `wanted` ranks that are on other ranks' disks only; collective."""
+        """Copy files of the `wanted` ranks that are only on other ranks' disks; collective."""
         folder, all_flags = self.entry["folder"], self._ranks.all_flags
         saved = range(1, self.entry["ranks"])  # rank 0 has no file
         found = {rank: RankFiles(self.path).find(folder, rank) for rank in saved}
@@ -174,7 +176,7 @@ class Save:
                 send(self._ranks, has.index(True), place, place if rank in lacks else None)
 
     def load(self, wanted: Iterable[int]) -> list[State]:
-        """Return the own states of the `wanted` ranks, or [] if any is missing; collective."""
+        """Return the states of the `wanted` ranks, or [] if any is missing; collective."""
         wanted = list(wanted)
         self.fetch(wanted)
         with fail_together(self._ranks):
@@ -183,9 +185,9 @@ class Save:
         return [state for state in found if state is not None and complete]
 
     def why_not_exact(self, algorithm: Resumable, found: bool) -> str:
-        """Return why an exact resume is impossible, "" if it is possible; collective.
+        """Return why an exact resume is impossible, or "" if it is possible; collective.
 
-        `found`: whether this rank has found its own state.
+        `found`: whether this rank found its own state.
         """
         if not self.entry:
             return (
@@ -225,7 +227,7 @@ class Save:
 
 
 class ExactResume:
-    """Save and restore each rank's own state; `strategy` calls the methods in this order."""
+    """Saves and restores each rank's own state. `strategy` calls the methods in the given order."""
 
     def __init__(self, strategy: Any, ranks: Any) -> None:
         self._strategy, self._ranks = strategy, ranks
@@ -247,10 +249,10 @@ class ExactResume:
     # -- resuming
 
     def read(self, path: FilePath, checkpoint: State, weights_only: bool | None = None) -> None:
-        """Read this rank's own state of a checkpoint that a fit resumes from; collective.
+        """Read this rank's own state from the checkpoint from which a fit resumes; collective.
 
         Raises:
-            RuntimeError: a rank file is from another rank or save, or damaged; on all ranks.
+            RuntimeError: a rank file is from another rank or save, or damaged; raised on all ranks.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING
@@ -267,10 +269,10 @@ class ExactResume:
             self._restore_own(self._fit, save)
 
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
-        """Begin a fit in `setup`, after the optimizers are created; collective.
+        """Begin a fit; called in `setup`, after the optimizers are created; collective.
 
-        If it resumes, restore this rank's own weights and tensors. If Lightning restores
-        checkpoints after setup, `read` does that instead.
+        If the fit resumes, restore this rank's own weights and tensors. If Lightning restores the
+        checkpoint after setup, `read` restores them instead.
         """
         tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
@@ -278,10 +280,10 @@ class ExactResume:
             self._restore_own(self._fit, self._save)
 
     def restore_position(self) -> bool:
-        """Restore loops, position in the data and random numbers, in `on_train_start`.
+        """Restore loops, position in the data and RNG state; called in `on_train_start`.
 
         Returns:
-            Whether any of this rank's own state was restored.
+            Whether any of this rank's own state has been restored.
         """
         fit, own = self._fit, self._own
         if fit is None or own is None:
@@ -299,20 +301,20 @@ class ExactResume:
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
         if lost:
-            rank_zero_warn(f"The resume is not exact in these respects: {'; '.join(lost)}.")
+            rank_zero_warn(f"The run does not resume exactly: {'; '.join(lost)}.")
         if self._complete and not any(self._ranks.all_flags(bool(lost))):
             rank_zero_info("The resume is exact: every rank continues as if the fit had not ended.")
         return True
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
-        """Restore the state that must be in place before Lightning restores the rest."""
+        """Restore the state that Lightning needs before it restores the rest."""
         self._save = None
         reason = save.why_not_exact(fit.algorithm, self._own is not None)
         self._complete = not reason
         if reason:
             self._own, kept = save.adopt(fit.algorithm)
             rank_zero_warn(
-                f"Resuming from {str(save.path)!r} is not exact: {reason}. Every rank starts from"
+                f"Cannot resume exactly from {str(save.path)!r}: {reason}. Every rank starts from"
                 f" the checkpoint's weights, {kept}."
             )
         own, checkpoint = self._own or {}, save.checkpoint
@@ -343,10 +345,10 @@ class ExactResume:
     def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
         """Write a checkpoint and, in a fit, the rank files; collective.
 
-        Rank 0's `filepath` is used on all ranks, and rank 0 adds the entry `KEY` to `checkpoint`.
+        All ranks use rank 0's `filepath`, and rank 0 adds the entry `KEY` to `checkpoint`.
 
         Raises:
-            RuntimeError: a file cannot be written; on all ranks.
+            RuntimeError: a file cannot be written; raised on all ranks.
         """
         fit, ranks = self._fit, self._ranks
         if fit is None or "optimizer_states" not in checkpoint:  # weights only
@@ -420,16 +422,16 @@ class ExactResume:
     # -- removing
 
     def remove(self, filepath: FilePath) -> None:
-        """Remove a checkpoint's rank files, after `remove_checkpoint` has removed it.
+        """Remove a checkpoint's rank files; called after the checkpoint has been removed.
 
-        Files on other machines' disks are removed at the next save, or in `remove_leftovers`.
+        Files on other machines' disks are removed by the next save or by `remove_leftovers`.
         """
         if self._ranks.rank == 0:
             RankFiles(filepath).remove()
             self._removed.append(filepath)
 
     def remove_leftovers(self) -> None:
-        """Remove this machine's rank files of the last removed checkpoints; collective."""
+        """Remove this machine's rank files for recently removed checkpoints; collective."""
         if self._fit is not None:
             self._remove_files_of(self._ranks.broadcast(self._removed))
 
@@ -439,5 +441,5 @@ class ExactResume:
         self._removed = []
 
     def end(self) -> None:
-        """Forget the fit, in `teardown`."""
+        """Drop all references to the fit; called in `teardown`."""
         self._fit = self._save = self._own = None

@@ -1,12 +1,13 @@
-"""Atomic writing of checkpoint files, and verification when they are read.
+"""Write checkpoint files atomically, and verify them when they are read.
 
-A file is written under a hidden name in the same folder, flushed to the disk and renamed; then the
+A file is written under a hidden name in the same folder, flushed to disk and renamed; then the
 folder is flushed. If the process is killed or the disk is full, the old file is unchanged.
-(Lightning writes to `$TMPDIR` and moves the file, which across file systems overwrites the old
-file.) The hidden name is always the same, so the next save replaces the leftovers of a killed one.
+(Lightning writes to `$TMPDIR` and then moves the file; across file systems, that overwrites the old
+file.) The hidden name is always the same, so the next save replaces anything that a killed process
+left behind.
 
 `torch.save` writes a checksum (CRC-32) of every record, but `torch.load` ignores them.
-`verify_file` compares them, at about 0.3 s per GB in the page cache.
+`verify_file` checks them, which takes about 0.3 s per GB in the page cache.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ _FOLDER_BIT = 0x10  # in a zip record's attributes: the record is a folder
 
 
 def write_atomic(state: Any, path: FilePath) -> None:
-    """Write a file atomically with `torch.save`; creates missing parent folders.
+    """Write a file atomically with `torch.save`; create missing parent folders.
 
     Args:
-        state: tensors and other values, which must not change meanwhile.
-        path: the file. On a remote file system, the write is as atomic as its fsspec transactions.
+        state: tensors and other values, which must not change during the call.
+        path: path of the file. On a remote file system, the write is as atomic as fsspec's
+            transactions there.
 
     Raises:
-        RuntimeError: it cannot be written; an existing file is unchanged.
+        RuntimeError: the file cannot be written; an existing file is unchanged.
     """
     target = local_path(path)
     if target is None:
@@ -68,8 +70,8 @@ def write_atomic(state: Any, path: FilePath) -> None:
 class _Sink:
     """A file object for `torch.save` that survives a full disk.
 
-    After an error it stops writing but keeps counting bytes. So torch finishes without an error of
-    its own about a half-written file, and the message can say how much space is missing.
+    After an error it stops writing but continues counting bytes. So torch does not raise its own
+    error about a half-written file, and the message can say how much space is missing.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ class _Sink:
         self._error: OSError | None = None
 
     def write_all(self, state: Any, file: IO[bytes]) -> None:
-        """Write a state to the disk; raise the first `OSError` at the end."""
+        """Write a state to disk; at the end, raise the first `OSError`, if any."""
         self._write = file.write
         torch.save(state, cast("IO[bytes]", self))  # it calls `write` and `flush`
         if self._error is not None:
@@ -101,7 +103,7 @@ class _Sink:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, so that a rename survives a power failure."""
+    """Flush a folder's entries to disk, so that a rename survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # unsupported by some network file systems
@@ -130,12 +132,12 @@ def _megabytes(count: int) -> str:
 
 
 def read_verified(path: FilePath, weights_only: bool = True) -> Any:
-    """Verify and read a file that `torch.save` wrote, with tensors on the CPU.
+    """Verify and read a file written by `torch.save`; tensors are loaded on the CPU.
 
-    With `weights_only`, objects whose loading could run code are refused.
+    With `weights_only`, reject objects that could run code when loaded.
 
     Raises:
-        RuntimeError: the file is damaged, or contains objects that `weights_only` refuses.
+        RuntimeError: the file is damaged, or contains objects that `weights_only` rejects.
     """
     verify_file(path)
     try:
@@ -154,7 +156,7 @@ def read_verified(path: FilePath, weights_only: bool = True) -> Any:
 
 @contextmanager
 def verified_reading(path: FilePath) -> Iterator[None]:
-    """Verify a checkpoint that a `with` block then reads, and explain its read errors.
+    """Verify a checkpoint before a `with` block reads it, and explain read errors in the block.
 
     Raises:
         RuntimeError: the file is damaged.
@@ -170,7 +172,7 @@ def verified_reading(path: FilePath) -> Iterator[None]:
 
 
 def verify_file(path: FilePath) -> None:
-    """Verify the checksums of a local file that `torch.save` wrote; other files are not checked.
+    """Verify the checksums in a local file written by `torch.save`; other files are not checked.
 
     Raises:
         RuntimeError: the file is damaged.
@@ -186,11 +188,11 @@ def verify_file(path: FilePath) -> None:
 
 
 def verify_records(archive: Path | IO[bytes]) -> None:
-    """Verify the checksums of all records in a zip archive that `torch.save` wrote.
+    """Verify the checksums of all records in a zip archive written by `torch.save`.
 
     Raises:
-        ValueError: a record is damaged. If the archive's directory is damaged, zipfile raises other
-            errors too.
+        ValueError: a record is damaged. If the archive's directory is damaged, zipfile may raise
+            other errors.
     """
     with zipfile.ZipFile(archive) as opened:
         records = opened.infolist()
@@ -203,7 +205,7 @@ def verify_records(archive: Path | IO[bytes]) -> None:
 
 
 def damaged(path: FilePath, error: BaseException) -> RuntimeError:
-    """Return the error for a checkpoint that cannot be read."""
+    """Return the error to raise for a checkpoint that cannot be read."""
     return RuntimeError(
         f"The checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {error}. It was"
         " probably truncated by a full disk or an interrupted copy, or corrupted on disk. Nothing"
@@ -212,13 +214,13 @@ def damaged(path: FilePath, error: BaseException) -> RuntimeError:
 
 
 def local_path(path: FilePath) -> Path | None:
-    """Return the path on this machine's file system; None if it is on a remote one."""
+    """Return the path on this machine's file system, or None if it is remote."""
     fs, place = url_to_fs(str(path))
     return Path(place) if "file" in fs.protocol else None
 
 
 def _is_archive(path: FilePath) -> bool:
-    """Return whether the file ends like a zip archive; a truncated file does not."""
+    """Return whether the file ends like a zip archive, which a truncated file does not."""
     with fsspec.open(str(path), "rb") as file:
         try:
             return zipfile.is_zipfile(file)

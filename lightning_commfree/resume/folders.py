@@ -1,7 +1,7 @@
 """Checkpoint folders: each rank of a replica writes its shards of a large model.
 
-A checkpoint file is gathered and written by one rank. With FSDP, all ranks of the first replica can
-write their shards in parallel instead, with `torch.distributed.checkpoint`:
+A checkpoint file is gathered and written by a single rank. With FSDP, all ranks of the first
+replica can instead write their shards in parallel, with `torch.distributed.checkpoint`:
 
     last.ckpt/checkpoint.pt               the checkpoint, with names in place of sharded tensors
     last.ckpt/1763..64/.metadata          which file contains which shards of each tensor, by name
@@ -24,8 +24,9 @@ To convert a folder to a single file, on a machine with enough memory for the fu
 
     python -m lightning_commfree.resume.folders last.ckpt one.ckpt
 
-In the same directory as the folder, that file resumes exactly too. torch's `dcp_to_torch_save` does
-not work here: it turns the parameter indices of an optimizer's state into a list.
+If that file is in the same directory as the folder, a fit can resume exactly from it. torch's
+`dcp_to_torch_save` cannot be used, because it turns the parameter indices in an optimizer's state
+into a list.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _ALSO = {
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether the path is a checkpoint folder."""
+    """Return whether `path` is a checkpoint folder."""
     return (path / REST).is_file()
 
 
@@ -93,18 +94,18 @@ def is_folder(path: Path) -> bool:
 def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
-    On ranks other than the first, only the checkpoint's shards are used. Anything at `path` is
+    On all ranks but the first, only the checkpoint's shards are used. Anything at `path` is
     replaced.
 
     Raises:
-        RuntimeError: it cannot be written; an existing checkpoint is unchanged.
+        RuntimeError: the checkpoint cannot be written; an existing one is unchanged.
     """
     target = local_path(path)
     if target is None:
         raise RuntimeError(
-            f"The checkpoint {str(path)!r} cannot be a folder: `folder_above_bytes` needs a file"
-            " system mounted on this machine and shared by all ranks of a replica. Save to one, or"
-            " set `folder_above_bytes=None`."
+            f"The checkpoint {str(path)!r} cannot be saved as a folder: `folder_above_bytes` needs"
+            " a file system that is mounted on this machine and shared by all ranks of a replica."
+            " Save to such a file system, or set `folder_above_bytes=None`."
         )
     shards: dict[str, Tensor] = {}
     names: dict[int, str] = {}  # by id: a tied weight is written once
@@ -142,7 +143,7 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
 
 
 def _make_empty(folder: Path) -> str:
-    """Create an empty folder in place of a killed save's leftovers; return an error text or ""."""
+    """Create an empty folder, replacing any leftovers of a killed save; return an error or ""."""
     try:
         _remove(folder)
         folder.mkdir(parents=True)
@@ -152,7 +153,7 @@ def _make_empty(folder: Path) -> str:
 
 
 def _replace(target: Path, half: Path, token: str) -> None:
-    """Replace the checkpoint `target` by the complete folder `half` (module docstring)."""
+    """Replace the checkpoint `target` with the complete folder `half` (module docstring)."""
     if target.is_symlink() or not target.is_dir():
         target.unlink(missing_ok=True)
         os.replace(half, target)
@@ -200,7 +201,7 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """A tensor in a checkpoint folder, read lazily: in full, or only this rank's shard."""
+    """A tensor in a checkpoint folder that is read lazily, in full or only this rank's shard."""
 
     reader: FileSystemReader
     name: str
@@ -225,18 +226,18 @@ class FolderTensor:
 
 
 def read_folder_tensors(state: Any) -> Any:
-    """Read all `FolderTensor`s in nested containers, in full."""
+    """Replace all `FolderTensor`s in nested containers with full tensors, read from the folder."""
     return map_nested(state, lambda one, _: one.read() if isinstance(one, FolderTensor) else one)
 
 
 def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> Any:
     """Read a checkpoint folder; not collective.
 
-    With `weights_only`, refuse objects whose loading could run code. With `lazy`, return
+    With `weights_only`, reject objects that could run code when loaded. With `lazy`, return
     `FolderTensor`s in place of sharded tensors, to be read later.
 
     Raises:
-        RuntimeError: it is damaged, or contains objects that `weights_only` refuses.
+        RuntimeError: the checkpoint is damaged, or contains objects that `weights_only` rejects.
     """
     rest = read_verified(folder / REST, weights_only)
     try:
@@ -290,7 +291,7 @@ def _check_token(folder: Path, reader: _Reader, token: int, rank: int) -> None:
 
 
 class _Reader(FileSystemReader):
-    """A reader that loads the metadata once, without running code from it."""
+    """Reader that loads the metadata once, without running code from it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -317,7 +318,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read which file contains which shards, without running code from the metadata."""
+    """Read the metadata, which lists the shards in each file, without running code from it."""
     with (folder / _METADATA).open("rb") as file:
         metadata: Metadata = _Unpickler(file).load()
     return metadata

@@ -1,8 +1,8 @@
-"""Set Lightning's loops back to the moment at which a checkpoint was written.
+"""Restore Lightning's loops to their state when a checkpoint was saved.
 
 Lightning restores the counters of its loops and derives the remaining work from them. Near the end
-of an epoch it skips or repeats steps. Here the loops are set so that a resumed fit does exactly
-what the saved fit did after the save:
+of an epoch, it skips or repeats steps. This module sets the loops so that a resumed fit does
+exactly what the original fit did after the save:
 
 ===================================  ===============================================================
 saved                                the resumed fit begins with
@@ -33,7 +33,7 @@ from lightning_commfree.lightning_internals import (
 
 
 class Moment(NamedTuple):
-    """The point in a fit at which a checkpoint was saved and the resumed fit continues."""
+    """The point in a fit where a checkpoint was saved, and where a resumed fit continues."""
 
     epoch: int  # counted from 0
     batches: int  # how many batches of this epoch have been trained on
@@ -43,7 +43,7 @@ class Moment(NamedTuple):
 
 
 def restore_loops(trainer: pl.Trainer) -> Moment:
-    """Restore Lightning's loops to their state at the save, in `on_train_start`."""
+    """Restore Lightning's loops to their state when saved; called in `on_train_start`."""
     loop = trainer.fit_loop
     epochs, progress = loop.epoch_progress, loop.epoch_loop.batch_progress
     batch: Any = progress.current
@@ -102,7 +102,7 @@ def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_h
 
 
 def skipped_hooks(trainer: pl.Trainer, moment: Moment) -> list[str]:
-    """Return messages about hooks that ran after the save but not after a resume."""
+    """Return messages about hooks that ran after the save but will not run after a resume."""
     texts, module = [], trainer.lightning_module
     if moment.in_hook and is_overridden("on_train_batch_end", module, pl.LightningModule):
         texts.append(

@@ -1,9 +1,9 @@
 """Untrained tensors that can differ between ranks: mean teachers, counters, queues, caches.
 
-A checkpoint contains only rank 0's, and no non-persistent buffers. So each rank saves its
-persistent tensors that differ from rank 0's, and its non-persistent buffers that changed during the
-fit. Trained parameters and averaged floating-point buffers are not included: the strategy restores
-them.
+A checkpoint contains only rank 0's tensors and no non-persistent buffers. So each rank saves those
+of its persistent tensors that differ from rank 0's, and those of its non-persistent buffers that
+changed during the fit. Trained parameters and averaged floating-point buffers are not included: the
+strategy restores them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TAG = "save"  # in the ledger
 
 
 class OwnTensors:
-    """The untrained tensors of one fit; created before any rank has restored its own state.
+    """The untrained tensors in a fit; create it before any rank has restored its own state.
 
     `optimizers` returns this rank's optimizers, which hooks may replace.
     """
@@ -35,7 +35,7 @@ class OwnTensors:
         self._at_begin = _digests(self._tensors()[1])
 
     def state(self, channels: ReplicaChannels) -> dict[str, Tensor]:
-        """Return the tensors that this rank must save, without copying them; collective."""
+        """Return the tensors that this rank has to save, without copying them; collective."""
         persistent, others = self._tensors()
         found: dict[str, Tensor] = {}
         # comparing digests keeps a large frozen base model, the same on all ranks, out of the files
@@ -50,7 +50,7 @@ class OwnTensors:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the tensors that `state` returned; replace buffers that now have another size."""
+        """Restore the tensors that `state` returned; replace buffers whose size has changed."""
         persistent, others = self._tensors()
         tensors = {name: local_tensor(one) for name, one in (persistent | others).items()}
         for name, saved in state.items():
@@ -67,7 +67,7 @@ class OwnTensors:
             module._buffers[own_name] = buffer
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the untrained tensors, split by whether a checkpoint contains them."""
+        """Return the untrained tensors: those that a checkpoint contains, and all others."""
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         kept = self._module.state_dict(keep_vars=True)

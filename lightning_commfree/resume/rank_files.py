@@ -1,20 +1,20 @@
 """Rank files: each rank's own state, in one file per rank beside the checkpoint.
 
-Replicas differ in weights, optimizers, random numbers and data positions. A Lightning checkpoint
-has room for one of each, and gathering them on rank 0 would send more than the training does. So
+Replicas differ in weights, optimizer state, RNG state and data position. A Lightning checkpoint
+has room for one of each, and gathering them on rank 0 would send more data than training does. So
 rank 0's own state is in the checkpoint, and every other rank writes a file:
 
     checkpoints/last.ckpt                                   Lightning's, with rank 0's own state
     checkpoints/.commfree/last.ckpt/120-5f3a.../rank_3.pt   rank 3's own state, saved at step 120
 
 The `.commfree` folder is copied and moved together with the checkpoints. It is hidden: `ls`,
-`glob("*")` and `cp folder/*` skip it, `os.listdir` does not. A job of one rank has none.
+`glob("*")` and `cp folder/*` skip it, but `os.listdir` does not. A single-rank job has none.
 
 A checkpoint always matches its rank files, even if a process dies during a save: new rank files are
-complete before the checkpoint is replaced, and old ones are removed afterwards. Ranks without a
+completed before the checkpoint is replaced, and old ones are removed afterwards. Ranks without a
 shared disk use a file on their own machine; `copies` sends it if another rank needs it. Every file
-contains its rank, the number of ranks and the token of its save, so swapped or leftover files are
-refused.
+contains its rank, the number of ranks and the token of its save, so that swapped or leftover files
+are rejected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOLDER = ".commfree"
 
 
 class Owner(NamedTuple):
-    """The rank and the save that a rank file belongs to."""
+    """The rank and the save to which a rank file belongs."""
 
     rank: int
     ranks: int
@@ -50,7 +50,7 @@ class Owner(NamedTuple):
 class RankFiles:
     """The rank files of one checkpoint path, with a folder for each save to that path.
 
-    `checkpoint_path` is local, or any URL that fsspec opens.
+    `checkpoint_path` may be a local path or any URL that fsspec can open.
     """
 
     def __init__(self, checkpoint_path: FilePath) -> None:
@@ -60,11 +60,11 @@ class RankFiles:
         self._root = _beside(self._path, self._name)
 
     def folder(self, token: str) -> str:
-        """Return the folder with the files of a save, relative to the checkpoint's folder."""
+        """Return the folder with a save's files, relative to the checkpoint's folder."""
         return f"{self._name}/{token}"
 
     def write(self, owner: Owner, state: dict[str, Any]) -> None:
-        """Write a rank's state, with its own shards of sharded tensors.
+        """Write a rank's state; sharded tensors are saved as the rank's own shards.
 
         Raises:
             RuntimeError: the file cannot be written.
@@ -80,10 +80,10 @@ class RankFiles:
             ) from error
 
     def read(self, owner: Owner, folder: str, weights_only: bool = True) -> Any:
-        """Read a rank's state; return None if its file is missing.
+        """Read a rank's state, or return None if its file is missing.
 
-        `folder`, relative to the checkpoint's, is the one recorded in the checkpoint. With
-        `weights_only`, refuse objects whose loading could run code.
+        `folder` is the folder recorded in the checkpoint, relative to the checkpoint's own folder.
+        With `weights_only`, reject objects that could run code when loaded.
 
         Raises:
             RuntimeError: the file is from another rank or save, or damaged.
@@ -100,7 +100,7 @@ class RankFiles:
         return saved["state"]
 
     def find(self, folder: str, rank: int) -> str | None:
-        """Return the path of a rank's file in a folder that a checkpoint names; None if missing.
+        """Return the path of a rank's file in the folder named in a checkpoint; None if missing.
 
         Raises:
             RuntimeError: rank files cannot be in that folder.
@@ -120,9 +120,9 @@ class RankFiles:
         return None
 
     def remove_older(self, token: str, keep: int = 0) -> None:
-        """Remove the files of all saves other than `token`, except the `keep` latest.
+        """Remove the files of all saves except `token` and the latest `keep` others.
 
-        Other ranks may do this at the same time.
+        It is safe for several ranks to do this at the same time.
         """
         with suppress(OSError):  # no earlier save, or another rank was faster
             folders = [str(folder).rstrip("/") for folder in self._fs.ls(self._root, detail=False)]
@@ -145,7 +145,7 @@ class RankFiles:
 
 
 def file_of_rank(path: FilePath, folder: str, rank: int) -> str:
-    """Return where a rank's file is, for a checkpoint's path and the folder that it names."""
+    """Return the path of a rank's file from a checkpoint's path and the folder named in it."""
     return f"{_beside(str(path), folder)}/rank_{rank}.pt"
 
 
@@ -168,9 +168,9 @@ def local_tensors(state: Any) -> Any:
 
 
 def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
-    """Copy the tensors of nested containers to CPU memory.
+    """Copy the tensors in nested containers to CPU memory.
 
-    `only`: copy only tensors that share memory with one of these; None: copy all.
+    `only`: copy only tensors that share memory with one of these; None to copy all.
     """
     shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
     copies: dict[Any, Tensor] = {}  # tied tensors are copied, and later written, once
@@ -194,7 +194,7 @@ def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
 def plain_or_none(state: Any) -> Any:
     """Return the state if it consists of plain values and tensors, else None.
 
-    Rank files are loaded without unpickling arbitrary objects, so only such states can be saved.
+    Only such states can be saved, because rank files are loaded without unpickling other objects.
     """
     return state if _is_plain(state) else None
 

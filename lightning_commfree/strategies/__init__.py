@@ -30,7 +30,7 @@ _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
 def register_strategies() -> None:
     """Register every strategy for `Trainer(strategy="...")`; idempotent.
 
-    Fabric then explains that they need the Trainer.
+    Selecting one in Fabric then raises an error that says it needs the Trainer.
     """
     for name, strategy in _NAMES.items():
         for suffix, start_method in _START_METHODS.items():
@@ -49,7 +49,7 @@ def register_strategies() -> None:
 
 
 def _refuse_in(registry: Any, message: str) -> None:
-    """Register every name in a registry that cannot use it, with the error message."""
+    """Register every name in a registry that cannot use it, so that its use raises the error."""
     for name in product(_NAMES, _START_METHODS):
         refuse = partial(_refuse, message.format(name="".join(name)))
         registry.register("".join(name), refuse, override=True)

@@ -1,15 +1,14 @@
-"""Base of all strategies: the hooks in which Lightning calls them.
+"""Base class of all strategies: the hooks that Lightning calls.
 
-Launchers, samplers, the `torch.compile` guard and device handling are those of Lightning's
-`DDPStrategy`; its gradient wrapper and its SIGTERM broadcast per batch are not used. In a fit:
+Launchers, samplers, the `torch.compile` guard and device handling come from Lightning's
+`DDPStrategy`; its gradient wrapper and per-batch SIGTERM broadcast are not used. During a fit:
 
 1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
-   algorithm between replicas is created (`begin`); a resumed fit restores its state
-   (`ExactResume`).
+   cross-replica algorithm is created (`begin`); a resumed fit restores its state (`ExactResume`).
 2. Every optimizer step is Lightning's own, inside `FitSession.step`. After a step of the algorithm
    (`clock`), the exchanges that are due run.
-3. At validations, checkpoints and the end, all ranks have taken the same number of steps
-   (`Stopping`), and the session swaps the shared weights into the module.
+3. By the time of each validation run, each checkpoint and the end of training, all ranks have taken
+   the same number of steps (`Stopping`), and the session swaps the shared weights into the module.
 """
 
 from __future__ import annotations
@@ -61,19 +60,20 @@ _logger = logging.getLogger("lightning_commfree")
 class ReplicaStrategy(DDPStrategy):
     """Replicas of a model, synchronized by an algorithm.
 
-    A subclass returns the settings that must be equal on all ranks (`fingerprint`), creates the
-    algorithm (`begin`) and names the `session_type` of its fits.
+    A subclass returns the settings that must be the same on all ranks (`fingerprint`), creates the
+    algorithm (`begin`) and sets `session_type`, the class of its fit sessions.
 
     Args:
-        inside: layout of the model on the ranks of a replica.
-        **ddp_kwargs: arguments of `DDPStrategy`, except those about gradient synchronization.
+        inside: layout of the model across the ranks of a replica.
+        **ddp_kwargs: arguments of `DDPStrategy`, except those for gradient synchronization.
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
-        group_ledger: bytes sent within a replica, by tag; not DDP's, and FSDP's by formula.
+        group_ledger: bytes sent within a replica, by tag; FSDP's are computed by formula, and DDP's
+            are not counted.
         session: the current fit.
         ddp_kwargs: the arguments of `DDPStrategy` that differ from its defaults.
-        patches: functions that wrap methods of Lightning during a fit.
+        patches: wrappers around Lightning's methods during a fit.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
     """
 
@@ -106,34 +106,34 @@ class ReplicaStrategy(DDPStrategy):
         return f"<{wrong_host(type(self).__name__)}>" if other_is_imported() else super().__repr__()
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal on all ranks."""
+        """Return the settings that must be the same on all ranks."""
         return dict(self.settings.fingerprint())
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Create the algorithm; model and optimizers are set up and the ranks' settings agree."""
+        """Create the algorithm, after model and optimizers are set up and all settings agree."""
 
     def equal_weights(self) -> tuple[int, Channel]:
-        """Return how often ranks compare their weights, in steps (0: never), and which ranks do."""
+        """Return the steps between weight comparisons (0: never), and the ranks to compare."""
         return 0, self.channels.world
 
     def not_restored(self) -> list[str]:
-        """Return messages about what a resume of this fit does not restore."""
+        """Return messages about what resuming this fit would not restore."""
         return self.inside.not_restored(self)
 
     @property
     def module(self) -> pl.LightningModule:
-        """The LightningModule, which the Trainer connects first."""
+        """The LightningModule; available once the Trainer has connected it."""
         return present(self.lightning_module, "no LightningModule is connected")
 
     @property
     def channels(self) -> ReplicaChannels:
-        """The channels to all ranks, between replicas and within this one."""
+        """The channels to all ranks, across replicas and within this replica."""
         return self.ranks.channels
 
     @property
     def algorithm(self) -> Any:
-        """The algorithm between replicas, from `setup` to `teardown` of a fit."""
+        """The cross-replica algorithm; available from `setup` to `teardown`."""
         return self.session.between
 
     def traffic(self) -> Traffic:
@@ -141,7 +141,7 @@ class ReplicaStrategy(DDPStrategy):
         return present(self._log, "the traffic is known from `on_fit_start` on").traffic
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's latest metrics by name, the same as in the Trainer's loggers."""
+        """Return a dict of this rank's latest metrics, the same as in the Trainer's loggers."""
         return {} if self._log is None else self._log.figures()
 
     def _open_channels(self, info: RankInfo) -> ReplicaChannels:
@@ -164,7 +164,7 @@ class ReplicaStrategy(DDPStrategy):
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
         # Set by every Trainer that gets this strategy. Devices and launcher of the first one would
-        # stay. Lightning's own attribute stays empty, as its check speaks of accelerators instead.
+        # be kept. Lightning's own attribute remains empty, because its check names accelerators.
         if self._trainers_accelerator is not None:
             raise RuntimeError(
                 f"This `{type(self).__name__}` was already passed to another Trainer. Create a"
@@ -233,7 +233,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        # after the hooks, which may draw random numbers
+        # after the hooks, which may advance the RNG
         resumed = self._resume.restore_position()
         self.inside.train_begins()
         self.session.begin(resumed)
@@ -254,7 +254,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in a `with` block; the name is Lightning's."""
+        """Accumulate gradients only on this rank in a `with` block; a Lightning method."""
         no_sync = self.inside.accumulating() or super().block_backward_sync()
         with self.session.accumulating(), no_sync:
             yield
@@ -300,7 +300,8 @@ class ReplicaStrategy(DDPStrategy):
     def _prepare_replaced(self) -> None:
         """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step.
 
-        Collective over the job: the hook must replace them on all ranks after the same step.
+        Collective over all ranks: the hook must replace optimizers on all ranks after the same
+        step.
         """
         self.inside.begin(self.optimizers)
         self.algorithm.follow_optimizers(self.optimizers)
@@ -309,12 +310,12 @@ class ReplicaStrategy(DDPStrategy):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the full model's gradient; collective over the ranks of a replica.
 
-        For `on_before_optimizer_step`, where gradients are complete: there, norms of
-        `self.parameters()` are those of this rank's shards, if ranks hold shards. Of Streaming
-        DiLoCo and Distributed Lion it is the norm of this replica's own gradient.
+        Use it in `on_before_optimizer_step`, where gradients are complete. If ranks hold shards,
+        norms of `self.parameters()` cover only this rank's shards there. With Streaming DiLoCo and
+        Distributed Lion, the result is the norm of this replica's own gradient.
 
         Args:
-            norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
+            norm_type: p in the p-norm, above 0; `math.inf` for the largest absolute value.
 
         Returns:
             A scalar tensor, the same on all ranks of the replica; 0 without gradients.
@@ -340,7 +341,7 @@ class ReplicaStrategy(DDPStrategy):
         self._report()
 
     def _report(self) -> None:
-        """Print the summary of the fit on rank 0, unless the library's logger is set above INFO."""
+        """Print a summary of the fit on rank 0, unless the library's logger is set above INFO."""
         log, quiet = self.session.log, _logger.level > logging.INFO
         is_trial = bool(self.module.trainer.fast_dev_run)  # type: ignore[attr-defined]
         if log.steps and self.world_size > 1 and not (is_trial or quiet):
@@ -351,7 +352,7 @@ class ReplicaStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
-            warn_unsaved("Ctrl-C has stopped the ranks in the middle of different steps")
+            warn_unsaved("Ctrl-C interrupted the ranks in the middle of different steps")
         if "object has no attribute 'module'" in str(exception):
             rank_zero_warn(
                 f"Under `{type(self).__name__}`, `trainer.model` may be the LightningModule itself,"
@@ -389,7 +390,8 @@ class ReplicaStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all ranks; in a training step, over the ranks of this replica only.
 
-        A metric logged per step with `sync_dist=True` would be a round trip over the slow link.
+        Otherwise every metric logged per step with `sync_dist=True` would take a round trip over
+        the slow link.
         """
         if self.session.computing:
             if self.inside.size == 1:

@@ -1,4 +1,4 @@
-"""Validation of arguments, Trainer settings and callbacks."""
+"""Checks of arguments, Trainer settings and callbacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 def why_gradients_change(
     trainer: pl.Trainer, module: pl.LightningModule, precision: Precision
 ) -> list[str]:
-    """Return the reasons why gradients may change between backward and optimizer step."""
+    """Return the reasons why gradients may change between backward and the optimizer step."""
     reasons = []
     if trainer.gradient_clip_val:
         reasons.append("`gradient_clip_val` is set")
@@ -67,13 +67,13 @@ _DDP_KWARGS = (
 # Lightning or the strategy passes these to DDP
 _INTERNAL_DDP_KWARGS = {"module", "device_ids", "output_device", "process_group", "kwargs"}
 
-# by name, because Lightning before 2.6 has no `WeightAveraging`
+# as strings, because Lightning before 2.6 has no `WeightAveraging`
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 _COPIES_FULL = "it copies the full model before it is sharded"
 REFUSED_IF_LOCAL = {
     "LearningRateFinder": (
-        "its trial steps would be counted and exchanged as steps of the fit. Run it, or"
-        " `Tuner.lr_find`, with the strategy `ddp`, and use the learning rate it finds in this fit"
+        "its trial steps would be counted and exchanged as training steps. Run it, or"
+        " `Tuner.lr_find`, with the `ddp` strategy, and use the learning rate it finds here"
     ),
     "StochasticWeightAveraging": (
         "it averages the local weights of each replica, so every rank would end with different"
@@ -95,7 +95,7 @@ REFUSED_IF_SHARDED = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Raise a `ValueError` if the Trainer has a callback of a class in `reasons`, or a subclass.
+    """Raise a `ValueError` if the Trainer has a callback of a class in `reasons` or a subclass.
 
     Callbacks that `Tuner` adds are included.
     """
@@ -105,22 +105,22 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
             if kind is not None and isinstance(callback, kind):
                 raise ValueError(
                     f"`{strategy}` does not support the callback `{type(callback).__name__}`:"
-                    f" {reason}. Remove it, or use it in a Trainer with the strategy `ddp` or a"
-                    " single device."
+                    f" {reason}. Remove it, or train with the `ddp` strategy or on a single device."
                 )
 
 
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
-    """Raise a `ValueError` if validations are scheduled by time.
+    """Raise a `ValueError` if validation is scheduled by time.
 
-    Each rank would measure the time by its own clock, so that one validates while others train.
+    Each rank would measure the time with its own clock, so one rank would validate while the others
+    train.
     """
     seconds = validation_seconds(trainer)
     if seconds is not None and trainer.world_size > 1:
         raise ValueError(
             f"`{strategy}` does not support a time interval as `val_check_interval` (here"
-            f" {seconds:g} s): each rank would measure it by its own clock and validate after a"
-            " different step. Set a number of batches or a fraction of an epoch."
+            f" {seconds:g} s), because ranks with different clocks would validate after different"
+            " steps. Set a number of batches or a fraction of an epoch."
         )
 
 
@@ -128,19 +128,19 @@ def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
     """Raise a `ValueError` if the LightningModule, which is to be sharded, is compiled."""
     if is_compiled(module):
         raise ValueError(
-            f"`{strategy}` does not support `torch.compile` of the LightningModule: Python code"
-            " between the layers of a sharded model launches its all-reduces, which the compiler"
-            " cannot handle. Pass the uncompiled module to `fit`."
+            f"`{strategy}` does not support a LightningModule compiled with `torch.compile`: a"
+            " sharded model launches its all-reduces from Python code between its layers, and the"
+            " compiler cannot handle that. Pass the uncompiled module to `fit`."
         )
 
 
 def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> None:
-    """Raise a `ValueError` for manual optimization, and so for several optimizers."""
+    """Raise a `ValueError` for manual optimization, which also rules out several optimizers."""
     if not module.automatic_optimization:
         raise ValueError(
             f"`{strategy}` does not support manual optimization: {reason}. Set"
-            " `automatic_optimization` to True and use one optimizer, with parameter groups where"
-            " learning rates differ, or use the strategy `ddp`."
+            " `automatic_optimization = True` and use one optimizer, with a parameter group for"
+            " each learning rate, or use the `ddp` strategy."
         )
 
 
@@ -158,12 +158,12 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
 def check_ddp_kwargs(
     strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
-    """Return the arguments that differ from DDP's defaults; refuse those that do not apply.
+    """Return the arguments that differ from DDP's defaults; reject those that do not apply.
 
-    `with_ddp`: DDP averages gradients within replicas, so that its own arguments apply.
+    `with_ddp`: whether DDP averages gradients within replicas, so that its own arguments apply.
 
     Raises:
-        TypeError: an argument is unknown or does not apply.
+        TypeError: an argument does not exist or does not apply.
     """
     taken = [inspect.signature(kind).parameters for kind in (DistributedDataParallel, DDPStrategy)]
     defaults = {name: known.default for names in taken for name, known in names.items()}

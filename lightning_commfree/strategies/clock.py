@@ -1,8 +1,8 @@
-"""Step counters: an optimizer step, or a whole batch under manual optimization.
+"""Step counters: a step is an optimizer step or, with manual optimization, a whole batch.
 
 Algorithms communicate after a step, so all ranks must count the same steps. A LightningModule with
-manual optimization (a GAN, PPO) may step its optimizers several times in a batch, and in between
-its weights are half updated, so for it a step is the whole batch.
+manual optimization (a GAN, PPO) may step its optimizers several times per batch, with half-updated
+weights in between, so the whole batch counts as one step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_commfree.host import pl
 
 
 class Clock(Protocol):
-    """Step counter of a fit."""
+    """Counter of the steps in a fit."""
 
     steps: int  # so far
     spans_batch: bool  # whether a step is a whole `training_step`, not one optimizer step
@@ -25,15 +25,15 @@ class Clock(Protocol):
     uncounted: int
 
     def tick(self, optimizer: Optimizer | None) -> bool:
-        """Return whether a step has ended, and count it.
+        """Count a step if one has just ended; return whether it has.
 
-        `optimizer` is the one that has stepped; None at the end of a `training_step`.
+        `optimizer` is the one that has just stepped; None at the end of a `training_step`.
         """
         ...
 
 
 class PerOptimizerStep(Clock):
-    """Count every optimizer step; for automatic optimization, which has one optimizer."""
+    """Counts every optimizer step; used with automatic optimization, which has one optimizer."""
 
     spans_batch = False
     uncounted = 1
@@ -48,7 +48,7 @@ class PerOptimizerStep(Clock):
 
 
 class PerBatch(Clock):
-    """Count the batches in which at least one optimizer stepped, however often."""
+    """Count the batches in which at least one optimizer stepped."""
 
     spans_batch = True
     uncounted = 0
@@ -68,5 +68,5 @@ class PerBatch(Clock):
 
 
 def clock_for(module: pl.LightningModule) -> Clock:
-    """Return the step counter that fits the module's kind of optimization."""
+    """Return the step counter for the module's kind of optimization, automatic or manual."""
     return PerOptimizerStep() if module.automatic_optimization else PerBatch()

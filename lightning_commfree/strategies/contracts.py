@@ -1,8 +1,8 @@
-"""The two parts of a strategy: a layout inside each replica, and an algorithm between replicas.
+"""The two parts of a strategy: a layout inside each replica, and a cross-replica algorithm.
 
-*Inside* a replica, one or several ranks hold and compute one model. *Between* replicas, an
-algorithm exchanges weights, gradients or votes. To add a strategy, write an algorithm or a layout,
-and a subclass of `ReplicaStrategy` that combines them.
+*Inside* a replica, one or more ranks hold and compute one model. *Between* replicas, an algorithm
+exchanges weights, gradients or votes. To add a strategy, write an algorithm or a layout, and a
+subclass of `ReplicaStrategy` that combines the two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_commfree.resume.exact import Resumable
 
 
 class Inside(Protocol):
-    """The layout of a model on the ranks of a replica."""
+    """The layout of a model across the ranks of a replica."""
 
     size: int  # number of ranks in a replica
     uses_ddp: bool = False  # DDP averages gradients within a replica, so its arguments apply
@@ -33,28 +33,28 @@ class Inside(Protocol):
     restores_after_setup: bool = False  # a checkpoint's weights are loaded after `prepare`
 
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
-        """Refuse unsupported settings in the launching process, before any rank starts.
+        """Reject unsupported settings in the launching process, before any rank starts.
 
-        `trainer` is None if something other than a Trainer launches.
+        `trainer` is None if the ranks are launched by something other than a Trainer.
         """
         return
 
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        """Refuse settings and modules that this layout does not support, before `prepare`."""
+        """Reject settings and modules that this layout does not support, before `prepare`."""
         ...
 
     def prepare(self, strategy: Any) -> None:
         """Copy rank 0's weights to all ranks and prepare the model; collective.
 
-        Called before the optimizers are created.
+        Call it before the optimizers are created.
 
         Raises:
-            ValueError: settings or modules of the ranks differ; on all ranks.
+            ValueError: settings or modules differ between ranks; raised on all ranks.
         """
         ...
 
     def mesh(self, world_size: int) -> Mesh:
-        """Arrange all ranks in a mesh: replicas on the first axis, a replica's ranks on the second.
+        """Arrange all ranks in a mesh: replicas on the first axis, their ranks on the second.
 
         Raises:
             ValueError: the number of ranks is not a multiple of `size`.
@@ -62,7 +62,7 @@ class Inside(Protocol):
         ...
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check the optimizers, which have just been created, or replaced in the middle of a fit.
+        """Check the optimizers, newly created or replaced during a fit.
 
         Raises:
             ValueError: they cannot train the prepared model's parameters.
@@ -70,7 +70,7 @@ class Inside(Protocol):
         del optimizers
 
     def accumulating(self) -> AbstractContextManager[None] | None:
-        """Return a context that accumulates gradients without sync; None: use Lightning's."""
+        """Return a context for accumulating gradients without sync; None: use Lightning's."""
         return None
 
     def train_begins(self) -> None:
@@ -83,23 +83,23 @@ class Inside(Protocol):
         `verb` is "train" or "validate".
 
         Raises:
-            ValueError: the batches differ; on all ranks of the replica.
+            ValueError: the batches differ; raised on all ranks of the replica.
         """
         del verb, batch
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Wrap an optimizer step with its forward, backward and hooks."""
+        """Context manager around an optimizer step, including forward, backward and hooks."""
         return nullcontext()
 
     def after_backward(self, steps: bool) -> None:
         """Combine gradients after backward; collective within the replica.
 
-        `steps`: whether an optimizer step follows; if not, gradients accumulate.
+        `steps`: whether an optimizer step follows; otherwise gradients accumulate.
         """
         del steps
 
     def is_shard(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank holds a shard of a parameter, and not all of it."""
+        """Return whether this rank holds only a shard of a parameter."""
         return is_shard(parameter)
 
     def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
@@ -108,15 +108,15 @@ class Inside(Protocol):
         return get_total_norm(gradients, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state for an exact resume, without weights and optimizers."""
+        """Return this rank's own state for an exact resume, except weights and optimizer states."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state returned by `state_dict`."""
         del state
 
     def not_restored(self, strategy: Any) -> list[str]:
-        """Return messages about state or rounding that a resumed fit does not restore."""
+        """Return messages about state or rounding that a resumed fit would not restore."""
         del strategy
         return []
 
@@ -125,26 +125,26 @@ class Inside(Protocol):
         return
 
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
-        """Set up the module to validate, test or predict; by default with Lightning's `setup`."""
+        """Set up the module for evaluation or prediction; by default with Lightning's `setup`."""
         setup(trainer)
 
     # -- states of a sharded model
 
     @property
     def shares_model(self) -> bool:
-        """Whether the ranks of a replica hold shards of one model now."""
+        """Whether the ranks of a replica currently hold shards of one model."""
         return False
 
     @property
     def saves_folders(self) -> bool:
-        """Whether checkpoints are now saved as folders, written by all ranks of a replica."""
+        """Whether checkpoints are currently saved as folders, written by all ranks of a replica."""
         return False
 
     def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state for a checkpoint; collective within a replica.
 
-        Rank 0 gets full tensors; or each rank gets its `DTensor`s, if `saves_folders`. `read`
-        returns the state of the module as it is.
+        Rank 0 gets full tensors or, if `saves_folders`, each rank gets its own `DTensor`s. `read`
+        returns the module's state, with tensors as they are on this rank.
         """
         return read()
 
@@ -157,38 +157,39 @@ class Inside(Protocol):
         return state
 
     def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's shards of the module's full state."""
+        """Return a copy of `checkpoint` with this rank's shards of the module's full state."""
         return checkpoint
 
     def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's shards of the optimizers' states.
+        """Return a copy of `checkpoint` with optimizer states replaced by this rank's shards.
 
-        The given states are full, or this rank's shards already if `ExactResume` restored them.
+        The optimizer states in `checkpoint` are full tensors, or already this rank's shards if
+        `ExactResume` has restored them.
         """
         return checkpoint
 
 
 class Between(Resumable, Protocol):
-    """An algorithm between replicas, for the duration of a fit.
+    """A cross-replica algorithm; one object per fit.
 
-    It is created when model and optimizers are set up and all ranks hold the same weights. Its
+    It is created once model and optimizers are set up and all ranks hold the same weights. Its
     methods run on all ranks after the same step, so any of them may be collective.
     """
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Wrap a step: forward, backward, clipping, update."""
+        """Context manager around a step: forward, backward, clipping and update."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Run the algorithm's communication after a step, as counted by the fit's clock.
+        """Run the algorithm's communication after a step, as counted by `Clock`.
 
-        `stop` is sent to the other ranks: whether this rank wants to stop training. Returns whether
-        all ranks stop now, the same on all of them.
+        `stop` tells the other ranks whether this rank requests a stop of training. Returns whether
+        all ranks stop now; the result is the same on every rank.
         """
         ...
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Called before the first step of optimizers that have replaced those of the fit.
+        """Called before the first step of optimizers that have replaced the original ones.
 
         Raises:
             ValueError: the algorithm cannot use them.
@@ -196,11 +197,11 @@ class Between(Resumable, Protocol):
         del optimizers
 
     def figures(self) -> dict[str, float]:
-        """Return the latest metrics by name, for the Trainer's loggers."""
+        """Return a dict of the latest metrics for the Trainer's loggers."""
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle."""
+        """Return this rank's bytes per cycle, by tag, and the number of steps per cycle."""
         ...
 
     def close(self) -> None:
@@ -215,24 +216,24 @@ class LocalUpdates(Between, Protocol):
 
     @property
     def stops_after(self) -> int | None:
-        """The step after which all ranks would know of a stop requested now; None if unknown.
+        """The step after which all ranks would stop if a stop were requested now; None if unknown.
 
-        Read in a signal handler.
+        It is read in a signal handler.
         """
         return None
 
     def finish(self, stop: bool) -> bool:
-        """Synchronize fully: afterwards all replicas have the shared weights as local weights.
+        """Synchronize fully, so that the local weights of all replicas equal the shared weights.
 
-        Argument and return value are those of `after_step`.
+        Argument and return value are as in `after_step`.
         """
         ...
 
     def wait_in_flight(self) -> None:
-        """Wait until exchanges in flight have arrived; they are still applied at their step."""
+        """Wait for in-flight exchanges to arrive; they are still applied at their step."""
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights to validate with; None for the shared weights."""
+        """Return the weights for validation, or None for the shared weights."""
         return None
 
     def unready(self, what: str) -> str | None:
@@ -243,7 +244,7 @@ class LocalUpdates(Between, Protocol):
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
 
     def average_moved(self) -> None:
-        """Average frozen weights that hooks have changed differently on replicas; collective."""
+        """Average frozen weights that hooks have made differ across replicas; collective."""
 
 
 class EveryStep(Between, Protocol):
@@ -252,11 +253,12 @@ class EveryStep(Between, Protocol):
     stream_ended: bool = False  # any rank's stream ended with the latest step; same on all ranks
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Set functions that return this rank's flags, to be sent in every step.
+        """Set the functions that return this rank's flags, which are sent in every step.
 
         Args:
-            stop: whether this rank wants to stop; `after_step` returns whether any does.
-            stream_ends: whether this rank's data stream ends with this step.
+            stop: returns whether this rank requests a stop; `after_step` returns whether any rank
+                does.
+            stream_ends: returns whether this rank's data stream ends with this step.
         """
         ...
 
@@ -264,4 +266,4 @@ class EveryStep(Between, Protocol):
         """Accept changes that hooks have made to the weights before the first step."""
 
     def average_buffers(self) -> None:
-        """Average the buffers of all replicas, before a validation or checkpoint; collective."""
+        """Average the buffers of all replicas, before validation or a checkpoint; collective."""

@@ -30,49 +30,51 @@ class DistributedLionStrategy(ReplicaStrategy):
     Each worker keeps its gradient and momentum local. It sends one bit per parameter up (its vote)
     and receives about one bit per parameter down (the result). With N parameters and an odd number
     n of workers, a worker sends N (n - 1) / 4 n bytes per step; fp32 DDP sends 8 N (n - 1) / n.
-    The parameters stay bit-identical on all ranks. `configure_optimizers` must return a
+    The parameters remain bit-identical on all ranks. `configure_optimizers` must return a
     `DistributedLion`.
 
     Gradient clipping uses the norm of each worker's own gradient: the norm of the mean gradient
-    cannot be known without sending gradients. Clipping changes the weight of the gradient relative
-    to the momentum, not the size of the step, which is `lr` for every parameter. Accumulated
-    gradients are voted on once per optimizer step. A metric that `training_step` logs per step with
-    `sync_dist=True` is the worker's own; logged per epoch, it is averaged over all ranks.
+    cannot be computed without sending gradients. Clipping changes the weight of the gradient
+    relative to the momentum, not the size of the step, which is `lr` for every parameter.
+    Accumulated gradients are voted on once per optimizer step. A metric that `training_step` logs
+    per step with `sync_dist=True` is the worker's own; logged per epoch, it is averaged over all
+    ranks.
 
     Args:
         vote: "majority": the sign of the sum of votes; "average": the mean of the votes, which
-            takes ceil(log2(n + 1)) bits down.
-        ties: "zero": no update on a tie, which needs a second bit down where ties are possible;
-            "random": a random sign, the same on all workers, with one bit down. If all workers have
-            an exact zero for a parameter, it is not updated in either case.
-        momentum_sync_every: average the workers' momenta every so many steps, at 64 /
-            `momentum_sync_every` bits per parameter and step; 0: never, as in the paper.
-        nonfinite: the reaction to NaN or Inf in a worker's gradient. "raise": all ranks stop with
-            an error that names the worker. "abstain": that worker votes 0 on that bucket of
+            takes ceil(log2(n + 1)) bits per parameter down.
+        ties: "zero": no update on a tie, which takes a second bit down where ties are possible;
+            "random": a random sign, the same on all workers, with one bit down. A parameter for
+            which all workers have an exact zero is never updated.
+        momentum_sync_every: number of steps between averages of the workers' momentum buffers,
+            which take 64 / `momentum_sync_every` bits per parameter and step; 0: never, as in the
+            paper.
+        nonfinite: how to handle NaN or Inf in a worker's gradient. "raise": all ranks stop with an
+            error that names the worker. "abstain": that worker votes 0 on the affected bucket of
             parameters and does not update its momentum.
         node_size: k, the number of consecutive ranks that average their gradients in full precision
             and vote as one worker; each rank sends 1/k of the vote.
-        inside: the layout of the model on these k ranks. "ddp": the full model on every rank.
-            "fsdp" or an `FSDPSettings`: 1/k of parameters, gradients and momentum per rank (FSDP2),
-            in units of a transformer block by default; each rank votes on its shard and logs
-            metrics of its shard. "domino" or a `DominoSettings`: tensor parallelism of a
-            transformers model; the k ranks get the same batch.
+        inside: the layout of the model across these k ranks. "ddp": the full model on every rank.
+            "fsdp" or an `FSDPSettings`: each rank holds 1/k of parameters, gradients and momentum
+            (FSDP2), votes on this shard and logs metrics for it; a unit is a transformer block by
+            default. "domino" or a `DominoSettings`: tensor parallelism of a transformers model; the
+            k ranks get the same batch.
         overlap: start the vote on a bucket during backward, when its last gradient is ready.
             Disabled with a warning if gradients change after backward: clipping, fp16 scaling,
             `node_size` above 1, hooks between backward and step.
-        check_drift_every: compare the ranks' parameters every so many steps, by a hash sent with
-            the votes; a difference ends the fit. 0: never.
+        check_drift_every: number of steps between comparisons of the ranks' parameters, by a hash
+            sent with the votes; a difference ends the fit. 0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
-            A network link may be down for half of `timeout` (30 minutes by default), but for at
-            most about 15 minutes, after which Linux drops its connections.
+            Training survives a network outage of up to half of `timeout` (30 minutes by default),
+            and of about 15 minutes at most, after which Linux drops the connections.
 
     Attributes:
         settings: the arguments above except `overlap`.
         ledger: bytes sent by this rank and seconds waited, by tag.
 
     Raises:
-        ValueError: an argument is outside its range.
-        TypeError: an argument has the wrong type or is unknown.
+        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type or does not exist.
 
     Example::
 

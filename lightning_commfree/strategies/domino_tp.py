@@ -23,10 +23,10 @@ from lightning_commfree.strategies.inside.domino import TensorParallel
 
 
 class DominoSession(FitSession[GradientMean]):
-    """A fit whose ranks share a model, and therefore communicate in every batch.
+    """Session of a fit whose ranks share a model and therefore communicate in every batch.
 
-    Before each optimizer step, the ranks exchange three numbers: the number of the batch, whether
-    the gradient has NaN or Inf, and whether the rank wants to stop.
+    Before each optimizer step, the ranks exchange three numbers: the index of the batch, whether
+    the gradient contains NaN or Inf, and whether the rank requests a stop.
     """
 
     _stops = False  # some rank wants to stop after the current step
@@ -47,10 +47,11 @@ class DominoSession(FitSession[GradientMean]):
 
     @override
     def after_backward(self, loss: Tensor) -> None:
-        """Check all ranks and land the mean gradients, if an optimizer step follows.
+        """Check all ranks and wait for the mean gradients, if an optimizer step follows.
 
         Raises:
-            RuntimeError: a gradient is not finite, or ranks are on different batches; on all ranks.
+            RuntimeError: a gradient is not finite, or ranks are on different batches; raised on all
+                ranks.
         """
         if self.accumulates:
             return
@@ -83,18 +84,19 @@ class DominoTPStrategy(ReplicaStrategy):
 
     When `fit` begins, before the optimizer is created, the `GPT2LMHeadModel` or Llama-like model
     (Llama, Mistral, Qwen2, Qwen3, Gemma) anywhere inside the LightningModule is sharded in place:
-    attention heads, MLPs and vocabulary are divided over the ranks of a tensor group. A batch is
+    attention heads, MLPs and vocabulary are divided among the ranks of a tensor group. A batch is
     split into micro-batches that take turns, so that the all-reduces of one overlap with the
-    computation of the others, in forward and backward. Any other model whose config has a
-    tensor-parallel plan is sharded by its plan, without overlap.
+    computation of the others, in forward and backward passes. Any other model whose config has a
+    tensor-parallel plan is sharded according to that plan, without overlap.
 
     Checkpoints contain the full model and optimizer state. They load at any tensor-parallel size,
     in a plain Trainer and (the model's weights) with `from_pretrained`. After `fit` the module is
     the plain Hugging Face model again, with all weights; `trainer.optimizers` keep this rank's
     shards, which `trainer.save_checkpoint` gathers if all ranks call it. The world is data parallel
     times tensor parallel: all ranks of a tensor group must get the same batch, which Lightning's
-    own sampler ensures. A fit resumed on the same number of ranks continues bit for bit. On another
-    number it continues from the same weights and optimizer state, and a warning says what is reset.
+    own sampler ensures. A fit resumed on the same number of ranks continues bit for bit. With a
+    different number of ranks it continues from the same weights and optimizer state, and a warning
+    says what is reset.
 
     NaN or Inf in a gradient ends the fit on all ranks before the step, with an error that names the
     rank and parameter. `trainer.should_stop` on any rank and SIGTERM stop all ranks after the same
@@ -111,25 +113,27 @@ class DominoTPStrategy(ReplicaStrategy):
     Args:
         tensor_parallel_size: number of consecutive ranks that share one model; None: all ranks of a
             node. The rest of the world is data parallel.
-        split: the split of a batch into micro-batches. "batch": by rows (a batch of one row is
+        split: how a batch is split into micro-batches. "batch": by rows (a batch of one row is
             split by tokens instead); "token": by chunks of the sequence, under causal attention;
-            "weight": by outputs of row linears, which hides less communication; "hybrid": by rows
-            and outputs; "none": wait for every all-reduce. "auto": the fastest of "batch", "token"
-            and "none", chosen by timing the first 30 batches of each size (`domino.auto_split`).
+            "weight": by outputs of row-parallel linear layers, which hides less communication;
+            "hybrid": by rows and outputs; "none": wait for every all-reduce. "auto": the fastest of
+            "batch", "token" and "none", chosen by timing the first 30 batches of each size
+            (`domino.auto_split`).
         num_micro_batches: number of micro-batches, 2 or more.
-        check_drift_every: compare the parameters that several ranks hold every so many steps, by a
-            hash; a difference ends the fit with an error that names parameter and ranks. 0: never.
+        check_drift_every: number of steps between comparisons of the parameters that several ranks
+            hold, by a hash; a difference ends the fit with an error that names parameter and ranks.
+            0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
-            A network link may be down for half of `timeout` (30 minutes by default), but for at
-            most about 15 minutes, after which Linux drops its connections.
+            Training survives a network outage of up to half of `timeout` (30 minutes by default),
+            and of about 15 minutes at most, after which Linux drops the connections.
 
     Attributes:
         settings: the arguments above except `check_drift_every`.
         ledger: bytes sent by this rank, seconds waited and number of collectives, by tag.
 
     Raises:
-        ValueError: an argument is outside its range.
-        TypeError: an argument has the wrong type or is unknown.
+        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type or does not exist.
 
     Example::
 
@@ -160,11 +164,12 @@ class DominoTPStrategy(ReplicaStrategy):
 
     @override
     def traffic(self, tokens_per_step: int) -> Traffic:  # type: ignore[override]
-        """Forecast the bytes that this rank sends per training step; from `on_fit_start` on.
+        """Forecast this rank's bytes per training step; available from `on_fit_start` on.
 
         The forecast is by ledger tag, like the measured bytes in the ledger's phase `STEPS`. If the
         module computes its own loss from full logits, they are gathered instead of `tensor_loss`.
-        `tokens_per_step` are the tokens of one tensor group per optimizer step.
+        `tokens_per_step` is the number of tokens that one tensor group trains on per optimizer
+        step.
         """
         trainer = self.module.trainer
         mixed = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None

@@ -1,7 +1,7 @@
-"""Detect ranks whose weights drift apart, although they must be equal.
+"""Detect ranks whose weights have drifted apart although they must be equal.
 
-It does not depend on what an algorithm sends: an optimizer or hook that bypasses the strategy is
-found too.
+The check does not depend on what an algorithm sends, so it also detects an optimizer or hook that
+bypasses the strategy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _NAMED = 3  # parameters that an error names at most
 
 
 class DriftCheck:
-    """Compare hashes of the trained parameters, from time to time.
+    """Periodic comparison of hashes of the trained parameters.
 
     Args:
         strategy: the strategy of the fit.
-        every: optimizer steps between two checks; 0: never.
-        channel: the ranks whose weights are equal. Shards are compared with the ranks that hold
-            the same ones in other replicas, if these ranks are in the channel.
+        every: number of optimizer steps between checks; 0: never.
+        channel: connects the ranks whose weights must be equal. Shards are compared with ranks that
+            hold the same shards in other replicas, if the channel includes these.
     """
 
     def __init__(self, strategy: ReplicaStrategy, every: int, channel: Channel) -> None:
@@ -40,7 +40,7 @@ class DriftCheck:
         """Compare weights if a check is due; collective, after the same step on all ranks.
 
         Raises:
-            AgreedError: weights differ; on all ranks that have them.
+            AgreedError: weights differ; raised on all ranks that hold them.
         """
         step = self._strategy.module.trainer.global_step
         if not self._every or step // self._every == self._period:

@@ -1,16 +1,15 @@
-"""Validation, test and predict batches of ranks that share a model: the same number on each.
+"""Give all ranks that share a model the same number of validation, test and predict batches.
 
-Where each rank of a replica holds a shard of the model, its ranks compute every batch together. A
-rank with more batches than the others would wait for them until the timeout. For `validate` and
-`test` Lightning's own sampler gives every rank the same number; a user's sampler or a stream may
-not.
+If each rank of a replica holds a shard of the model, the ranks compute every batch together. A rank
+with more batches than the others would wait for them until the timeout. For `validate` and `test`,
+Lightning's own sampler gives every rank the same number; a user's sampler or a stream may not.
 
-- *Loaders with a length*: before the first batch, the ranks agree on the shortest of the replica. A
-  warning says so, because metrics then cover fewer batches.
-- *Streams*, and loaders that yield less than their length: the ranks exchange a byte per batch, and
-  stop together when one of them has none.
-- *Predict*: an error instead, because the result would lack rows. Lightning's sampler for `predict`
-  gives some ranks a batch more if the rows cannot be divided equally.
+- *Loaders with a length*: before the first batch, the ranks of a replica agree on the smallest
+  length. A warning says so, because metrics then cover fewer batches.
+- *Streams*, and loaders that yield fewer batches than their length: the ranks exchange one byte per
+  batch, and stop together as soon as one of them runs out.
+- *Predict*: an error is raised instead, because rows would be missing from the result. Lightning's
+  sampler for `predict` gives some ranks one more batch if rows cannot be divided equally.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _SHOWN = 20  # ranks in a message
 
 
 class SharedEvaluation:
-    """The evaluation loop of a Trainer, on a rank that may share its model with others.
+    """A Trainer's evaluation loop on a rank that may share its model with other ranks.
 
     Args:
-        trainer: the Trainer; in a fit, this is about its validations.
+        trainer: the Trainer; in a fit, its validation loop is used.
         ranks: all ranks of the job.
-        inside: layout of the model on the ranks of a replica.
-        patches: receives the wrappers of the loop's methods.
+        inside: layout of the model across the ranks of a replica.
+        patches: receives wrappers for the loop's methods.
     """
 
     def __init__(self, trainer: pl.Trainer, ranks: Ranks, inside: Inside, patches: Patches) -> None:
@@ -62,7 +61,7 @@ class SharedEvaluation:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Wrap the computation of a batch; an error in it names the lost ranks."""
+        """Context manager around the computation of a batch; errors in it name the lost ranks."""
         if not self._inside.shares_model:
             yield
             return
@@ -70,7 +69,7 @@ class SharedEvaluation:
             yield
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
-        """Wrap the setup of the loaders: limit each to the shortest of the replica."""
+        """Wrap the setup of the loaders, and limit each to its smallest length in the replica."""
         before = batch_limits(self._loop)
         set_up()
         limits = batch_limits(self._loop)
@@ -93,7 +92,7 @@ class SharedEvaluation:
         self._tell_uneven(uneven, self._ranks.rank == 0)
 
     def _reset(self, reset: Callable[[], None]) -> None:
-        """Wrap the start of the loop, which may fetch the first batch already."""
+        """Wrap the start of the loop, which may already fetch the first batch."""
         reset()
         if not self._inside.shares_model:
             return
@@ -121,7 +120,7 @@ class SharedEvaluation:
         return not without
 
     def _tell_uneven(self, found: list[str], warns: bool) -> None:
-        """Warn about batches that are left out; in `predict`, raise an error on all ranks."""
+        """Warn about skipped batches; in `predict`, raise an error on all ranks."""
         if not found:
             return
         text = (

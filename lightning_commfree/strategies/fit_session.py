@@ -1,7 +1,7 @@
 """State and hooks of one fit, from a strategy's `setup` to its `teardown`.
 
 `FitSession` has the parts that all strategies share. Its subclasses differ in how ranks depend on
-each other: they train independently (`local_weights`), exchange something in every optimizer step
+each other. Ranks train independently (`local_weights`), exchange something in every optimizer step
 (`lockstep`), or share a model and communicate in every batch (`domino_tp`).
 """
 
@@ -38,12 +38,12 @@ B = TypeVar("B", bound=Between)
 
 
 class FitSession(Generic[B]):
-    """One fit of a strategy, with its methods in the order in which Lightning calls them.
+    """One fit of a strategy. The methods are in the order in which Lightning calls them.
 
-    `numel` is the number of trained values of the full model.
+    `numel` is the number of trained values in the full model.
 
     Raises:
-        ValueError: the ranks have different algorithms; on all ranks.
+        ValueError: the ranks have different algorithms; raised on all ranks.
     """
 
     trains_independently = False  # ranks exchange nothing at most steps
@@ -74,9 +74,9 @@ class FitSession(Generic[B]):
         patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
 
     def begin(self, resumed: bool) -> None:
-        """Start training with the next batch; hooks may have changed the weights.
+        """Prepare for the first training step; weights that hooks have changed are accepted.
 
-        `resumed`: whether the algorithm's own state was restored.
+        `resumed`: whether the algorithm's state was restored from a checkpoint.
         """
         del resumed
         self.clock.steps = self.steps_before()
@@ -84,16 +84,16 @@ class FitSession(Generic[B]):
         self.log.begin()
 
     def steps_before(self) -> int:
-        """Return the number of steps before this fit was resumed, as the clock counts them."""
+        """Return the number of steps in earlier runs of a resumed fit, as counted by the clock."""
         return self._trainer.global_step
 
     def batch_begins(self) -> None:
-        """Called with a new batch, before it is trained."""
+        """Called with a new batch, before training on it."""
         self._stopping.share_last_batch(self._channels.within)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Wrap a training step."""
+        """Context manager around a training step."""
         self.computing = True
         try:
             with self._counted(None):
@@ -103,7 +103,7 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Wrap a training step that only accumulates gradients."""
+        """Context manager around a training step that only accumulates gradients."""
         self.accumulates = True
         try:
             yield
@@ -111,14 +111,14 @@ class FitSession(Generic[B]):
             self.accumulates = False
 
     def after_backward(self, loss: Tensor) -> None:
-        """Called after the backward of a batch with this loss."""
+        """Called after a batch's backward pass, with the batch's loss."""
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Wrap a step of an optimizer.
+        """Context manager around an optimizer step.
 
         Raises:
-            RuntimeError: the clock does not count steps at this point.
+            RuntimeError: the optimizer is stepped where the clock does not count steps.
         """
         if self.clock.spans_batch and not self.computing:
             raise RuntimeError(
@@ -132,9 +132,9 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
-        """Wrap a step or a part of one; run the algorithm's communication after a whole step.
+        """Wrap a step or part of one; run the algorithm's communication after a whole step.
 
-        `optimizer` is the one that steps; None for a `training_step`.
+        `optimizer` is the one that is stepped; None for a `training_step`.
         """
         if self.clock.spans_batch != (optimizer is None):  # a part of a step, or ahead of one
             yield
@@ -156,10 +156,10 @@ class FitSession(Generic[B]):
         self.log.after_step()
 
     def after_step(self) -> None:
-        """Called when all ranks have taken a step and know whether they stop after it."""
+        """Called after all ranks have taken a step and know whether to stop after it."""
 
     def stops_after(self) -> int | None:
-        """Return the latest step after which all ranks know of a SIGTERM that arrives now.
+        """Return the step after which all ranks would know of a SIGTERM received now.
 
         None if unknown. By default ranks exchange something in every step, and the current step may
         already have sent its flags.
@@ -184,17 +184,17 @@ class FitSession(Generic[B]):
             self._stopping.agree_here()
 
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `read` while the module holds the weights for a checkpoint."""
+        """Return the result of `read`, called while the module holds the weights to save."""
         return read()
 
     def check_save(self) -> None:
-        """Raise an error on all ranks if a checkpoint would be unusable."""
+        """Raise an error on all ranks if a checkpoint saved now would be unusable."""
 
     def fit_ends(self) -> None:
-        """Called after the last step of the fit."""
+        """Called after the last training step."""
 
     def end(self) -> None:
-        """Release the resources of the algorithm, also after a failed fit."""
+        """Release the algorithm's resources, also after a failed fit."""
         self.log.close()
         self.between.close()
 
@@ -204,10 +204,10 @@ class FitSession(Generic[B]):
 
 
 class OutsideOfFit(FitSession[Any]):
-    """Placeholder while no fit runs: everything is left to Lightning."""
+    """Placeholder when no fit is running; leaves everything to Lightning."""
 
     def __init__(self) -> None:
-        """Keep only a clock, which a manual training step needs."""
+        """Create only a clock, which manual optimization needs."""
         self.clock = PerOptimizerStep()
 
     @override
@@ -229,13 +229,13 @@ class OutsideOfFit(FitSession[Any]):
 
 
 class FitLog:
-    """The metrics of one fit, added to the rows that the Trainer's loggers receive.
+    """Metrics of one fit, added to the rows that the Trainer's loggers receive.
 
-    They are only in those rows, not in `callback_metrics`, `logged_metrics` or the results of
+    They appear only in those rows, not in `callback_metrics`, `logged_metrics` or the results of
     `validate`, and no logger is called for them alone. They are means over the latest complete
-    cycles that contain `log_every_n_steps`, of training steps only: without start, validations,
-    checkpoints and the last exchange. `more` returns the algorithm's own metrics; it is called when
-    a row needs them.
+    cycles, at least `log_every_n_steps` steps, and cover only training steps, not the start,
+    validation, checkpoints or the last exchange. `more` returns the algorithm's own metrics; it is
+    called only when a row needs them.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class FitLog:
         add_to_rows(trainer, patches, self._more_for)
 
     def begin(self) -> None:
-        """Start counting for the summary. Called when training starts."""
+        """Start counting for the summary; called when training starts."""
         self._before = self._ledger.totals()
 
     def after_step(self) -> None:
@@ -265,17 +265,17 @@ class FitLog:
 
     @property
     def steps(self) -> int:
-        """Number of steps counted."""
+        """Number of steps that have been counted."""
         return self._means.steps
 
     def figures(self) -> dict[str, float]:
-        """Return the current metrics by name; after the fit, its last ones."""
+        """Return a dict of the current metrics, or after the fit, of its last ones."""
         if self._last is not None:
             return dict(self._last)
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
 
     def summary(self, to: str = "") -> str:
-        """Return a sentence for the end of the fit; `to` names the receivers of the bytes."""
+        """Return a summary sentence for the end of the fit; `to` says who receives the bytes."""
         now, steps = self._ledger.totals(), self._means.steps
         sent = now.bytes_sent - self._before.bytes_sent
         ddp = steps * self.traffic.ddp_bytes_per_step
@@ -287,11 +287,11 @@ class FitLog:
         )
 
     def close(self) -> None:
-        """End the log with the fit; its metrics stay readable."""
+        """Stop logging at the end of the fit; the last metrics stay readable."""
         self._last, self._more = self.figures(), dict
 
     def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics for a row of the loggers; {} without a step since the last row."""
+        """Return the metrics for a row of the loggers; {} if no step followed the last row."""
         logs = self._trainer.loggers and self._trainer.training
         if not logs or self._means.steps == self._steps_in_rows:
             return {}

@@ -1,9 +1,9 @@
 """Fits in which each replica trains local weights and synchronizes only occasionally.
 
-Validations and checkpoints use the shared weights; the local ones are restored afterwards. Before
-the last validation and checkpoint of a fit the algorithm makes all ranks equal (`finish`). If a
-callback decides to stop only after a checkpoint of the same step was written, that file contains
-the shared weights from before `finish`.
+Validation and checkpoints use the shared weights; the local weights are restored afterwards. Before
+the last validation run and the last checkpoint, the algorithm makes the weights of all ranks equal
+(`finish`). If a callback requests a stop only after a checkpoint of the same step has been written,
+that file contains the shared weights from before `finish`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_commfree.strategies.stopping import Stopping
 
 
 class LocalWeightsSession(FitSession[LocalUpdates]):
-    """Fit session that validates, saves and ends with the shared weights."""
+    """Fit session that validates, saves checkpoints and ends with the shared weights."""
 
     trains_independently = True
 
@@ -52,7 +52,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @property
     def finished(self) -> bool:
-        """Whether the algorithm has finished after its latest step."""
+        """Whether `finish` has run after the latest step."""
         return self._finished_at == self.between.step
 
     @override
@@ -132,7 +132,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     # -- inside
 
     def _finish(self) -> None:
-        """Make the weights of all ranks equal, once after the last step."""
+        """Make the weights of all ranks equal, once, after the last step."""
         if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
             return
         self._stopping.check_epoch_ends()
@@ -145,7 +145,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def _with_shared_weights(self) -> Iterator[bool]:
         """Swap the shared weights in for a `with` block, with no exchange in flight.
 
-        Yields whether they were already swapped in, and so stay in the module afterwards.
+        Yields whether they were already in the module; if so, they remain there afterwards.
         """
         if self._ranks.interrupted:
             yield True
@@ -162,13 +162,13 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def _saves_by_metric(self) -> bool:
         """Whether a `ModelCheckpoint` selects checkpoints by a monitored metric.
 
-        The weights that had the score must be saved before `finish` changes them.
+        In that case the weights with that score must be saved before `finish` changes them.
         """
         savers = self._trainer.checkpoint_callbacks
         return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
 
     def _wrap_save(self, patches: Patches) -> None:
-        """Swap in the shared weights before any hook that adds to a checkpoint."""
+        """Swap in the shared weights before any hook that adds entries to a checkpoint."""
         # `Trainer.save_checkpoint` calls those hooks before the strategy
         save = self._trainer.save_checkpoint
 
@@ -180,7 +180,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         patches.put(self._trainer, "save_checkpoint", save_shared)
 
     def _shown(self) -> Sequence[Tensor] | None:
-        """Return the weights to use in place of the shared ones; None for the shared ones."""
+        """Return weights to use instead of the shared weights, or None to use these."""
         if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
             return None
         return self.between.shown()
@@ -201,13 +201,13 @@ def average_shared_weights(
 ) -> Callable[[], None]:
     """Make Lightning's `WeightAveraging` and its subclasses average the shared weights.
 
-    Each rank has its own local weights, so averages of those would differ too. Such a callback is
-    updated as often as under DDP, but sees the shared weights. Everything else is unchanged: it
-    swaps its average in for a validation and at the end of a fit, and saves it in checkpoints.
+    Local weights differ between ranks, so their averages would differ too. Such a callback updates
+    as often as under DDP, but with the shared weights. Everything else is unchanged: it swaps its
+    average in for validation and at the end of the fit, and saves it in checkpoints.
 
     Returns:
-        A function that puts the averages into the module; call it after `finish`, which must see
-        the module's own weights.
+        A function that copies the averages into the module. Call it after `finish`, which needs the
+        module's own weights.
     """
     ends = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

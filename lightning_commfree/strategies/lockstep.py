@@ -1,7 +1,8 @@
-"""Fits whose ranks exchange something in every optimizer step, and hold the same weights after it.
+"""Fit session for ranks that communicate in every optimizer step and then hold equal weights.
 
-The exchange carries two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
-stream of unknown length ends with this step (`Stopping.stream_ends`).
+With each exchange, every rank sends two flags: whether it requests a stop of all ranks
+(`Stopping.wanted`), and whether its data stream of unknown length ends with this step
+(`Stopping.stream_ends`).
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ class LockstepSession(FitSession[EveryStep]):
         self.between.average_buffers()
 
     def _compare_order(self, optimizer: Optimizer | None) -> None:
-        """Check that all ranks step the same optimizer next, under manual optimization; collective.
+        """With manual optimization, check that all ranks step the same optimizer next; collective.
 
-        `optimizer` is the next one to step; None: no other step follows in this batch.
+        `optimizer` is the next one to be stepped; None: no further step in this batch.
 
         Raises:
-            AgreedError: they do not; on all ranks.
+            AgreedError: they do not; raised on all ranks.
         """
         # with different orders, ranks would wait for each other until the timeout
         world, trainer = self._world, self._trainer

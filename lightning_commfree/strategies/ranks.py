@@ -1,4 +1,4 @@
-"""The ranks of a strategy's job: joining it, its channels, and small collectives over all ranks."""
+"""Join a strategy's job, open its channels, and run small collectives over all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a job, as seen from this rank, during and outside a fit."""
+    """All ranks of a job from this rank's point of view, during and outside a fit."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Ranks:
 
     @contextmanager
     def with_channels(self) -> Iterator[ReplicaChannels]:
-        """Context manager that keeps the channels open, also outside a fit; collective."""
+        """Context manager that keeps channels open, also outside a fit; collective."""
         was_closed = self._channels is None
         self._open()
         try:
@@ -100,7 +100,7 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """Global rank of this process."""
         return self._strategy.global_rank
 
     @property
@@ -128,17 +128,17 @@ class Ranks:
     # -- collectives of Lightning, over all ranks
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
-        """Context manager that names the lost ranks if a collective of Lightning fails in it."""
+        """Context manager that names the lost ranks if a Lightning collective fails in it."""
         if self._channels is None:
             return nullcontext()
         # `computing`: a tensor on the wrong device fails too, without any rank being lost
         return self._channels.world.peers.naming_lost(what, computing=True)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a collective of Lightning; if `interrupted`, return its first argument instead.
+        """Run one of Lightning's collectives; if `interrupted`, return its first argument instead.
 
         Raises:
-            RuntimeError: a rank died; it is named.
+            RuntimeError: a rank died; the message names it.
         """
         if self.interrupted:
             return args[0] if args else None  # type: ignore[return-value]
@@ -146,7 +146,7 @@ class Ranks:
             return call(*args, **kwargs)
 
     def broadcast(self, value: T, src: int = 0) -> T:
-        """Return the value of rank `src`; collective."""
+        """Return rank `src`'s value on all ranks; collective."""
         sent: T = self._strategy.broadcast(value, src)
         return sent
 
@@ -167,7 +167,7 @@ class Ranks:
         return [bool(value) for value in self.all_values(int(mine))]
 
     def _info(self) -> RankInfo:
-        """Return this process's rank in the job; also sets Lightning's ranks."""
+        """Return information about this process's rank; also sets Lightning's rank attributes."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment

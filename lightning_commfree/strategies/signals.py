@@ -1,8 +1,9 @@
-"""SIGTERM: a signal that reaches single ranks but must stop all of them.
+"""Handle SIGTERM, which may reach only some ranks but must stop all of them.
 
-It is a request to stop (`stopping`), which is sent with the next exchange. An example:
+SIGTERM becomes a request to stop (`stopping`), which is sent with the next exchange. For example:
 
-1. Step 101: rank 1 receives SIGTERM and records it. No other rank knows; all ranks train.
+1. Step 101: rank 1 receives SIGTERM and records it. The other ranks do not know yet; all ranks
+   continue training.
 2. Step 125: a fragment is launched; rank 1's header has the stop flag.
 3. Step 126: the fragment lands on all ranks. Each tells its Trainer that SIGTERM was received;
    after this step Lightning raises `SIGTERMException`, runs the `on_exception` hooks, which may
@@ -39,17 +40,17 @@ log = logging.getLogger(__name__)
 
 
 def warn_unsaved(why: str) -> None:
-    """Warn that no checkpoint is saved when a fit ends."""
+    """Warn at the end of a fit that no checkpoint was saved."""
     rank_zero_warn(
-        f"No checkpoint is saved: {why}. Earlier checkpoints are unchanged. To stop with a"
-        " checkpoint, send SIGTERM: all ranks then stop after the same step."
+        f"No checkpoint was saved: {why}. Earlier checkpoints are unchanged. To stop and save a"
+        " checkpoint, send SIGTERM instead: all ranks then stop after the same step."
     )
 
 
 def save_on_sigterm_only(trainer: pl.Trainer, ranks: Ranks, patches: Patches) -> None:
-    """Let callbacks that save on exceptions do so only if all ranks stop after the same step.
+    """Let callbacks save on exceptions only if all ranks stop after the same step.
 
-    Otherwise nothing could be saved, but Lightning's `ModelCheckpoint` would report a file.
+    Otherwise nothing can be saved, but Lightning's `ModelCheckpoint` would report a file anyway.
     """
     for callback in trainer.checkpoint_callbacks if ranks.size > 1 else []:
         saves = getattr(callback, "save_on_exception", False)  # Lightning 2.6 and later
@@ -67,15 +68,15 @@ def _save_unless_interrupted(
 ) -> None:
     if not ranks.interrupted:
         save(trainer, module, error)
-    elif not isinstance(error, KeyboardInterrupt):  # of which the strategy warns
+    elif not isinstance(error, KeyboardInterrupt):  # for which the strategy warns
         warn_unsaved("an error has ended the fit, and the ranks may be in different steps")
 
 
 class DeferredSigterm:
-    """Handle SIGTERM, and SLURM's requeue signal like it; replaces Lightning's handlers.
+    """Handler of SIGTERM and SLURM's requeue signal; replaces Lightning's handlers.
 
-    Create it before Lightning registers its signal handlers, in `Strategy.setup`, in the process
-    that trains. A job of one rank keeps Lightning's handlers.
+    Create it before Lightning registers its signal handlers, in `Strategy.setup`, in the training
+    process. A single-rank job keeps Lightning's handlers.
     """
 
     def __init__(self, trainer: pl.Trainer, clock: Clock, patches: Patches) -> None:
@@ -87,13 +88,13 @@ class DeferredSigterm:
             handle_signals(trainer, patches, self._on_sigterm, self._on_requeue)
 
     def agree(self) -> None:
-        """Tell the Trainer that SIGTERM was received; on all ranks, after the same step."""
+        """Tell the Trainer that SIGTERM was received; call it on all ranks, after the same step."""
         if self._trainer.is_global_zero and not self._has_said:
             self._say("Another rank received SIGTERM: all ranks stop together after this step.")
         set_sigterm_received(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        """Handle SLURM's signal before a time limit like SIGTERM."""
+        """Treat the signal that SLURM sends before a time limit like SIGTERM."""
         # Lightning would save immediately, in the middle of a step and of collectives
         if self._trainer.local_rank == 0 and not self.requested:
             _write_now(
@@ -130,7 +131,7 @@ class DeferredSigterm:
 
 
 def _write_now(text: str) -> None:
-    """Write from a signal handler; `print` is not safe, because the signal may interrupt it."""
+    """Write text from a signal handler, where `print` is not safe: the signal may interrupt it."""
     try:
         file = sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):  # in a notebook, stderr is not a file

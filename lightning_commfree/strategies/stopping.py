@@ -1,21 +1,23 @@
 """Stop all ranks after the same step, whichever rank requests it.
 
-*Equal epochs*: every rank trains as many batches per epoch as the rank with the fewest. Lightning's
-own limit of an epoch is lowered, so progress bars, schedulers and validations follow it, and all
-ranks reach the same steps, validations, checkpoints and epoch ends without asking each other.
+*Equal epochs*: every rank trains on as many batches per epoch as the rank with the fewest.
+Lightning's own limit on batches is lowered, so progress bars, schedulers and validation follow it,
+and all ranks reach the same steps, validations, checkpoints and epoch ends without asking each
+other.
 
 *Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent as a
 flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
 (`agree_in_step`). Where all ranks are at the same point anyway (after a validation, at the end of
-an epoch and before a checkpoint), they agree at once on `should_stop` (`agree_here`). SIGTERM waits
-for the next step: Lightning leaves the fit from these points without another hook, and callbacks
-that save on SIGTERM expect `on_train_batch_end` first.
+an epoch and before a checkpoint), they agree immediately on `should_stop` (`agree_here`). SIGTERM
+takes effect only after the next step: at these points Lightning would exit the fit without calling
+another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` first.
 
-*Streams* have no length to agree on in advance. Ranks that exchange something in every batch or
-step also send whether their data end (`share_last_batch`, `end_epoch`), and the epoch ends on all
-of them as soon as any rank runs out. Ranks that train independently cannot report it in time. If
-their data end after different steps, all raise an error that names the rank (`comm.epoch_ends`);
-also if a loader yields fewer batches than its length, or a hook ends the epoch on some ranks only.
+*Streams* have no length to agree on in advance. Ranks that communicate in every batch or step also
+send whether their data ends (`share_last_batch`, `end_epoch`), and the epoch ends on all of them as
+soon as any rank runs out. Ranks that train independently cannot report it in time. If their data
+ends after different steps, all ranks raise an error that names the rank (`comm.epoch_ends`). The
+same happens if a loader yields fewer batches than its length, or a hook ends the epoch on only some
+ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _SHOWN = 20  # ranks in a message
 
 
 class Stopping:
-    """Stop decisions of a fit, the same on all ranks.
+    """Decides when to stop a fit, with the same result on all ranks.
 
     Create it before the optimizers: a scheduler may need the number of steps that the Trainer
     estimates, which depends on the length of an epoch.
@@ -71,10 +73,10 @@ class Stopping:
     # -- called as a fit proceeds
 
     def begin(self, trains_independently: bool) -> None:
-        """Start training with the next batch.
+        """Prepare for the first training step.
 
-        `trains_independently`: ranks exchange nothing in most steps, so they cannot report that
-        their data end.
+        `trains_independently`: whether ranks do not communicate in most steps, so that they cannot
+        report the end of their data.
         """
         self._trains, self._step = True, self._trainer.global_step
         if self._several:
@@ -82,10 +84,10 @@ class Stopping:
             self._ends = EpochEnds(self._ranks.channels.world.peers)
 
     def step_begins(self) -> None:
-        """Count an optimizer step, before its batch is trained.
+        """Count an optimizer step, before training on its batch.
 
         Raises:
-            AgreedError: the epoch of some rank ended in an earlier step.
+            AgreedError: a rank's epoch ended after an earlier step.
         """
         self._step += 1
         if self._ends is not None:
@@ -95,24 +97,24 @@ class Stopping:
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank requests a stop; to be sent with the next exchange."""
+        """Whether this rank requests a stop; sent with the next exchange."""
         return self._requested or self.sigterm.requested
 
     def agree_in_step(self) -> None:
-        """Stop all ranks after the current step; some rank's request came with its exchange."""
+        """Stop all ranks after the current step; its exchange contained a rank's request."""
         if self._several:
             self._agree(self._requested + 2 * self.sigterm.requested)
 
     def agree_here(self) -> None:
-        """Stop here if any rank requests it; collective, with all ranks at the same point."""
+        """Stop now if any rank requests it; collective, at the same point on all ranks."""
         if self._trains and self._several and not self._ranks.interrupted:
             self._defer_stop()
             self._agree(int(self._requested))
 
     def no_step_follows(self, in_step: bool = False) -> bool:
-        """Return whether the latest step is the last one, as far as is known now.
+        """Return whether the latest step is known to be the last one.
 
-        With `in_step` the step is still running, so the Trainer has not counted all of it.
+        With `in_step`, the step is still running, so the Trainer has not fully counted it yet.
         """
         # When Lightning calls the last hook of a fit (`on_train_end`), callbacks have already
         # written their last checkpoint. So the end is predicted here, by the decisions of
@@ -123,7 +125,7 @@ class Stopping:
             return False
         if trainer.max_steps != -1 and trainer.global_step + uncounted >= trainer.max_steps:
             return True
-        # `should_stop` of this rank alone is only a request, which other ranks do not know yet
+        # `should_stop` on only this rank is a request, which other ranks do not know yet
         stops = self._agreed if self._several else trainer.should_stop
         if stops and may_stop_early(trainer, uncounted):
             return True
@@ -147,9 +149,9 @@ class Stopping:
         return self._unsized and is_last_batch(self._trainer)
 
     def share_last_batch(self, channel: Channel) -> None:
-        """End the epoch with this batch if any rank's stream does; called before training it.
+        """End the epoch with this batch if any rank's stream does; call it before training on it.
 
-        `channel` connects ranks that depend on each other in every batch.
+        `channel` connects the ranks that depend on each other in every batch.
         """
         if not self._unsized or channel.size == 1:
             return
@@ -163,7 +165,7 @@ class Stopping:
         self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
 
     def check_epoch_ends(self, out_of_data: bool = False) -> None:
-        """Check that the epoch, which ends on this rank, ends on all ranks.
+        """Check that the epoch ends on all ranks after the same step as on this one.
 
         Raises:
             AgreedError: it ended after a different step on some ranks.
@@ -172,10 +174,10 @@ class Stopping:
             self._ends.end(self._epoch, self._step, out_of_data)
 
     def share_stream_end(self) -> None:
-        """End the epoch on all ranks if it ends on any; called in the last step of a fit.
+        """End the epoch on all ranks if it ends on any; called in the last training step.
 
-        With `max_steps` the last step may be the end of some streams, after which Lightning
-        validates.
+        With `max_steps`, some streams may end with the last step, and Lightning then runs
+        validation.
         """
         if self._independent_streams:
             self.check_epoch_ends()
@@ -184,7 +186,7 @@ class Stopping:
     # -- inside
 
     def _follow_loops(self, patches: Patches) -> None:
-        """Wrap methods of Lightning's loops, at points for which Lightning has no hook."""
+        """Wrap methods of Lightning's loops at points where Lightning has no hook."""
         fit = self._trainer.fit_loop
         epoch = fit.epoch_loop
         if EPOCHS.works(self._trainer):
@@ -202,10 +204,10 @@ class Stopping:
     def _start_epoch(self, start: Callable[..., None], *args: Any) -> None:
         start(*args)
         self._check_first_batch()
-        self._defer_stop()  # else Lightning would end the epoch on this rank alone
+        self._defer_stop()  # else Lightning would end the epoch on only this rank
 
     def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
-        """Wrap the end of a batch, where Lightning may validate."""
+        """Wrap the end of a batch, where Lightning may run validation."""
         if self._exiting_by_sigterm:
             raise SIGTERMException
         if self._independent_streams and self._ends is not None:
@@ -213,7 +215,7 @@ class Stopping:
                 self.check_epoch_ends(out_of_data=True)
             else:
                 self._ends.has_more(self._epoch, self._step)
-        self._defer_stop()  # else Lightning would validate on this rank alone
+        self._defer_stop()  # else Lightning would validate on only this rank
         finish(*args)
 
     def _finish_epoch(self, finish: Callable[[], None]) -> None:
@@ -226,7 +228,7 @@ class Stopping:
 
     @property
     def _exiting_by_sigterm(self) -> bool:
-        """Whether all ranks exit by SIGTERM after this step, in which a stream may end."""
+        """Whether all ranks exit because of SIGTERM after this step, in which a stream may end."""
         # Lightning would first validate where a stream ends, maybe on some ranks only
         return self._independent_streams and self._trainer.received_sigterm
 
@@ -235,7 +237,7 @@ class Stopping:
         return self._trainer.fit_loop.epoch_progress.current.ready - 1
 
     def _equalize(self) -> None:
-        """Limit this rank's batches per epoch to those of the rank with the fewest."""
+        """Limit this rank's batches per epoch to the smallest number on any rank."""
         mine = self._trainer.fit_loop.max_batches
         counts = self._ranks.all_values(-1 if math.isinf(mine) else int(mine))
         sized = [count for count in counts if count >= 0]
@@ -258,7 +260,7 @@ class Stopping:
         )
 
     def _check_first_batch(self) -> None:
-        """Check that either all ranks' streams or none have a batch in this epoch.
+        """Check that in this epoch either all ranks' streams have a batch or none has.
 
         Raises:
             RuntimeError: only some have one; raised on all ranks.
@@ -287,7 +289,7 @@ class Stopping:
             )
 
     def _defer_stop(self) -> None:
-        """Turn a `trainer.should_stop` set on this rank alone into a request."""
+        """Turn `trainer.should_stop`, if set only on this rank, into a request."""
         trainer = self._trainer
         if trainer.should_stop and not self._agreed and may_stop_early(trainer):
             self._requested, trainer.should_stop = True, False
@@ -317,6 +319,6 @@ class Stopping:
 
 
 def _named(ranks: list[int]) -> str:
-    """Return ranks for the beginning of a sentence: "Rank 1", "Ranks 1, 2"."""
+    """Format ranks for the beginning of a sentence: "Rank 1", "Ranks 1, 2"."""
     names = ", ".join(map(str, ranks[:_SHOWN])) + (" and others" if len(ranks) > _SHOWN else "")
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"

@@ -30,74 +30,74 @@ from lightning_commfree.strategies.inside import FSDPSettings, choose_layout, la
 class StreamingDiLoCoStrategy(ReplicaStrategy):
     """Replicas train independently and exchange outer gradients in the background.
 
-    Each replica takes its own optimizer steps on its own share of the data. After `sync_every`
+    Each replica takes optimizer steps on its own share of the data. After `sync_every`
     steps, a fragment of the model is launched: the difference between the parameters on which all
     replicas last agreed and the local parameters is sent while training continues. `overlap_steps`
     steps later it lands: the mean difference is the gradient for an outer optimizer, whose result
-    is mixed into the local parameters. Between exchanges, nothing is sent.
+    is mixed into the local parameters. Nothing is sent between exchanges.
 
     Validation and checkpoints (`state_dict`) use the *outer* weights, on which all replicas agree.
-    `fit` ends with the mean of all replicas' weights on all ranks. `WeightAveraging` averages the
-    outer weights. Gradient clipping, weight decay and learning-rate schedules act within a replica.
-    A metric that `training_step` logs per step with `sync_dist=True` is the replica's own; logged
-    per epoch, it is averaged over all ranks.
+    At the end of `fit`, all ranks have the mean of all replicas' weights. `WeightAveraging`
+    averages the outer weights. Gradient clipping, weight decay and learning-rate schedules act
+    within a replica. A metric that `training_step` logs per step with `sync_dist=True` is the
+    replica's own; logged per epoch, it is averaged over all ranks.
 
-    Frozen parameters are never sent. Parameters that a callback thaws during the fit
-    (`BackboneFinetuning`) become a new fragment. Frozen parameters that hooks change differently on
-    the replicas (the teacher of BYOL or DINO) are averaged at validations and at the end of `fit`.
-    The forecast `traffic()` includes neither.
+    Frozen parameters are never sent. Parameters that a callback unfreezes during the fit
+    (`BackboneFinetuning`) become a new fragment. Frozen parameters that hooks change differently
+    across replicas (the teacher in BYOL or DINO) are averaged before validation and at the end of
+    `fit`. The forecast by `traffic()` includes neither.
 
     Args:
-        sync_every: H, inner (optimizer) steps between two syncs of a fragment. 30 to 100 in the
-            paper; 1 gives the worst quality.
+        sync_every: H, inner (optimizer) steps between two syncs of a fragment. The paper uses 30 to
+            100; 1 gives the worst quality.
         num_fragments: P, the number of fragments. None: 3 transformer blocks per fragment, plus one
             fragment for everything else.
         fragment_pattern: "strided" (block i in fragment i mod P), "sequential" (consecutive blocks)
             or "balanced" (tensors, equal bytes; for models without blocks).
         overlap_steps: tau, inner steps from launch to landing; 0 blocks. Several fragments may be
             in flight. At most 5 is recommended.
-        mix: alpha in [0, 1], the weight of the local parameters at a landing: 0 replaces them by
-            the global parameters, 1 keeps them.
+        mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
+            them with the global parameters, 1 keeps them.
         wire_dtype: the number format in which outer gradients are sent: a name, or your own codec;
             see `lightning_commfree.diloco.codec`.
         outer_optimizer: a factory that takes a list of fp32 parameters and returns a
             `torch.optim.Optimizer`; None for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may
-            also return a tuple of optimizer and learning-rate scheduler, stepped at every landing
-            of its fragment. With `start_method="spawn"` it must pickle: use `functools.partial`,
-            not a lambda.
+            also return a tuple of an optimizer and a learning-rate scheduler, which is stepped
+            whenever the fragment lands. With `start_method="spawn"` it must be picklable: use
+            `functools.partial`, not a lambda.
         replica_size: k, the number of consecutive ranks that form a replica, with data parallelism
             inside it; with `devices=k, num_nodes=M`, one replica per node. Each of the k ranks
             holds and exchanges 1/k of the outer state.
-        inside: the layout of the model on these k ranks. "ddp": the full model on every rank.
+        inside: the layout of the model across these k ranks. "ddp": the full model on every rank.
             "fsdp" or an `FSDPSettings`: 1/k of parameters, gradients and optimizer state per rank
             (FSDP2), in units of a transformer block by default. "domino" or a `DominoSettings`:
             tensor parallelism of a transformers model, as in `DominoTPStrategy`; the k ranks get
             the same batch.
-        nonfinite: the reaction to NaN or Inf in a replica's weights when a fragment is launched.
+        nonfinite: how to handle NaN or Inf in a replica's weights when a fragment is launched.
             "raise": all ranks stop with an error that names the replica, and no checkpoint with
             such weights is written. "abstain": the replica is left out of that fragment's mean and
             continues from the global copy; see `lightning_commfree.diloco.nonfinite`.
-        evaluate: the weights for validation and for checkpoints written with it. "outer": the outer
-            weights, which are the initial weights until a fragment first lands, and later up to
-            `sync_every` steps old. "mean": the mean of the replicas' local weights, which takes an
-            extra exchange (N/2 bytes in fp4) but makes early stopping and best checkpoints
-            meaningful in short runs. A checkpoint without a validation at its step takes an
-            exchange of its own. The choice does not affect training.
-        check_drift_every: compare the replicas' global copies every so many cycles, by a hash sent
-            with the exchange; a difference ends the fit. 0: never.
+        evaluate: the weights to use for validation and for checkpoints saved with it. "outer": the
+            outer weights, which are the initial weights until a fragment first lands, and later up
+            to `sync_every` steps old. "mean": the mean of the replicas' local weights, which takes
+            an extra exchange (N/2 bytes in fp4) but makes early stopping and best checkpoints
+            meaningful in short runs. A checkpoint without validation at the same step takes its own
+            exchange. The choice does not affect training.
+        check_drift_every: number of cycles between comparisons of the replicas' global copies, by a
+            hash sent with the exchange; a difference ends the fit. 0: never.
         outer_device: "cpu" keeps global copies and outer optimizer in (pinned) host memory, which
-            saves 8 bytes per parameter on the device. None: where the parameters are.
+            saves 8 bytes per parameter on the device. None: they are on the parameters' device.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
-            A network link may be down for half of `timeout` (30 minutes by default), but for at
-            most about 15 minutes, after which Linux drops its connections.
+            Training survives a network outage of up to half of `timeout` (30 minutes by default),
+            and of about 15 minutes at most, after which Linux drops the connections.
 
     Attributes:
         settings: the arguments above.
         ledger: bytes sent by this rank and seconds waited, by tag.
 
     Raises:
-        ValueError: an argument is outside its range.
-        TypeError: `outer_optimizer` is not callable, or an argument is unknown.
+        ValueError: an argument is out of range.
+        TypeError: `outer_optimizer` is not callable, or an argument does not exist.
 
     Example::
 
@@ -145,8 +145,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     def fragments(self) -> list[list[str]]:
         """The parameter names of each fragment, in order; available from `on_fit_start` on.
 
-        Fragments that are added during a fit come last: thawed parameters, and frozen parameters
-        that hooks change, whose names are not listed.
+        Fragments of parameters that were unfrozen during the fit come last. Frozen parameters that
+        hooks change are not listed.
         """
         if self._diloco is not None:
             self._fragments = [list(outer.names[0]) for outer in self._diloco.fragments]
@@ -156,9 +156,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     def outer_weights(self) -> Iterator[None]:
         """Swap the outer weights into the LightningModule for a `with` block.
 
-        Validation and checkpoints do this automatically; a callback that inspects the model may use
-        it too. With `replica_size` above 1 all ranks must call it, because each holds a shard.
-        Outside of a fit it does nothing.
+        Validation and checkpoints do this automatically; callbacks that inspect the model may use
+        it too. With `replica_size` above 1, all ranks must call it, because each holds a shard.
+        Outside a fit it does nothing.
 
         Raises:
             RuntimeError: the `with` block has changed parameters.

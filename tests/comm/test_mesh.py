@@ -48,7 +48,7 @@ def test_the_groups_of_an_axis_partition_the_ranks(mesh: Mesh) -> None:
 def test_a_replica_size_that_does_not_divide_is_refused(replica_size: int) -> None:
     expected = (
         rf"`replica_size={replica_size}` does not divide the 6 ranks of this job\."
-        r".*choose one of \[1, 2, 3, 6\]"
+        r".*Choose one of \[1, 2, 3, 6\]"
     )
     with pytest.raises(ValueError, match=expected):
         replica_mesh(world_size=6, replica_size=replica_size)

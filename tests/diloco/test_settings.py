@@ -34,16 +34,16 @@ def make(**changes: Any) -> DiLoCoSettings:
 REFUSED = [
     (
         {"evaluate": "local"},
-        r"`evaluate='local'` is unknown. Choose 'outer' \(the outer weights\) or 'mean'",
+        r"`evaluate='local'` is not valid. Choose 'outer' \(the outer weights\) or 'mean'",
     ),
-    ({"nonfinite": "skip"}, r"`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'"),
-    ({"outer_device": "tpu"}, r"`outer_device='tpu'` is unknown. Choose 'cpu'"),
+    ({"nonfinite": "skip"}, r"`nonfinite='skip'` is not valid. Choose one of 'raise', 'abstain'"),
+    ({"outer_device": "tpu"}, r"`outer_device='tpu'` is not valid. Choose 'cpu'"),
     ({"check_drift_every": -1}, r"`check_drift_every=-1` must be at least 0, where 0 means never"),
     ({"sync_every": 0, "overlap_steps": 0}, r"`sync_every=0` must be at least 1: it counts"),
     ({"num_fragments": 0}, r"`num_fragments=0` must be at least 1, or None to derive it"),
     (
         {"fragment_pattern": "stripes"},
-        r"`fragment_pattern='stripes'` is unknown\. Choose one of"
+        r"`fragment_pattern='stripes'` is not valid\. Choose one of"
         r" 'strided', 'sequential', 'balanced'\.",
     ),
     (
@@ -56,7 +56,7 @@ REFUSED = [
     ({"mix": float("nan")}, r"`mix=nan` is outside \[0, 1\]"),
     (
         {"wire_dtype": "fp8"},
-        r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
+        r"`wire_dtype='fp8'` is not valid\. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
     ),
     ({"replica_size": 0}, r"`replica_size=0` must be at least 1: it counts the ranks of"),
 ]

@@ -27,7 +27,7 @@ def divided(model: nn.Module, ranks: int) -> ParallelModel:
         (
             {"split": "rows"},
             ValueError,
-            r"`split='rows'` is unknown\. Choose one of 'auto', 'batch',.",
+            r"`split='rows'` is not valid\. Choose one of 'auto', 'batch',.",
         ),
         ({"num_micro_batches": 1}, ValueError, r"`num_micro_batches=1` must be at least 2\."),
         ({"tensor_parallel_size": 0}, ValueError, r"`tensor_parallel_size=0` must be at least 1\."),

@@ -16,17 +16,17 @@ from lightning_commfree.lion import LionSettings
         (
             {"vote": "mean"},
             ValueError,
-            r"`vote='mean'` is unknown. Choose one of 'majority', 'average'",
+            r"`vote='mean'` is not valid. Choose one of 'majority', 'average'",
         ),
         (
             {"ties": "alternate"},
             ValueError,
-            r"`ties='alternate'` is unknown. Choose one of 'zero', 'random'",
+            r"`ties='alternate'` is not valid. Choose one of 'zero', 'random'",
         ),
         (
             {"nonfinite": "skip"},
             ValueError,
-            r"`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'",
+            r"`nonfinite='skip'` is not valid. Choose one of 'raise', 'abstain'",
         ),
         ({"momentum_sync_every": -1}, ValueError, r"at least 0, where 0 means never"),
         ({"check_drift_every": -5}, ValueError, r"at least 0, where 0 means never"),

@@ -73,8 +73,12 @@ def test_one_replica_needs_no_advice() -> None:
         ({"overlap_steps": "eager"}, TypeError, "`overlap_steps='eager'` must be a whole number"),
         ({"num_fragments": 8}, ValueError, "`num_fragments=8` is not between 1 and 7: the model"),
         ({"num_fragments": 0}, ValueError, "or null for 3"),
-        ({"wire_dtype": "fp5"}, ValueError, "`wire_dtype='fp5'` is unknown. Choose one of 'fp32'"),
-        ({"gradient_dtype": "fp4"}, ValueError, "`gradient_dtype='fp4'` is unknown"),
+        (
+            {"wire_dtype": "fp5"},
+            ValueError,
+            "`wire_dtype='fp5'` is not valid. Choose one of 'fp32'",
+        ),
+        ({"gradient_dtype": "fp4"}, ValueError, "`gradient_dtype='fp4'` is not valid"),
     ],
 )
 def test_invalid_trainings_are_refused(change, error, message) -> None:

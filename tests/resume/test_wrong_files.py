@@ -195,5 +195,5 @@ def no_momenta(rank: int, size: int, folder: Path) -> list[str]:
 
 def test_a_resume_without_momenta_is_refused(tmp_path: Path) -> None:
     ((none, wrong),) = run_ranks(no_momenta, 1, tmp_path, tmp_path)
-    assert "was saved after 2 steps, but its optimizer state has no momentum" in none
+    assert "was saved after 2 steps, but its optimizer state has no momentum buffers" in none
     assert "but the state has torch.float32 of shape [5]" in wrong

@@ -100,7 +100,7 @@ MISTAKES = [
     *(with_callback(average, "it copies the full model") for average in AVERAGES),
     with_callback(callbacks.ModelPruning("l1_unstructured"), "it would choose what"),
     Mistake(Tiny, ("found no model in `Tiny` that it can shard (its",)),
-    Mistake(Compiled, ("is already compiled, as `OptimizedModule`",)),
+    Mistake(Compiled, ("is already compiled (in `OptimizedModule`)",)),
     Mistake(Adapted, ("its dropout mask would differ between ranks. Set",)),
     Mistake(Meta, ("2 tensors, including 'head.weight', are on the meta device and",)),
     Mistake(HalfMeta, ("2 tensors, including 'wrapped.lm.transformer.ln_f.weight', are on",)),

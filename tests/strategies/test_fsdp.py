@@ -431,7 +431,7 @@ def test_a_rank_that_hangs_is_named_at_the_timeout(hook: str, tmp_path: Path) ->
     ("settings", "text"),
     [
         ({"inside": "fsdp"}, "with `replica_size=1` a replica has only one"),
-        ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is unknown"),
+        ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is not valid"),
     ],
 )
 def test_wrong_values_of_inside_are_refused(settings: dict[str, Any], text: str) -> None:

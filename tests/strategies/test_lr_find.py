@@ -118,4 +118,4 @@ def refuse(rank: int, size: int, folder: Path) -> list[str]:
 def test_replicas_that_train_apart_refuse_a_search(tmp_path: Path) -> None:
     for said in run_ranks(refuse, 2, tmp_path, tmp_path):
         for text in said:
-            assert "Run it, or `Tuner.lr_find`, with the strategy `ddp`, and use the" in text
+            assert "Run it, or `Tuner.lr_find`, with the `ddp` strategy, and use the" in text

@@ -27,18 +27,18 @@ from tests.world import run_ranks
         (
             {"fragment_pattern": "zigzag"},
             ValueError,
-            "`fragment_pattern='zigzag'` is unknown. Choose one of 'strided', 'sequential',",
+            "`fragment_pattern='zigzag'` is not valid. Choose one of 'strided', 'sequential',",
         ),
         (
             {"wire_dtype": "fp8"},
             ValueError,
-            "`wire_dtype='fp8'` is unknown. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
+            "`wire_dtype='fp8'` is not valid. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
         ),
         ({"mix": 1.5}, ValueError, "`mix=1.5` is outside [0, 1]. It is the weight of the local"),
         (
             {"nonfinite": "skip"},
             ValueError,
-            "`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'.",
+            "`nonfinite='skip'` is not valid. Choose one of 'raise', 'abstain'.",
         ),
         ({"sync_every": 0}, ValueError, "`sync_every=0` must be at least 1"),
         ({"num_fragments": 0}, ValueError, "`num_fragments=0` must be at least 1, or None"),

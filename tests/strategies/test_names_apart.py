@@ -37,7 +37,7 @@ def fit(size: int, folder: Path, name: str, **kwargs: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Scored(), loader(4 * 2 * size), loader(2 * size), **kwargs)
-    return [str(w.message) for w in caught if "is not exact" in str(w.message)]
+    return [str(w.message) for w in caught if "Cannot resume exactly" in str(w.message)]
 
 
 def play(rank: int, size: int, folder: Path) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def interrupt(rank: int, size: int, folder: Path, saves: bool) -> Any:
 def test_after_ctrl_c_nothing_is_saved_and_no_rank_waits(tmp_path: Path) -> None:
     start = time.monotonic()
     said = run_ranks(interrupt, 2, tmp_path, tmp_path / "checkpoints", True)
-    assert [text.startswith("No checkpoint is saved: Ctrl-C has stopped") for text in said[0]] == [
+    assert [text.startswith("No checkpoint was saved: Ctrl-C interrupted") for text in said[0]] == [
         True
     ]
     assert said[1] == []
@@ -188,7 +188,7 @@ def end_badly(rank: int, size: int, folder: Path, ends: pl.Callback) -> dict[str
     return {
         "ended by": ended_by,
         "seconds": time.monotonic() - start,
-        "unsaved": [str(w.message) for w in caught if "No checkpoint is saved" in str(w.message)],
+        "unsaved": [str(w.message) for w in caught if "No checkpoint was saved" in str(w.message)],
         "saved": [text for text in logged if "saved checkpoint to" in text],
     }
 
@@ -212,7 +212,7 @@ def test_what_is_said_of_a_save_on_an_exception_is_true(tmp_path: Path) -> None:
         assert "GLHF" not in "".join(end["ended by"])
         assert not end["saved"]
     assert [text[:40] for text in other["unsaved"]] == [
-        "No checkpoint is saved: an error has end"
+        "No checkpoint was saved: an error has en"
     ] * 2
     assert {path.name for path in (tmp_path / "error").iterdir()} == {".commfree", "step=5.ckpt"}
     # all ranks stop after the same step
@@ -224,7 +224,7 @@ def test_what_is_said_of_a_save_on_an_exception_is_true(tmp_path: Path) -> None:
 
 def test_ctrl_c_advises_sigterm_without_checkpoints_too(tmp_path: Path) -> None:
     (said, other) = run_ranks(interrupt, 2, tmp_path, tmp_path, False)
-    assert "send SIGTERM: all ranks" in said[0]
+    assert "send SIGTERM instead: all ranks" in said[0]
     assert (len(said), other) == (1, [])
 
 

@@ -1,4 +1,4 @@
-"""Layouts of a model on the ranks of a replica: DDP here; FSDP and Domino in their own modules."""
+"""Layouts of a model across the ranks of a replica: DDP; `fsdp` and `domino` have the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class DataParallel(Inside):
     """The full model on every rank of a replica; DDP averages gradients within it.
 
-    `argument` is the strategy's argument that sets `size`, for messages.
+    `argument` is the name of the strategy's argument that sets `size`, for messages.
     """
 
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
@@ -112,28 +112,28 @@ _SETTINGS = {"fsdp": FSDPSettings(), "domino": DominoSettings()}
 
 
 def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
-    """Return the layout as recorded for exact resume; FSDP's settings do not affect results."""
+    """Return the layout's name for exact resume; FSDP's settings do not affect results."""
     return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 
 def choose_layout(
     strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
 ) -> Inside:
-    """Return the layout for a strategy's argument `inside`, a name or settings.
+    """Return the layout for a strategy's argument `inside`, which is a name or a settings object.
 
-    `argument` is the strategy's argument that sets `size`, for messages.
+    `argument` is the name of the strategy's argument that sets `size`, for messages.
 
     Raises:
-        ValueError: the name is unknown, or the layout needs a larger `size`.
+        ValueError: the name is not valid, or the layout needs a larger `size`.
     """
     if inside == "ddp":
         return DataParallel(size, argument)
     settings = _SETTINGS.get(inside, inside) if isinstance(inside, str) else inside
     if not isinstance(settings, FSDPSettings | DominoSettings):
         raise ValueError(
-            f"`inside={inside!r}` is unknown. Choose 'ddp' (every rank of a replica holds the full"
-            " model), 'fsdp' or an `FSDPSettings` (parameters are sharded), or 'domino' or a"
-            " `DominoSettings` (tensor parallelism of every layer)."
+            f"`inside={inside!r}` is not valid. Choose 'ddp' (every rank of a replica holds the"
+            " full model), 'fsdp' or an `FSDPSettings` (parameters are sharded), or 'domino' or a"
+            " `DominoSettings` (tensor parallelism in every layer)."
         )
     if size < 2:
         raise ValueError(

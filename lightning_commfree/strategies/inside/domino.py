@@ -1,8 +1,9 @@
-"""The layout of tensor parallelism with Domino's schedule: `DominoTPStrategy`, `inside="domino"`.
+"""Layout for tensor parallelism with Domino, used by `DominoTPStrategy` and `inside="domino"`.
 
-The model is sharded before the optimizer is created, and full again on every rank after the fit.
-Other strategies' algorithms do not know Domino; they check whether a parameter is a shard
-(`model.shards.is_shard`). All other parameters are the same on all ranks of the tensor group.
+The model is sharded before the optimizer is created, and every rank has the full model again after
+the fit. The algorithms of the other strategies do not depend on Domino; they only check whether a
+parameter is a shard (`model.shards.is_shard`). All other parameters are the same on all ranks of
+the tensor group.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _WHY_NOT_MANUAL = (
 
 
 class TensorParallel(ShardedReplica):
-    """A layout that shards every layer over a tensor group.
+    """A layout that shards every layer across the ranks of a tensor group.
 
-    `argument` is the strategy's argument that sets the size of a group, for messages. `outside` is
-    the mesh axis between groups: `REPLICA` for an algorithm that does not know Domino. `sharded` is
-    the sharded model, from `prepare` to `release`.
+    `argument` is the name of the strategy's argument that sets the group size, for messages.
+    `outside` names the mesh axis across tensor groups: `DATA` for `DominoTPStrategy`, `REPLICA` for
+    the other strategies. `sharded` is the sharded model between `prepare` and `release`, else None.
     """
 
     same_batch = True
@@ -67,7 +68,7 @@ class TensorParallel(ShardedReplica):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Number of ranks that share a model; defaults to the ranks of a node."""
+        """Number of ranks that share a model; by default all ranks of a node."""
         return self._settings.tensor_parallel_size or self._strategy.num_processes
 
     @property
@@ -101,7 +102,7 @@ class TensorParallel(ShardedReplica):
         """Shard the model, and move only this rank's shards to its device.
 
         Raises:
-            ValueError: a shard is held by several ranks, but not by all (`mark_shards`).
+            ValueError: a shard is held by several ranks but not by all (`mark_shards`).
         """
         module, within = strategy.module, strategy.channels.within
         own_seed = torch.initial_seed() % 2**31
@@ -142,8 +143,8 @@ class TensorParallel(ShardedReplica):
 
     @override
     def train_begins(self) -> None:
-        # From here on the ranks of a tensor group must draw the same random numbers. A resumed fit
-        # has already restored its generators.
+        # From here on, the ranks of a tensor group must have the same RNG state. A resumed fit has
+        # already restored it.
         strategy = self._strategy
         share_random_state(strategy.channels.within, strategy.module.device)
 
@@ -155,7 +156,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def after_backward(self, steps: bool) -> None:
-        """Sum the gradients of parameters that several ranks hold, if a step follows.
+        """Sum the gradients of parameters that several ranks hold, if an optimizer step follows.
 
         Raises:
             ValueError: an optimizer keeps state that is not element-wise (`check_states`).
@@ -182,7 +183,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that differs between ranks of the group (`ShardedModule.own_state`)."""
+        """Return the state that differs between the group's ranks (`ShardedModule.own_state`)."""
         return {} if self.sharded is None else self.sharded.own_state()
 
     @override
@@ -195,7 +196,7 @@ class TensorParallel(ShardedReplica):
         """Return the module's full state on rank 0; collective over all ranks.
 
         Raises:
-            RuntimeError: some rank's weights are not finite; on all ranks.
+            RuntimeError: a rank's weights are not finite; raised on all ranks.
         """
         strategy = self._strategy
         if self.sharded is not None and not strategy.ranks.interrupted:
@@ -205,7 +206,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's full state on rank 0; also after a fit.
+        """Return an optimizer's full state on rank 0; also works after a fit.
 
         Raises:
             ValueError: the optimizer keeps state that is not element-wise.
@@ -223,6 +224,6 @@ class TensorParallel(ShardedReplica):
 
 
 def _may_change(module: pl.LightningModule) -> bool:
-    """Return whether hooks that run on the launched ranks may create or change the model."""
+    """Return whether hooks on the launched ranks may create or change the model."""
     names = ("configure_model", "configure_sharded_model", "setup")
     return any(is_overridden(name, module, pl.LightningModule) for name in names)

@@ -1,7 +1,7 @@
-"""The layout `inside="fsdp"`: a replica's model sharded by FSDP2 (`model.fsdp`).
+"""Layout for `inside="fsdp"`: shards a replica's model with FSDP2 (`model.fsdp`).
 
-As with Lightning's own strategies for sharded models, the module stays sharded after the fit, and
-`trainer.test` uses it in that state.
+As with Lightning's own strategies for sharded models, the module remains sharded after the fit, and
+`trainer.test` uses the sharded module.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _WHY_NOT_MANUAL = (
 
 
 class FullyShard(ShardedReplica):
-    """A layout that shards parameters, gradients and optimizer state over a replica.
+    """A layout that shards parameters, gradients and optimizer state across a replica's ranks.
 
-    `argument` is the strategy's argument that sets `size`, for messages.
+    `argument` is the name of the strategy's argument that sets `size`, for messages.
 
     Raises:
-        ValueError: torch is too old.
+        ValueError: this version of torch is too old.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def prepare(self, strategy: ReplicaStrategy) -> None:
-        """Shard the model unit by unit on this rank's device."""
+        """Shard the model unit by unit, onto this rank's device."""
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
         channels, fingerprint = strategy.channels, strategy.fingerprint()
@@ -127,7 +127,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def release(self) -> None:
-        """Keep the module sharded, but let forked ranks return full weights to the launcher."""
+        """Leave the module sharded, but let forked ranks return full weights to the launcher."""
         super().release()
         self._in_fit = False
         states = self.states
@@ -152,7 +152,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def accumulating(self) -> AbstractContextManager[None]:
-        """Accumulate full gradients, as large as the model, on this rank in a `with` block."""
+        """Accumulate full, unsharded gradients on this rank in a `with` block."""
         return accumulating(self._strategy.module)
 
     @contextmanager
@@ -172,7 +172,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def after_backward(self, steps: bool) -> None:
-        """Count the bytes that FSDP has sent in the forward and backward of a batch."""
+        """Count the bytes that FSDP has sent in a batch's forward and backward passes."""
         gathered, scattered = self._step_bytes
         ledger = self._strategy.group_ledger
         ledger.count_sent(GATHER_TAG, gathered)
@@ -228,5 +228,5 @@ class FullyShard(ShardedReplica):
 
 
 def _read_like(value: Any, like: Any) -> Any:
-    """Read a value if it is a tensor in a folder: only the shard `like`, if that is one."""
+    """Read a value that is a tensor in a folder; if `like` is a shard, read only that shard."""
     return value.read(like) if isinstance(value, FolderTensor) else value

@@ -1,4 +1,4 @@
-"""Base of the layouts that shard a model within a replica, with FSDP or Domino.
+"""Base class of the layouts that shard a model within a replica: FSDP and Domino.
 
 The model is sharded before the optimizer is created. Checkpoints contain full tensors, which rank 0
 gathers in CPU memory. If they are too large for that, the ranks of the first replica write their
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """Gathers full states from shards, and takes this rank's shards from full states.
+    """Interface to gather full states from shards, and to take this rank's shards of full states.
 
-    Gathering is collective within a replica; ranks that do not `keep` the result get {}.
+    Gathering is collective within a replica. Ranks with `keep=False` get {}.
     """
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class States(Protocol):
 class ShardedReplica(Inside):
     """A layout in which each rank of a replica holds shards of the model.
 
-    `settings` are the layout's, the same on all ranks.
+    `settings` are the layout's settings, which must be the same on all ranks.
     """
 
     shards_model = True
@@ -68,7 +68,7 @@ class ShardedReplica(Inside):
     @property
     @abstractmethod
     def states(self) -> States | None:
-        """Access to the states of the sharded model; None if no model is sharded now."""
+        """Access to the sharded model's states; None if no model is currently sharded."""
 
     @property
     @override
@@ -77,7 +77,7 @@ class ShardedReplica(Inside):
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """Whether the model is on `meta`: it has no values to restore before it is sharded."""
+        """Whether the model is on `meta`, so that checkpoints are loaded only after sharding."""
         module = self._strategy.lightning_module
         return self._was_on_meta or (module is not None and bool(on_meta(module)))
 
@@ -90,7 +90,7 @@ class ShardedReplica(Inside):
             refuse_callbacks(trainer, name, REFUSED_IF_SHARDED)
 
     def _start(self) -> int:
-        """Copy rank 0's full model to all ranks, and return a seed shared by all ranks."""
+        """Copy rank 0's full model to all ranks; return a seed that is the same on all of them."""
         module, world = self._strategy.module, self._strategy.channels.world
         self._was_on_meta = self.restores_after_setup
         settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}
@@ -148,12 +148,12 @@ class ShardedReplica(Inside):
     # -- inside
 
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read the tensors of a module's state that are still in a checkpoint folder."""
+        """Read those tensors of a module's state that are still in a checkpoint folder."""
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
     def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read the tensors of an optimizer's state that are still in a checkpoint folder."""
+        """Read those tensors of an optimizer's state that are still in a checkpoint folder."""
         del optimizer
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found
@@ -163,5 +163,5 @@ class ShardedReplica(Inside):
         return self._strategy.is_global_zero
 
     def _takes_part(self) -> bool:
-        """Return whether this rank gathers for rank 0; none does after Ctrl-C."""
+        """Return whether this rank participates in gathering on rank 0; none does after Ctrl-C."""
         return self._strategy.global_rank < self.size and not self._strategy.ranks.interrupted

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bandwidth.figures import (
+    BASELINES,
     FEWEST_ROUNDS,
     LABELS,
     Figures,
@@ -97,9 +98,9 @@ def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -
     times |= {
         k: ms for k, ms in more.items() if any(ms(figures) is not None for figures in measured)
     }
+    compared = any(BASELINES.get(row, "none") in found for row in found)
     after = [
-        "baseline, ms",
-        "utilization",
+        *(["baseline, ms", "utilization"] if compared else []),
         "bytes per step, interface",
         "bytes per step, ledger",
         "rounds",
@@ -111,12 +112,13 @@ def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -
             lines.append(f"| {labels[row]} | did not run: {figures} |{empty}")
             continue
         shown = ["-" if (one := ms(figures)) is None else f"{one:.1f}" for ms in times.values()]
-        alone = baseline(found, row)
-        shown += (
-            ["too few rounds"] * 2
-            if alone is None
-            else [f"{alone[0]:.1f}", f"{100 * alone[1]:.1f} %"]
-        )
+        if compared:
+            alone = baseline(found, row)
+            shown += (
+                ["too few rounds"] * 2
+                if alone is None
+                else [f"{alone[0]:.1f}", f"{100 * alone[1]:.1f} %"]
+            )
         ledger = "-" if figures.ledger_bytes is None else f"{figures.ledger_bytes:,.0f}"
         if figures.ledger_bytes is not None and not figures.ledger_is_counted:
             ledger += " (computed)"

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Protocol
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from lightning_commfree.comm.text import counted
 from recipes.configuration.ranges import Seed
 from recipes.data.cache import cache_key
 from recipes.stages import Advance, stage
@@ -189,9 +190,9 @@ def find_splits(
     both = set(files["train"]) & set(files["validation"])
     if both:
         raise ValueError(
-            f"The training and the validation split have files in common ({len(both)}), for example"
-            f" '{min(both)}': the loss on training text is no validation. Give each file to"
-            f" one split (`{key}.train`, `{key}.validation`)."
+            f"The training and validation splits share {counted(len(both), 'file')}, for example"
+            f" '{min(both)}'. A validation loss on training text would be meaningless. Give each"
+            f" file to one split (`{key}.train`, `{key}.validation`)."
         )
     return files
 

@@ -117,6 +117,7 @@ def resume_and_listen(size: int, path: Path, data: Any) -> tuple[bool, bool]:
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.disabled = False  # a recipe's test in this process may have configured logging
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, data, ckpt_path=path)

@@ -56,7 +56,7 @@ def test_a_folder_is_no_file(books) -> None:
 
 
 def test_a_file_in_both_splits(books) -> None:
-    with pytest.raises(ValueError, match=r"1 file\(s\) are in the training and in the validation"):
+    with pytest.raises(ValueError, match=r"training and validation splits share 1 file,"):
         TextFiles(f"{books}/*.txt", f"{books}/held_out.txt")
 
 

@@ -88,7 +88,7 @@ def test_files_that_cannot_be(make_data, tmp_path) -> None:
         make_data(train="odd.bin").prepare_data()
     with pytest.raises(FileNotFoundError, match=r"data.train: '.*/no.bin' matches no file"):
         make_data(train="no.bin")
-    with pytest.raises(ValueError, match=r"1 file\(s\) are in .* \(`data.train`, `data.valid"):
+    with pytest.raises(ValueError, match=r"share 1 file, .* \(`data.train`, `data.valid"):
         make_data(train="*.bin")
     with pytest.raises(ValueError, match=r"data.dtype='int8' must be one of uint16, uint32"):
         make_data(dtype="int8")

@@ -37,8 +37,8 @@ def choose(environment: Mapping[str, str]) -> str:
     if name := environment.get(VARIABLE):
         if name not in _MODULES:
             raise ValueError(
-                f"The environment variable {VARIABLE}={name!r} is unknown. Set it to"
-                f" {' or '.join(map(repr, _MODULES))}, the package that your Trainer is from."
+                f"The environment variable {VARIABLE} has the unknown value {name!r}. Set it to"
+                f" {' or '.join(map(repr, _MODULES))}, the package from which you import Trainer."
             )
         return name
     # in the order of import: a library that uses one may import the other for an integration

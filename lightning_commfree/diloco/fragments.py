@@ -100,10 +100,10 @@ def _by_blocks(
     most = max(len(blocks) + bool(rest and blocks), 1)
     if count > most:
         raise ValueError(
-            f"`num_fragments={count}` is more than this model can be split into with"
+            f"`num_fragments={count}` is too large for this model with"
             f" `fragment_pattern={pattern!r}`: it has {len(blocks)} blocks"
-            f"{' and other parameters' if rest else ''}, so at most {most}. Lower"
-            " `num_fragments`, or use `fragment_pattern='balanced'`, which splits by tensors."
+            f"{' and other parameters' if rest else ''}, so the maximum is {most}. Lower"
+            " `num_fragments`, or use `fragment_pattern='balanced'`, which can split blocks."
         )
 
     num_groups = count - bool(rest)
@@ -118,7 +118,7 @@ def _by_blocks(
 def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[str]]:
     if count > len(parameters):
         raise ValueError(
-            f"`num_fragments={count}` is more than this model can be split into: it has"
+            f"`num_fragments={count}` is too large for this model: it has"
             f" {len(parameters)} trainable tensors. Choose at most {len(parameters)}."
         )
 
@@ -154,7 +154,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     if not parameters:
         raise ValueError(
             "The module has no trainable parameters, so there is nothing to synchronize. Set"
-            " `requires_grad=True` on some, before `fit` or in `configure_model`."
+            " `requires_grad=True` on some of them, before `fit` or in `configure_model`."
         )
 
     names_by_memory: dict[int, str] = {}

@@ -66,8 +66,8 @@ def refuse_landing(
         raise RuntimeError(
             f"The replicas' global copies of fragment {p} differ (detected when it was due after"
             f" inner step {step}): {', '.join(names)}. They were identical when the fit began, so"
-            " either code outside the strategy modified them, or the hardware of one replica"
-            " returns wrong results. Resume from an earlier checkpoint."
+            " either code outside the strategy modified them, or one replica's hardware"
+            " computes wrong results. Resume from an earlier checkpoint."
         )
     if arrival.nonfinite:
         _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)
@@ -134,8 +134,8 @@ def refuse_to_save(
         raise AgreedError(
             f"The weights are not finite ({NONFINITE_VALUES}) after inner step {step} on"
             f" {', '.join(faults)}. All ranks are stopping, and no checkpoint is written: the"
-            " previous one is the last good one. Lower the learning rate or check that rank's"
-            " batches."
+            " previous one is the last good one. Lower the learning rate, or inspect the"
+            " batches on the ranks listed."
         )
 
 

@@ -197,8 +197,8 @@ def refuse_nonfinite(
     if found := _named(channel, text, group_size):
         raise AgreedError(
             f"Gradients are not finite before step {step}: {found}. All ranks are stopping; no"
-            " parameter was changed. Check that tensor group's batch or lower the learning rate,"
-            " then resume from the last checkpoint."
+            " parameter was changed. Inspect the batches of the tensor groups listed, or lower the"
+            " learning rate, then resume from the last checkpoint."
         )
 
 

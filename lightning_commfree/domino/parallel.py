@@ -373,7 +373,7 @@ class _Stack(torch.autograd.Function):
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
             # the run accumulates gradients of all parameters, whether requested or not
             raise RuntimeError(
-                "A model sharded by Domino does not support `torch.autograd.grad` and"
+                "A model sharded by Domino does not support `torch.autograd.grad` or"
                 " `backward(inputs=...)`: its blocks always compute gradients for all parameters."
                 " Call `backward()` without `inputs`, or use another strategy."
             )

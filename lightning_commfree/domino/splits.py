@@ -174,7 +174,8 @@ class TokenSplit(Split):
             raise ValueError(
                 f"`{attention.__name__}` does not accept a KV cache, which"
                 " `split='token'` needs so that a chunk can attend to earlier ones. Choose another"
-                " `split`, use batches of at least two rows, or install a newer transformers."
+                " `split`, use batches of at least two rows, or install a newer version of"
+                " transformers."
             )
         return name
 

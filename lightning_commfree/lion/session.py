@@ -170,12 +170,13 @@ class VotingSession:
             TypeError: one of them is not a `DistributedLion`.
             ValueError: their number differs from that of the previous optimizers.
         """
-        hook = "a hook has put into `trainer.optimizers` a"
+        hook = "a hook replaced an optimizer with"
         lions = only_lions("DistributedLionStrategy", optimizers, hook)
         if len(lions) != len(self.lions):
             raise ValueError(
-                f"A hook has replaced the {len(self.lions)} optimizers of this fit by"
-                f" {len(lions)}. Replace each by one, on all ranks after the same step."
+                f"A hook replaced this fit's {len(self.lions)} optimizers with {len(lions)}."
+                " Replace each optimizer with exactly one new optimizer, on all ranks after the"
+                " same step."
             )
         for lion in self.lions:
             if not any(lion is one for one in lions):
@@ -297,10 +298,10 @@ def only_lions(
         if not isinstance(optimizer, DistributedLion):
             raise TypeError(
                 f"`{strategy}` requires `DistributedLion`, but {source}"
-                f" `{type(optimizer).__name__}`, which cannot step by votes. Return"
+                f" `{type(optimizer).__name__}`, which does not support voting. Use"
                 " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
-                " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than AdamW's and a"
-                " weight decay larger by the same factor, or use the `ddp` strategy."
+                " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than for AdamW and"
+                " a weight decay larger by the same factor, or use the `ddp` strategy."
             )
     return cast(list[DistributedLion], [*optimizers])
 

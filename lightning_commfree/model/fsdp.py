@@ -192,9 +192,9 @@ def _refuse_save_pretrained(module: nn.Module) -> None:
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "The model is still sharded after `fit`; `save_pretrained` would save only this rank's"
-        " shard. Call `trainer.save_checkpoint(path)` on all ranks, load the file's `state_dict`"
-        " into a plain model, and save that one."
+        "The model is still sharded after `fit`, so `save_pretrained` would save only this rank's"
+        " shard. Call `trainer.save_checkpoint(path)` on all ranks, load the checkpoint's"
+        " `state_dict` into an unsharded model, and call `save_pretrained` on that model."
     )
 
 
@@ -247,7 +247,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], held: Set[nn.Parameter]) -
     count = sum(parameter not in held for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
-            f"The optimizer still holds {count} parameters from before the model was sharded, or"
-            " outside of it, so they would not be trained. It or its parameter list was created"
-            " before `fit`. Create both in `configure_optimizers`, from `self.parameters()`."
+            f"The optimizer holds {count} parameters created before the model was sharded, or not"
+            " part of the model, so they would not be trained. Probably, the optimizer or its"
+            " list of parameters was created before `fit`. Create both in `configure_optimizers`,"
+            " from `self.parameters()`."
         )

@@ -53,7 +53,7 @@ def from_pretrained_on_meta(
     elif config_changes:
         names = ", ".join(config_changes)
         raise TypeError(
-            f"Got both `config` and changes to the folder's config ({names}). Pass one of the two."
+            f"Got both `config` and changes to the folder's config ({names}). Pass only one."
         )
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
@@ -250,7 +250,7 @@ def _replace_meta_tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
                 raise ValueError(
                     f"The buffer '{name}' of `{type(module).__name__}` is on the meta device and"
                     f" has dtype {old.dtype}, which cannot be initialized here. Build the model on"
-                    " the CPU, or use a newer transformers."
+                    " the CPU, or install a newer version of transformers."
                 )
 
             # NaN reveals values that nothing initializes

@@ -83,10 +83,10 @@ def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
             raise RuntimeError(
                 f"The ranks have different checkpoints: {first} is not the same file as {other}."
                 " One of them is probably from an earlier fit, in which another machine had rank 0."
-                " Keep the one to resume from and remove the other: it is sent to ranks that have"
-                " none."
+                " Keep the one to resume from and delete the other: ranks without a checkpoint get"
+                " a copy."
             )
-    if local is None or all(found) or not have:  # with none, Lightning raises an error
+    if local is None or all(found) or not have:  # if no rank has it, Lightning raises
         return path
     copy = None if found[ranks.rank] else local.with_name(f".{local.name}.received")
     send(ranks, have[0], local, copy)
@@ -121,9 +121,10 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
                 yield
             except OSError as error:
                 raise RuntimeError(
-                    f"Rank {source} cannot send {path.name!r} to another machine: {error} (rank"
-                    f" {ranks.rank}). Nothing was loaded. Free disk space there, or copy it by hand"
-                    " to the same path, with the folder `.commfree` beside it."
+                    f"Rank {source} cannot send {path.name!r} to another machine: {error} (on rank"
+                    f" {ranks.rank}). Nothing was loaded. Free disk space on that machine, or copy"
+                    " it by hand to the same path on each machine, with the folder `.commfree` next"
+                    " to it."
                 ) from error
 
     pieces: list[tuple[str, int, int]] = []
@@ -199,7 +200,7 @@ def _read(file: Path, start: int, piece: bytearray) -> None:
     with file.open("rb") as opened:
         opened.seek(start)
         if opened.readinto(piece) != len(piece):
-            raise OSError(f"{str(file)!r} has become shorter")
+            raise OSError(f"{str(file)!r} was truncated while it was read")
 
 
 def _append(file: Path, piece: bytearray) -> None:

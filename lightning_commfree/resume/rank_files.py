@@ -75,8 +75,8 @@ class RankFiles:
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
                 f"Rank {owner.rank} cannot write its rank file for a checkpoint ({file!r}): {error}"
-                " Every rank writes a file beside the checkpoint, so the checkpoint's folder must"
-                " be writable under that path on every machine, on a shared or a local disk."
+                " Every rank writes a file next to the checkpoint, so the checkpoint's folder must"
+                " be writable at the same path on every machine; the disk may be shared or local."
             ) from error
 
     def read(self, owner: Owner, folder: str, weights_only: bool = True) -> Any:

@@ -168,7 +168,7 @@ class ReplicaStrategy(DDPStrategy):
         if self._trainers_accelerator is not None:
             raise RuntimeError(
                 f"This `{type(self).__name__}` was already passed to another Trainer. Create a"
-                " strategy for each Trainer, or pass a registered name."
+                " new strategy for each Trainer, or pass its registered name instead."
             )
         self._trainers_accelerator = accelerator
 
@@ -289,10 +289,11 @@ class ReplicaStrategy(DDPStrategy):
             self._prepare_replaced()
         if not any(optimizer is one for one in self._prepared):
             raise RuntimeError(
-                f"A `{type(optimizer).__name__}` steps that is not in `trainer.optimizers`, so it"
-                " was not prepared for this strategy. To replace an optimizer during a fit, assign"
-                " a new list (`trainer.optimizers = [new]`) instead of changing the old one, in a"
-                " hook between two steps (`on_train_batch_start` or `on_train_batch_end`)."
+                f"The optimizer being stepped (`{type(optimizer).__name__}`) is not in"
+                " `trainer.optimizers`, so it was not prepared for this strategy. To replace an"
+                " optimizer during a fit, assign a new list (`trainer.optimizers = [new]`) instead"
+                " of modifying the old one, in a hook between two steps (`on_train_batch_start` or"
+                " `on_train_batch_end`)."
             )
         with self.session.step(optimizer), self.inside.stepping():
             return super().optimizer_step(optimizer, *args, **kwargs)
@@ -355,8 +356,8 @@ class ReplicaStrategy(DDPStrategy):
             warn_unsaved("Ctrl-C interrupted the ranks in the middle of different steps")
         if "object has no attribute 'module'" in str(exception):
             rank_zero_warn(
-                f"Under `{type(self).__name__}`, `trainer.model` may be the LightningModule itself,"
-                " as on one device, and not a wrapper with the attribute `module`. Use"
+                f"With `{type(self).__name__}`, `trainer.model` may be the LightningModule itself,"
+                " as on a single device, rather than a wrapper with a `module` attribute. Use"
                 " `trainer.lightning_module`, which works with every strategy."
             )
         super().on_exception(exception)

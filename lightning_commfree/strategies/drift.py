@@ -72,14 +72,15 @@ def _compare(channel: Channel, parameters: dict[str, nn.Parameter], step: int) -
     if not names:
         return
     ranks = [channel.ranks[place] for place, one in enumerate(differ.any(1).tolist()) if one]
+    plural = "s" if len(ranks) > 1 else ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise AgreedError(
         f"Weights that must be equal on ranks {_text(channel.ranks)} differ before step {step + 1}:"
-        f" {', '.join(map(repr, names[:_NAMED]))}{more}, on rank {_text(ranks)} other than on rank"
-        f" {channel.ranks[0]}. Some code changes weights or gradients on only some ranks: a hook"
-        " that writes to them, an optimizer that steps without the strategy, or gradients clipped"
-        " by the norm of a rank's shards (use `gradient_clip_val`, or `strategy.grad_norm()`)."
-        " Resume from a checkpoint saved before that."
+        f" {', '.join(map(repr, names[:_NAMED]))}{more} (on rank{plural} {_text(ranks)},"
+        f" compared with rank {channel.ranks[0]}). Some code changes weights or gradients on only"
+        " some ranks: a hook that writes to them, an optimizer that steps without the strategy, or"
+        " gradients clipped by the norm of a rank's shards (use `gradient_clip_val`, or"
+        " `strategy.grad_norm()`). Resume from a checkpoint saved before the weights diverged."
     )
 
 

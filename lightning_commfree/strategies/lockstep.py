@@ -110,6 +110,6 @@ class LockstepSession(FitSession[EveryStep]):
             ]
             raise AgreedError(
                 f"The ranks are stepping their optimizers in different orders: {', '.join(said)}."
-                " With manual optimization `training_step` must step the same optimizers in the"
+                " With manual optimization, `training_step` must step the same optimizers on the"
                 " same batches on all ranks, in the same order."
             )

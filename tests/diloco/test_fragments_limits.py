@@ -93,7 +93,7 @@ def test_more_fragments_than_blocks_and_the_rest_are_refused(pattern: str) -> No
     assert len(split_into_fragments(gpt2(3), 4, pattern)) == 4
     message = (
         rf"`num_fragments=5` is more than .* `fragment_pattern='{pattern}'`: it has 3 blocks and"
-        r" other parameters, so at most 4\. Lower `num_fragments`, or use"
+        r" other parameters, so the maximum is 4\. Lower `num_fragments`, or use"
         r" `fragment_pattern='balanced'`"
     )
     with pytest.raises(ValueError, match=message):

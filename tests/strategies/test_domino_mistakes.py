@@ -94,7 +94,7 @@ if hasattr(callbacks, "WeightAveraging"):
     AVERAGES.append(callbacks.EMAWeightAveraging())
 MISTAKES = [
     Mistake(CausalLM),
-    Mistake(Early, ("The optimizer still holds ", "Create both in `configure_optimizers`")),
+    Mistake(Early, ("The optimizer holds ", "Create both in `configure_optimizers`")),
     Mistake(Rows, ("`Adafactor` keeps a '", "Use an element-wise optimizer")),
     Mistake(CausalLM, ("ranks of a tensor group must validate on the same batch",), apart=True),
     *(with_callback(average, "it copies the full model") for average in AVERAGES),

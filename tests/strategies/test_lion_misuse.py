@@ -133,7 +133,7 @@ CASES = [
         {},
         "TypeError",
         "requires `DistributedLion`, but"
-        " `configure_optimizers` returned `AdamW`, which cannot step by votes",
+        " `configure_optimizers` returned `AdamW`, which does not support voting",
     ),
     (Reordered, {}, "ValueError", "parameter 0 of group 0 is head.weight on rank 1, embed.weight"),
     (OtherRate, {}, "ValueError", "lr of group 0 is 0.2 on rank 1, 0.1 on rank 0"),

@@ -298,7 +298,7 @@ def mixed(rank: int, size: int) -> str:
 
 def test_another_optimizer_beside_a_lion_is_refused_by_name(tmp_path: Path) -> None:
     for text in run_ranks(mixed, 2, tmp_path):
-        assert "`configure_optimizers` returned `AdamW`, which cannot step by votes" in text
+        assert "`configure_optimizers` returned `AdamW`, which does not support voting" in text
 
 
 class SaveEvery(pl.Callback):

@@ -127,7 +127,7 @@ MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
         Tiny,
         {"num_fragments": 7},
         "ValueError",
-        "`num_fragments=7` is more than this model can be split into with",
+        "`num_fragments=7` is too large for this model with",
     ),
     (Tiny, {"outer_optimizer": list}, "TypeError", "`outer_optimizer` returned a list"),
 ]

@@ -1,4 +1,4 @@
-"""PyTorch Lightning strategies for networks that are slower than the GPUs.
+"""PyTorch Lightning strategies for training over networks that cannot keep up with the GPUs.
 
 Importing the package registers them: `Trainer(strategy="streaming_diloco")`.
 """

@@ -32,7 +32,7 @@ def choose(environment: Mapping[str, str]) -> str:
     """Return the package to use in this process: "lightning" or "pytorch_lightning".
 
     Raises:
-        ValueError: the environment variable has a different value.
+        ValueError: the environment variable has any other value.
     """
     if name := environment.get(VARIABLE):
         if name not in _MODULES:
@@ -106,7 +106,10 @@ def when_other_is_imported(call: Callable[[Any], None]) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Import hook that calls a function after the other package has been loaded."""
+    """Import hook that waits for the first import of the other Lightning package.
+
+    After the package has been imported, it calls `call` with the package's strategy registry.
+    """
 
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call

@@ -84,7 +84,10 @@ class Feature(NamedTuple):
     names: tuple[str, ...]
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:
-        """Return the missing names; `trainer` may be None if no name starts at the Trainer."""
+        """Return those of `names` that the installed version of Lightning does not have.
+
+        `trainer` is the Trainer to search, or None if all names start at a module.
+        """
         return [name for name in self.names if not _is_there(trainer, name)]
 
     def works(self, trainer: pl.Trainer | None) -> bool:
@@ -218,7 +221,10 @@ def set_sigterm_received(trainer: pl.Trainer) -> None:
 def add_to_rows(
     trainer: pl.Trainer, patches: Patches, more: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> None:
-    """Add the metrics that `more` returns to the loggers' rows, but not to Lightning's metrics."""
+    """Add metrics to the rows that loggers write, but not to `trainer.logged_metrics`.
+
+    `more` is called with the metrics of a row, and returns those to add.
+    """
     if not ROWS.works(trainer):
         return
     connector = trainer._logger_connector
@@ -450,7 +456,10 @@ def data_used_up(trainer: pl.Trainer) -> bool:
 
 
 def may_stop_early(trainer: pl.Trainer, uncounted: int = 0) -> bool:
-    """Return whether `min_epochs` and `min_steps` are reached, with `uncounted` more steps."""
+    """Return whether `min_epochs` and `min_steps` are reached.
+
+    `uncounted` is the number of steps taken that the Trainer has not counted yet.
+    """
     loop, steps = trainer.fit_loop, trainer.global_step + uncounted
     epoch: Any = loop.epoch_progress.current
     return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
@@ -509,7 +518,10 @@ def end_epoch_after_this_batch(trainer: pl.Trainer) -> None:
 
 
 def has_no_batch(loop: Any) -> bool:
-    """Return whether a loop's loader without a length, which Lightning prefetches, was empty."""
+    """Return whether a loop tried to prefetch its first batch and found no data.
+
+    Lightning prefetches only from loaders that have no length.
+    """
     fetched = getattr(loop._data_fetcher, "batches", None)
     return fetched is not None and not fetched
 
@@ -527,7 +539,10 @@ def evaluation_loop(trainer: pl.Trainer) -> Any:
 
 
 def batch_limits(loop: Any) -> list[int | float]:
-    """Return an evaluation loop's list of batches per loader; new loaders get a new list."""
+    """Return an evaluation loop's maximum numbers of batches, one per loader.
+
+    Lightning replaces the list whenever it creates new loaders.
+    """
     limits: list[int | float] = vars(loop).get("_max_batches", vars(loop).get("max_batches"))
     return limits
 
@@ -538,11 +553,11 @@ def fetches_ahead(loop: Any) -> bool:
 
 
 def drop_first_batch(loop: Any) -> None:
-    """End a loop that has prefetched its first batch, before it runs."""
+    """Discard a loop's prefetched first batch, so that the loop ends without running any batch."""
     fetcher = loop._data_fetcher
     fetcher.batches, fetcher.done = [], True
 
 
 def wrap_batches(loop: Any, wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
-    """Replace a loop's iterator over the batches that it has not yet fetched."""
+    """Replace a loop's batch iterator with `wrap(iterator)`; prefetched batches are unaffected."""
     loop._data_fetcher.iterator = wrap(loop._data_fetcher.iterator)

@@ -220,7 +220,10 @@ class Channel:
         return self.size == 1
 
     def _start_monitor(self, liveness: bool) -> PeerMonitor | None:
-        """Start this rank's heartbeat; return None for one rank, or if any rank has none."""
+        """Start this rank's heartbeat and return its monitor; collective.
+
+        Returns None for a single rank, or if any rank has no heartbeat (`liveness` is off).
+        """
         if self._is_alone():
             return None
         store = job_store() if liveness else None

@@ -19,7 +19,7 @@ _SHOWN = 5  # differences named in the error
 
 
 def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
-    """Raise an error on all ranks if `fingerprint` differs between any of them; collective.
+    """Raise an error on all ranks unless `fingerprint` is the same on every rank; collective.
 
     `fingerprint` maps names to values that must be the same on all ranks, such as settings and
     parameter shapes. If they are, each rank sends only a 32-byte hash.

@@ -335,7 +335,7 @@ class PeerWatch:
 
         Raises:
             PeerLostError: the `with` block raised a `RuntimeError`, or a rank was already lost.
-            AgreedError: another rank has announced it (`agreed`).
+            AgreedError: another rank announced an error that all ranks must raise (`agreed`).
         """
         self.check(tag)
         with self._explaining(tag, computing):
@@ -345,8 +345,8 @@ class PeerWatch:
         """Block until all `works`, the parts of one exchange, are done.
 
         Raises:
-            PeerLostError: one failed, the timeout expired, or a rank is lost.
-            AgreedError: another rank has announced it.
+            PeerLostError: one of them failed, the timeout expired, or a rank is lost.
+            AgreedError: another rank announced an error that all ranks must raise.
         """
         if self.monitor is None:
             for work in works:
@@ -381,7 +381,7 @@ class PeerWatch:
 
         Raises:
             PeerLostError: the timeout expired, or a rank is lost.
-            AgreedError: another rank has announced it.
+            AgreedError: another rank announced an error that all ranks must raise.
         """
         monitor, start = self.monitor, time.monotonic()
         if monitor is None:

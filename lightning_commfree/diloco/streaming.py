@@ -257,7 +257,7 @@ class StreamingDiLoCo:
         residual: Tensor | None = None,
         tag: str = TAG,
     ) -> Flight:
-        """Launch values of a fragment: fp32, shape (S,)."""
+        """Launch the exchange of a fragment's `values` (fp32, shape (S,)) with other replicas."""
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         digest = self._digest(p) if tag == TAG else 0
@@ -455,9 +455,9 @@ class StreamingDiLoCo:
         refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state that is equal on all replicas, and this replica's own state.
+        """Return the state that is identical across replicas, and this replica's own state.
 
-        In a multi-rank replica, the first is only this rank's shard of the shared state. Tensors
+        In a multi-rank replica, the former is only this rank's shard of the shared state. Tensors
         are not copied: save or copy them before the next step. The method waits for in-flight
         fragments, because their messages are part of the replica's own state.
         """

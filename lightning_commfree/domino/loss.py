@@ -65,7 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(
     logits: Tensor, targets: Tensor, first: int, words: int, group: TensorGroup
 ) -> Tensor:
-    """Return each position's cross entropy: shape (N,), dtype of `logits`; collective.
+    """Compute each position's cross entropy from logits sharded by vocabulary; collective.
 
     Args:
         logits: logits of this rank's part of the vocabulary, floating point, shape (N, V / t).
@@ -74,6 +74,9 @@ def vocab_cross_entropy(
         first: this rank's first token id.
         words: size of the vocabulary without padding.
         group: the tensor group.
+
+    Returns:
+        The losses, shape (N,), dtype of `logits`; the same on all ranks of the group.
     """
     loss: Tensor = _CrossEntropy.apply(logits, targets, first, words, group)  # type: ignore[no-untyped-call]
     return loss

@@ -80,7 +80,8 @@ class ScheduleRun:
         group: the tensor group.
         split: how the batch, and each sublayer's output, is split.
         checkpoint: whether backward recomputes micro-sublayers instead of keeping activations.
-        trace: called with every event, such as "launch forward", its sublayer and micro-batch.
+        trace: called for every event with its name, such as "launch forward", the name of its
+            sublayer and the index of its micro-batch.
         done: called with a sublayer when the gradients of its parameters are complete.
         unsummed: whether the input is this rank's partial sum of the embedding, not yet reduced.
     """

@@ -148,7 +148,7 @@ class Sharding:
         return mine
 
     def mark_partial_gradients(self, module: nn.Module) -> None:
-        """Mark a module that is full on every rank but has partial sums as gradients."""
+        """Mark a replicated module whose gradients are partial sums, to be added across ranks."""
         # Each rank's gradient covers only its own heads or outputs. With the full dimension as the
         # range of every rank, `sum_shared` adds them up, as for a key head of several ranks.
         for parameter in module.parameters():

@@ -169,15 +169,20 @@ class LentTensor:
 
 
 class MicroSublayer:
-    """One sublayer of one micro-batch, with its autograd graphs.
+    """One sublayer's computation for one micro-batch, with its autograd graphs.
+
+    h is the residual stream and y the all-reduced sum of the previous sublayer, whose `finish` adds
+    the bias and applies post-norm and dropout (see the module's docstring).
 
     Attributes:
-        source: the inputs.
-        entered: h + finish(y), with its graph.
+        source: the inputs, including the leaves h and y.
+        sublayer: the sublayer to compute.
+        entered: the residual stream in this sublayer, h + finish(y), with its graph.
         normed: norm(entered), with its graph.
-        x: a leaf with the values of `normed`.
+        x: input of the body, a leaf with the values of `normed`.
         outputs: the body's outputs, with their graph; set by `Split.run`.
-        lent: keys and values that later micro-batches read.
+        lent: with `split="token"`, the keys and values of this micro-batch, which the attention of
+            later micro-batches also reads; set by `Split.run`.
     """
 
     def __init__(self, source: MicroInput) -> None:
@@ -190,7 +195,7 @@ class MicroSublayer:
         self.lent: list[LentTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
-        """Run the body on `x` with the block's arguments; `more` contains arguments to override."""
+        """Run the body on `x` with the block's arguments; those in `more` take precedence."""
         # a view, because autocast caches half-precision copies of leaves, and gradients would
         # accumulate in the cached copy
         partial: Tensor = self.sublayer.body(
@@ -209,7 +214,7 @@ class MicroSublayer:
         """Run backward through norm and residual sum; return the gradients of h and y.
 
         Args:
-            d_entered: gradient of the residual stream after this sublayer.
+            d_entered: gradient of `entered` from the sublayers that follow.
             d_normed: gradient of `x`, summed over the tensor group.
         """
         # in one call, because both paths share the graph of the residual stream

@@ -11,7 +11,7 @@ and D bits per parameter in the result (`vote`):
 =========  ==============================================================  =======================
 route      what travels                                                    a worker sends
 =========  ==============================================================  =======================
-gather     every ballot to every worker; each counts all of it             N (n - 1) / 8
+gather     every ballot to every worker; each counts all of them           N (n - 1) / 8
 two-phase  shard i of every ballot to worker i, which counts it and sends  N (1 + D) (n - 1) / 8 n
            the result to all
 =========  ==============================================================  =======================
@@ -22,7 +22,7 @@ two-phase  shard i of every ballot to worker i, which counts it and sends  N (1 
 3. Down: the planes of the result. If any sum is zero, a majority vote has a second plane, which is
    sent as a separate message.
 
-From earlier messages, all workers know whether an optional one follows.
+Earlier messages tell every worker whether an optional one follows.
 """
 
 from __future__ import annotations

@@ -164,11 +164,11 @@ class VotingSession:
     # -- outside of steps
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Use other optimizers for the votes, from the next step on.
+        """Vote with `optimizers` in place of the previous ones, from the next step on.
 
         Raises:
             TypeError: one of them is not a `DistributedLion`.
-            ValueError: their number differs from that of the previous optimizers.
+            ValueError: there are more or fewer optimizers than before.
         """
         hook = "a hook replaced an optimizer with"
         lions = only_lions("DistributedLionStrategy", optimizers, hook)

@@ -105,10 +105,10 @@ def apply_fsdp(
 ) -> None:
     """Shard a module's parameters across the ranks of a replica.
 
-    Every block is a unit, and the rest of the model is another one. A unit is gathered for its
-    forward pass and again for its backward pass, which averages its gradients over the replica. The
-    parameters become `DTensor`s. The module remains sharded, and needs `group` as long as it
-    exists.
+    Each block is an FSDP unit, and the rest of the model is one more. A unit's parameters are
+    gathered for its forward pass and again for its backward pass, after which its gradients are
+    averaged over the replica. Parameters become `DTensor`s. The module stays sharded, and `group`
+    must exist as long as the module does.
 
     Args:
         module: the plain module, on any device; the same on all ranks of the replica.
@@ -116,7 +116,7 @@ def apply_fsdp(
         device: device of the shards; each unit is moved there before it is sharded.
         materializer: initializes a module that is on `meta`, one unit at a time, so that no rank
             ever holds the full model.
-        units: class names of the units; empty: the transformer blocks.
+        units: class names of the modules that become units; if empty, the transformer blocks.
 
     Raises:
         ValueError: the module has no submodule of one of these classes, or a parameter that FSDP2
@@ -153,7 +153,7 @@ _CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
 
 
 def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
-    """Check that FSDP2 can train all parameters; its own errors come later and name none.
+    """Check that FSDP2 can train all parameters; its own errors come later and name no parameter.
 
     `units` are the names of the submodules that are gathered separately.
 

@@ -165,7 +165,7 @@ class RowShards:
     def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Convert an optimizer state, either full or this rank's, to this rank's shards."""
+        """Return this rank's shards of an optimizer's state, given full or already sharded."""
         return _map_optimizer_state(optimizer, state, shard_like)
 
 

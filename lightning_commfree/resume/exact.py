@@ -125,10 +125,10 @@ class _Fit:
 
 
 class Save:
-    """A checkpoint to resume from, with its rank files.
+    """A checkpoint to resume from, and its rank files.
 
-    `entry` is the checkpoint's entry `KEY`, or empty if there is none. `weights_only` is the
-    argument of `Trainer.fit`; None means True.
+    `entry` is the checkpoint's value for `KEY`, with the states that only this library saves, or {}
+    if there is none. `weights_only` is the argument of `Trainer.fit`; None means True.
 
     Raises:
         RuntimeError: the entry was written by another version of this package.
@@ -151,7 +151,7 @@ class Save:
         """Return a rank's own state, or None if its file is missing.
 
         Raises:
-            RuntimeError: the file is from another rank or save, or damaged.
+            RuntimeError: the file is damaged, or belongs to another rank or another checkpoint.
         """
         if rank == 0:
             return self.entry["own"]  # type: ignore[no-any-return]
@@ -249,10 +249,11 @@ class ExactResume:
     # -- resuming
 
     def read(self, path: FilePath, checkpoint: State, weights_only: bool | None = None) -> None:
-        """Read this rank's own state from the checkpoint from which a fit resumes; collective.
+        """Read this rank's own state from the checkpoint that a fit resumes from; collective.
 
         Raises:
-            RuntimeError: a rank file is from another rank or save, or damaged; raised on all ranks.
+            RuntimeError: a rank file is damaged, or belongs to another rank or another checkpoint;
+                raised on all ranks.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING

@@ -43,7 +43,10 @@ class Moment(NamedTuple):
 
 
 def restore_loops(trainer: pl.Trainer) -> Moment:
-    """Restore Lightning's loops to their state when saved; called in `on_train_start`."""
+    """Make Lightning's loops continue where the checkpoint was saved; return that point.
+
+    Call it in `on_train_start`, when Lightning has loaded the checkpoint's loop counters.
+    """
     loop = trainer.fit_loop
     epochs, progress = loop.epoch_progress, loop.epoch_loop.batch_progress
     batch: Any = progress.current

@@ -49,7 +49,11 @@ def register_strategies() -> None:
 
 
 def _refuse_in(registry: Any, message: str) -> None:
-    """Register every name in a registry that cannot use it, so that its use raises the error."""
+    """Register every strategy name in a registry so that using it raises a `TypeError`.
+
+    For the registries of Fabric and of the other Lightning package, which cannot use the
+    strategies. `message` is the error's text; its field `{name!r}` is replaced with the name.
+    """
     for name in product(_NAMES, _START_METHODS):
         refuse = partial(_refuse, message.format(name="".join(name)))
         registry.register("".join(name), refuse, override=True)

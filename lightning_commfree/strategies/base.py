@@ -319,7 +319,7 @@ class ReplicaStrategy(DDPStrategy):
             norm_type: p in the p-norm, above 0; `math.inf` for the largest absolute value.
 
         Returns:
-            A scalar tensor, the same on all ranks of the replica; 0 without gradients.
+            A scalar tensor, the same on all ranks of the replica; 0 if there are no gradients.
 
         Raises:
             ValueError: `norm_type` is not above 0.

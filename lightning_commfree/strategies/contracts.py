@@ -230,7 +230,7 @@ class LocalUpdates(Between, Protocol):
         ...
 
     def wait_in_flight(self) -> None:
-        """Wait for in-flight exchanges to arrive; they are still applied at their step."""
+        """Wait until in-flight exchanges have arrived, without applying them before their step."""
 
     def shown(self) -> Sequence[Tensor] | None:
         """Return the weights for validation, or None for the shared weights."""

@@ -23,10 +23,10 @@ from lightning_commfree.strategies.inside.domino import TensorParallel
 
 
 class DominoSession(FitSession[GradientMean]):
-    """Session of a fit whose ranks share a model and therefore communicate in every batch.
+    """State of a fit with Domino, in which the ranks that share a model communicate in every batch.
 
-    Before each optimizer step, the ranks exchange three numbers: the index of the batch, whether
-    the gradient contains NaN or Inf, and whether the rank requests a stop.
+    Before each optimizer step, every rank sends three numbers to all others: the index of its
+    batch, whether its gradient contains NaN or Inf, and whether it requests a stop.
     """
 
     _stops = False  # some rank wants to stop after the current step
@@ -164,12 +164,14 @@ class DominoTPStrategy(ReplicaStrategy):
 
     @override
     def traffic(self, tokens_per_step: int) -> Traffic:  # type: ignore[override]
-        """Forecast this rank's bytes per training step; available from `on_fit_start` on.
+        """Forecast the bytes that this rank sends per optimizer step, by ledger tag.
 
-        The forecast is by ledger tag, like the measured bytes in the ledger's phase `STEPS`. If the
-        module computes its own loss from full logits, they are gathered instead of `tensor_loss`.
-        `tokens_per_step` is the number of tokens that one tensor group trains on per optimizer
-        step.
+        Call it in `on_fit_start` or later. The ledger's phase `STEPS` has the measured bytes. The
+        forecast assumes that a model that can compute its loss (`labels=`) does so. A module that
+        computes the loss itself needs full logits, and sends more than the forecast.
+
+        Args:
+            tokens_per_step: number of tokens that a tensor group trains on per optimizer step.
         """
         trainer = self.module.trainer
         mixed = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None

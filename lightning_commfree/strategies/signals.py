@@ -48,9 +48,10 @@ def warn_unsaved(why: str) -> None:
 
 
 def save_on_sigterm_only(trainer: pl.Trainer, ranks: Ranks, patches: Patches) -> None:
-    """Let callbacks save on exceptions only if all ranks stop after the same step.
+    """Prevent callbacks from saving on an exception unless all ranks stop after the same step.
 
-    Otherwise nothing can be saved, but Lightning's `ModelCheckpoint` would report a file anyway.
+    SIGTERM stops all ranks together. After other exceptions the ranks may be in different steps, so
+    nothing can be saved, but Lightning's `ModelCheckpoint` would report a file anyway.
     """
     for callback in trainer.checkpoint_callbacks if ranks.size > 1 else []:
         saves = getattr(callback, "save_on_exception", False)  # Lightning 2.6 and later

@@ -101,7 +101,10 @@ class Stopping:
         return self._requested or self.sigterm.requested
 
     def agree_in_step(self) -> None:
-        """Stop all ranks after the current step; its exchange contained a rank's request."""
+        """Stop all ranks after the current step, if any rank requests it; collective.
+
+        Call it on all ranks when an exchange of the step contained a request (`wanted`).
+        """
         if self._several:
             self._agree(self._requested + 2 * self.sigterm.requested)
 
@@ -149,9 +152,10 @@ class Stopping:
         return self._unsized and is_last_batch(self._trainer)
 
     def share_last_batch(self, channel: Channel) -> None:
-        """End the epoch with this batch if any rank's stream does; call it before training on it.
+        """End the epoch after this batch if it is the last one of any rank's stream; collective.
 
-        `channel` connects the ranks that depend on each other in every batch.
+        Call it before training on the batch. `channel` connects the ranks that communicate in every
+        batch.
         """
         if not self._unsized or channel.size == 1:
             return
@@ -207,7 +211,10 @@ class Stopping:
         self._defer_stop()  # else Lightning would end the epoch on only this rank
 
     def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
-        """Wrap the end of a batch, where Lightning may run validation."""
+        """Run Lightning's `on_advance_end` of the epoch loop (`finish`), which ends a batch.
+
+        It may run validation, which all ranks must reach after the same step.
+        """
         if self._exiting_by_sigterm:
             raise SIGTERMException
         if self._independent_streams and self._ends is not None:
@@ -219,7 +226,12 @@ class Stopping:
         finish(*args)
 
     def _finish_epoch(self, finish: Callable[[], None]) -> None:
-        """Wrap the end of an epoch, where hooks may set `trainer.should_stop`."""
+        """Run Lightning's `on_advance_end` of the fit loop (`finish`), which ends an epoch.
+
+        First check that the epoch ends on all ranks after the same step. Afterwards, all ranks
+        agree whether to stop, because a hook that `finish` calls may have set
+        `trainer.should_stop` on only some of them.
+        """
         self.check_epoch_ends()
         finish()
         self.agree_here()
@@ -228,7 +240,7 @@ class Stopping:
 
     @property
     def _exiting_by_sigterm(self) -> bool:
-        """Whether all ranks exit because of SIGTERM after this step, in which a stream may end."""
+        """Whether all ranks exit after this step because of SIGTERM, and train independently."""
         # Lightning would first validate where a stream ends, maybe on some ranks only
         return self._independent_streams and self._trainer.received_sigterm
 
@@ -289,7 +301,7 @@ class Stopping:
             )
 
     def _defer_stop(self) -> None:
-        """Turn `trainer.should_stop`, if set only on this rank, into a request."""
+        """If `trainer.should_stop` is set without agreement, clear it and record a request."""
         trainer = self._trainer
         if trainer.should_stop and not self._agreed and may_stop_early(trainer):
             self._requested, trainer.should_stop = True, False

@@ -92,7 +92,7 @@ def test_two_parameters_over_one_memory_are_refused() -> None:
 def test_more_fragments_than_blocks_and_the_rest_are_refused(pattern: str) -> None:
     assert len(split_into_fragments(gpt2(3), 4, pattern)) == 4
     message = (
-        rf"`num_fragments=5` is more than .* `fragment_pattern='{pattern}'`: it has 3 blocks and"
+        rf"`num_fragments=5` is too large .* `fragment_pattern='{pattern}'`: it has 3 blocks and"
         r" other parameters, so the maximum is 4\. Lower `num_fragments`, or use"
         r" `fragment_pattern='balanced'`"
     )

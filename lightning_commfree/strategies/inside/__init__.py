@@ -119,9 +119,10 @@ def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSett
 def choose_layout(
     strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
 ) -> Inside:
-    """Return the layout for a strategy's argument `inside`, which is a name or a settings object.
+    """Return the layout inside a replica that a strategy's argument `inside` selects.
 
-    `argument` is the name of the strategy's argument that sets `size`, for messages.
+    `size` is the number of ranks in a replica, and `argument` is the name of the strategy's
+    argument that sets it, for error messages.
 
     Raises:
         ValueError: the name is not valid, or the layout needs a larger `size`.

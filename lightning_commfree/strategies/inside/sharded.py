@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """Interface to gather full states from shards, and to take this rank's shards of full states.
+    """Interface for gathering full states, and for extracting this rank's shards from full states.
 
     Gathering is collective within a replica. Ranks with `keep=False` get {}.
     """
@@ -148,12 +148,12 @@ class ShardedReplica(Inside):
     # -- inside
 
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read those tensors of a module's state that are still in a checkpoint folder."""
+        """Read the tensors in a module's state that are not yet loaded from a checkpoint folder."""
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
     def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read those tensors of an optimizer's state that are still in a checkpoint folder."""
+        """Read the tensors in an optimizer's state that are not yet loaded from a folder."""
         del optimizer
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found

@@ -117,7 +117,7 @@ class TensorGroup:
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """In a `with` block, repeat the random draws made since `states`."""
+        """In a `with` block, repeat the random draws that followed `states` (`random_states`)."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:

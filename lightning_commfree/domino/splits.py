@@ -52,7 +52,10 @@ class Split:
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
-        """Return each micro-batch's share of a block's arguments other than `hidden`."""
+        """Split a block's other arguments, such as masks, and return those of each micro-batch.
+
+        `hidden` is the full input of the first block, shape (B, T, H).
+        """
         del hidden
         return [arguments]
 
@@ -74,7 +77,7 @@ class Split:
             launch(micro.outputs[0])
 
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
-        """Return the gradients of `micro.outputs` from the gradient of the reduced sum."""
+        """Return the gradients of `micro.outputs`, given that of the all-reduced sum."""
         return list(torch.split(d_total, [output.shape[-1] for output in micro.outputs], -1))
 
 

@@ -104,7 +104,7 @@ def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
 
 
 class EpochStart:
-    """Records the RNG state twice at the start of each epoch.
+    """Recorder of the RNG state at two points of each epoch's start.
 
     1. Before the epoch's iterator is created: in the first epoch, when Lightning prepares the
        loaders; in later epochs, when Lightning's loop begins the epoch.

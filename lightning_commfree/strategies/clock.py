@@ -33,7 +33,7 @@ class Clock(Protocol):
 
 
 class PerOptimizerStep(Clock):
-    """Counts every optimizer step; used with automatic optimization, which has one optimizer."""
+    """Counter of all optimizer steps, for automatic optimization, which has one optimizer."""
 
     spans_batch = False
     uncounted = 1
@@ -48,7 +48,7 @@ class PerOptimizerStep(Clock):
 
 
 class PerBatch(Clock):
-    """Count the batches in which at least one optimizer stepped."""
+    """Counter of the batches in which at least one optimizer stepped, for manual optimization."""
 
     spans_batch = True
     uncounted = 0

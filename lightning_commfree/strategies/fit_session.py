@@ -74,7 +74,7 @@ class FitSession(Generic[B]):
         patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
 
     def begin(self, resumed: bool) -> None:
-        """Prepare for the first training step; weights that hooks have changed are accepted.
+        """Prepare for the first training step; weights may have been changed by hooks until here.
 
         `resumed`: whether the algorithm's state was restored from a checkpoint.
         """
@@ -275,7 +275,7 @@ class FitLog:
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
 
     def summary(self, to: str = "") -> str:
-        """Return a summary sentence for the end of the fit; `to` says who receives the bytes."""
+        """Return a summary sentence for the end of the fit; `to` names the receiver."""
         now, steps = self._ledger.totals(), self._means.steps
         sent = now.bytes_sent - self._before.bytes_sent
         ddp = steps * self.traffic.ddp_bytes_per_step
@@ -291,7 +291,7 @@ class FitLog:
         self._last, self._more = self.figures(), dict
 
     def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics for a row of the loggers; {} if no step followed the last row."""
+        """Return the metrics to add to a loggers' row; {} if no step followed the last row."""
         logs = self._trainer.loggers and self._trainer.training
         if not logs or self._means.steps == self._steps_in_rows:
             return {}

@@ -178,6 +178,7 @@ def end_badly(rank: int, size: int, folder: Path, ends: pl.Callback) -> dict[str
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.disabled = False  # a recipe's test in this process may have configured logging
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -114,7 +115,7 @@ def resume_and_listen(size: int, path: Path, data: Any) -> tuple[bool, bool]:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero.log  # of the Lightning package that was imported last
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.disabled = False  # a recipe's test in this process may have configured logging

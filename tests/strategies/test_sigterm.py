@@ -21,6 +21,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core import rank_zero
 
 from examples.local_sgd import LocalSGDStrategy
 from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
@@ -175,7 +176,7 @@ def end_badly(rank: int, size: int, folder: Path, ends: pl.Callback) -> dict[str
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero.log  # of the Lightning package that was imported last
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.disabled = False  # a recipe's test in this process may have configured logging

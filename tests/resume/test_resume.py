@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import shutil
 import warnings
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -26,6 +24,7 @@ from tests.strategies.models import (
     Tiny,
     assert_same,
     dataset,
+    info_messages,
     loader,
     quiet_trainer,
 )
@@ -112,17 +111,9 @@ def resume(size: int, path: Path, data: Any = None, **settings: Any) -> dict[str
 def resume_and_listen(size: int, path: Path, data: Any) -> tuple[bool, bool]:
     """Resume; return whether Lightning warned of the loader, and whether we called it exact."""
     trainer, module, _, _ = fit(None, size)
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = rank_zero.log  # of the Lightning package that was imported last
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.disabled = False  # a recipe's test in this process may have configured logging
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, info_messages() as logged:
         warnings.simplefilter("always")
         trainer.fit(module, data, ckpt_path=path)
-    logger.removeHandler(handler)
     warned = any("your dataloader is not resumable" in str(one.message) for one in caught)
     return warned, any("The resume is exact" in text for text in logged)
 

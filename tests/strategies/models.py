@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -173,6 +176,22 @@ def quiet_trainer(**kwargs: Any) -> pl.Trainer:
         "enable_model_summary": False,
     }
     return pl.Trainer(**{**quiet, **kwargs})
+
+
+@contextmanager
+def info_messages() -> Iterator[list[str]]:
+    """Collect the messages that Lightning and the strategies log with `rank_zero_info`."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = rank_zero.log  # of the Lightning package that was imported last
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.disabled = False  # a recipe's test in this process may have configured logging
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def assert_saves_its_weights(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import os
 import signal
 import subprocess
@@ -21,12 +20,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core import rank_zero
 
 from examples.local_sgd import LocalSGDStrategy
 from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
 from tests.pages import ROOT, python_of
-from tests.strategies.models import Tiny, Voter, loader, quiet_trainer
+from tests.strategies.models import Tiny, Voter, info_messages, loader, quiet_trainer
 from tests.world import run_ranks
 
 
@@ -173,15 +171,8 @@ def end_badly(rank: int, size: int, folder: Path, ends: pl.Callback) -> dict[str
         enable_checkpointing=True,
         callbacks=[ends, *saving],
     )
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = rank_zero.log  # of the Lightning package that was imported last
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.disabled = False  # a recipe's test in this process may have configured logging
     start = time.monotonic()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, info_messages() as logged:
         warnings.simplefilter("always")
         try:
             trainer.fit(Voter(), loader(100 * size))

@@ -81,14 +81,17 @@ def test_a_joiner_gets_the_snapshot_and_later_messages(
 
 
 def test_a_download_that_is_cut_continues_where_it_was(
-    donor: StateServer, joiner: StateServer, monkeypatch: pytest.MonkeyPatch
+    joiner: StateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each connection is cut after 300 kB: the fifth delivers the rest of 1.2 MB, and the snapshot
     was made once."""
-    made = []
-    donor.serve(lambda: made.append(0) or STATE, messages)  # type: ignore[func-returns-value]
+    made: list[float] = []
+    starts: list[int] = []
     cut = socket.socket.sendfile
-    starts = []
+
+    def state() -> dict[str, Any]:
+        made.append(time.monotonic())
+        return STATE
 
     def once(self: socket.socket, file: Any, offset: int = 0, count: int | None = None) -> int:
         starts.append(offset)
@@ -98,9 +101,14 @@ def test_a_download_that_is_cut_continues_where_it_was(
         return cut(self, file, offset, count)
 
     monkeypatch.setattr(socket.socket, "sendfile", once)
-    assert_whole(joiner.fetch_snapshot(donor.address))
+    donor = StateServer()
+    donor.serve(state, messages)
+    try:
+        assert_whole(joiner.fetch_snapshot(donor.address))
+    finally:
+        donor.close()
     assert starts == [0, 300_000, 600_000, 900_000, 1_200_000]
-    assert made == [0]
+    assert len(made) == 1
 
 
 class Attack:

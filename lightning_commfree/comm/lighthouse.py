@@ -14,12 +14,15 @@ What the lighthouse does, as far as others rely on it:
 
 Whoever reaches its port can call `POST /replica/<id>/kill`, without a password. The lighthouse
 would pass it on to the address that a replica has given. Ours give the address of their state
-server, which does not know the request, and their `ManagerServer` listens on 127.0.0.1 only.
+server, which does not know the request. Their `ManagerServer`, which does, listens on a random
+address in 127.0.0.0/8: otherwise somebody who poses as a replica could give 127.0.0.1 as address,
+and end a replica that runs beside the lighthouse.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from datetime import timedelta
@@ -147,8 +150,8 @@ class LighthouseRendezvous:
                 self._heartbeat = self._torchft.ManagerServer(
                     replica_id=replica,
                     lighthouse_addr=self.url,
-                    hostname="127.0.0.1",
-                    bind="127.0.0.1:0",
+                    hostname="localhost",
+                    bind=f"{_loopback()}:0",
                     store_addr="",
                     world_size=1,
                     heartbeat_interval=timedelta(seconds=HEARTBEAT_SECONDS),
@@ -194,6 +197,11 @@ def serve_lighthouse(
             f"Cannot listen on {host}:{port} ({error}). Choose another `--port`, or a `--bind` that"
             " is an address of this machine; `ip address` lists them."
         ) from error
+
+
+def _loopback() -> str:
+    """Return a random address of this machine that no other machine reaches."""
+    return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
 
 
 def _torchft() -> ModuleType:

@@ -11,6 +11,5 @@
 set -euo pipefail
 RENDEZVOUS=$(cat lighthouse.url)
 export RENDEZVOUS
-unset SLURM_NTASKS               # Lightning would take the array for its own ranks
 # exec: TERM reaches torchrun, which passes it on. --max-restarts: a crash costs no place in the queue.
 exec torchrun --standalone --nproc-per-node 1 --max-restarts 3 examples/elastic/train.py

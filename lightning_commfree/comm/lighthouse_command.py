@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _serve(given)
 
 
-def _serve(arguments: Sequence[str]) -> int:
+def serve_parser() -> argparse.ArgumentParser:
+    """Return the parser of the serving command."""
     parser = argparse.ArgumentParser(
         prog="commfree-lighthouse",
         description="Serve the meeting point of elastic replicas, until interrupted."
@@ -66,6 +67,11 @@ def _serve(arguments: Sequence[str]) -> int:
         help="seconds of silence after which a replica is gone; they send one heartbeat a second"
         " (default: %(default)s)",
     )
+    return parser
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    parser = serve_parser()
     options = parser.parse_args(arguments)
     try:
         server = serve_lighthouse(

@@ -250,7 +250,13 @@ def test_another_user_of_torch_distributed_is_found(tmp_path: Path, line: str) -
 
 
 # `data_position` keeps numpy's random numbers
-OPTIONAL = ("compiled.py", "quantize_numba.py", "worker_numba.py", "data_position.py")
+OPTIONAL = (
+    "compiled.py",
+    "data_position.py",
+    "lighthouse.py",
+    "quantize_numba.py",
+    "worker_numba.py",
+)
 # what the caller has: it passes a class of transformers, which brings the other one; or its Trainer
 GIVEN = {
     "meta_init.py": {"transformers", "safetensors"},
@@ -265,7 +271,8 @@ def undeclared_imports(package: Path) -> set[str]:
     import what their caller has.
     """
     project = pyproject()["project"]
-    texts = [*project["dependencies"], *project["optional-dependencies"]["numba"]]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *extras["numba"], *extras["elastic"]]
     names = [Requirement(text).name.replace("-", "_") for text in texts]
     declared, optional = set(names[: len(project["dependencies"])]), set(names)
     return {

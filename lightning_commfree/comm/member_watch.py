@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_commfree.comm.liveness import PeerWatch, has_ended
@@ -43,7 +42,7 @@ class MemberWatch(PeerWatch):
         self._heartbeats, self._members, self._timeout_s = heartbeats, members, timeout_s
 
     @override
-    def wait(self, works: Sequence[dist.Work], tag: str) -> None:
+    def wait(self, works: Sequence[Any], tag: str) -> None:
         """Block until all `works` are done.
 
         Raises:

@@ -22,14 +22,29 @@ rendezvous (`Rendezvous`), and how a joiner gets what it needs (`StateTransfer`)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.sockets import CloseOnFork
 
 NEW = "new"  # wants to found the job, or to join it
 JOINING = "joining"  # fetches state, and is not part of a view yet
 MEMBER = "member"
 ENDING = "ending"  # a member that has begun the last exchanges of its fit: nobody may join
 LEAVING = "leaving"  # takes part in no further flight
+FINISHED = "finished"  # the same, at the end of its fit
+_GONE = (LEAVING, FINISHED)
 
 
 class Member(NamedTuple):
@@ -40,14 +55,14 @@ class Member(NamedTuple):
 
     replica: str  # unique name of this process, not reused after a restart
     status: str = NEW
-    flights: int = 0  # number of flights that it has completed
+    flights: int = 0  # number of flights that it has completed; -1 while a joiner is not ready
     slot: int = -1  # its share of the data, and its place in a view; -1 before it is a member
     view: str = ""  # name of the last view in which it was; "" if none
     view_size: int = 0  # number of members of that view
-    number: int = 0  # of the quorum that formed that view
+    number: int = 0  # of the quorum that formed that view; if `NEW`, of the first one it was in
     broken: bool = False  # an exchange in that view has failed, so that its channel is unusable
     asked: int = 0  # number of times that this process has asked; makes each quorum unique
-    settings: str = ""  # hash of settings and model, which must be the same on all replicas
+    settings: Mapping[str, str] = {}  # settings and model, the same on all replicas
     step: int = 0  # inner steps in the common schedule
     store: str = ""  # "host:port" of its TCPStore, where the channels of a view meet
     states: tuple[str, ...] = ()  # addresses of its ranks' state servers, in rank order
@@ -120,3 +135,453 @@ class StateTransfer(Protocol):
 
     def close(self) -> None:
         """Stop serving."""
+
+
+# -- decisions
+
+
+class Limits(NamedTuple):
+    """Allowed sizes of a view."""
+
+    min_replicas: int = 1
+    max_replicas: int = 8
+
+
+class Decision(NamedTuple):
+    """What a quorum decides, for all replicas in it."""
+
+    members: tuple[Member, ...] = ()  # of the next view, by slot; empty if there is none yet
+    established: tuple[Member, ...] = ()  # the members so far; empty before the founding
+    ahead: Member | None = None  # has completed a flight that others must first fetch from it
+    reason: str = ""  # why there is no next view
+    restarted: bool = False  # the reason is that the rendezvous has restarted
+    is_same: bool = False  # the next view is the current one, whose channel still works
+
+
+def decide(quorum: Quorum, limits: Limits) -> Decision:
+    """Return the decision of a quorum."""
+    present = [m for m in quorum.members if m.status not in (NEW, JOINING)]
+    if not present:
+        return _found(quorum, limits)
+    top = max(m.flights for m in present)
+    leaders = [m for m in present if m.flights == top]
+    leader, views = leaders[0], {m.view for m in leaders}
+    # the others were out of touch while a later view was formed
+    established = tuple(m for m in present if m.flights == top or m.view in views)
+    no_view = Decision(established=established)
+    staying = [m for m in established if m.status not in _GONE]
+    if any(m.flights < top for m in staying):
+        return no_view._replace(ahead=leader, reason="some members are behind")
+
+    known = sum(m.view == leader.view for m in established)
+    if 2 * known <= leader.view_size and quorum.number <= max(m.number for m in established):
+        reason = (
+            "the rendezvous has restarted, and since then it has heard from only"
+            f" {known} of {leader.view_size} replicas"
+        )
+        return no_view._replace(reason=reason, restarted=True)
+
+    taken = {m.slot for m in staying}
+    slots = [slot for slot in range(limits.max_replicas) if slot not in taken]
+    ready = [m for m in quorum.members if m.status == JOINING and m.flights == top]
+    if any(m.status in (ENDING, FINISHED) for m in established):
+        ready = []
+    entering = [m._replace(slot=slot) for m, slot in zip(ready, slots, strict=False)]
+    members = tuple(sorted([*staying, *entering], key=lambda m: m.slot))
+    if len(members) < limits.min_replicas:
+        return no_view._replace(reason=_too_few(len(members), limits))
+    is_same = len(members) == leader.view_size and all(
+        m.view == leader.view and not m.broken for m in members
+    )
+    return Decision(members, established, is_same=is_same)
+
+
+def _found(quorum: Quorum, limits: Limits) -> Decision:
+    """Found a job with the replicas that have restored the latest step, 0 if none has a file."""
+    new = [m for m in quorum.members if m.status == NEW]
+    latest = [m for m in new if m.step == max(one.step for one in new)]
+    founders = [m for m in latest if m.settings == latest[0].settings][: limits.max_replicas]
+    if len(founders) < limits.min_replicas:
+        return Decision(reason=_too_few(len(founders), limits))
+    return Decision(tuple(m._replace(slot=slot) for slot, m in enumerate(founders)))
+
+
+def _too_few(count: int, limits: Limits) -> str:
+    return f"only {count} of at least {limits.min_replicas} replicas (`min_replicas`) are there"
+
+
+# -- this replica
+
+_ASK_AGAIN_S = 0.2
+_CONNECT = timedelta(seconds=15)  # for the members of a new view to connect to each other
+_LEAVE_S = 5.0  # how long a replica waits for the others to ask, before it leaves
+_NEVER = 2**62  # higher than any number of a quorum
+_NONE_LEFT = (
+    "The replicas from which this one got its state are gone. Restart it to join again, or if no"
+    " replica is left, to begin with the last checkpoint (`ckpt_path`)."
+)
+
+
+class ElasticMembership:
+    """One replica's part in an elastic job.
+
+    Args:
+        rendezvous: knows which replicas are alive.
+        transfer: serves this replica's state.
+        replica: unique name of this process.
+        ledger: counts the bytes of the exchanges.
+        host: this machine's address for other replicas.
+        limits: allowed sizes of a view.
+        timeout: of an exchange, and of waiting for enough replicas.
+
+    Attributes:
+        record: what this replica tells the others.
+        view_members: the records of the members of the latest view, by slot.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        transfer: StateTransfer,
+        replica: str,
+        ledger: Ledger,
+        host: str = "127.0.0.1",
+        limits: Limits = Limits(),
+        timeout: timedelta = timedelta(minutes=5),
+    ) -> None:
+        self.rendezvous, self.transfer, self.ledger = rendezvous, transfer, ledger
+        self.limits, self._timeout = limits, timeout
+        self._sockets = CloseOnFork()
+        with self._sockets.opening():
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, 0, is_master=True, wait_for_workers=False
+            )
+        address = f"{host}:{self._store.port}"
+        self.record = Member(replica, store=address, states=(transfer.address,))
+        self._quorum = Quorum(0, ())
+        self.view_members: tuple[Member, ...] = ()
+        self._view = View(0, (0,), Channel([0], 0, ledger))
+        self._agreed: View | None = None  # for the next flight, by `start` or `enter`
+        self._lock, self._closed = threading.Lock(), False
+
+    def view(self) -> View:
+        """Return the latest view."""
+        return self._view
+
+    # -- beginning
+
+    def start(self, settings: Mapping[str, str], step: int = 0, flights: int = 0) -> bool:
+        """Find the job, or found it; return whether this replica is a founder.
+
+        A founder has an open view for its first flight. Another replica must `enter`.
+
+        Args:
+            settings: settings and model, which must be the same on all replicas.
+            step: inner steps in the file from which this replica was restored.
+            flights: number of flights before that.
+
+        Raises:
+            RuntimeError: the job has ended.
+            ValueError: other replicas have different settings.
+        """
+        self._tell(status=NEW, step=step, flights=flights, settings=dict(settings))
+        end_s = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            quorum = self._ask()
+            if not self.record.number:
+                self._tell(number=quorum.number)
+            decision = decide(quorum, self.limits)
+            others = decision.established or decision.members
+            if others:
+                self._check_settings(others[0])
+            if decision.established:
+                self._refuse_late_joiner(decision)
+                return False
+            if decision.members:
+                self._refuse_late(quorum.number, decision.members)
+                if self.record.replica in [m.replica for m in decision.members]:
+                    try:
+                        self._agreed = self._open(quorum, decision)
+                    except RuntimeError:
+                        self._tell(status=NEW)
+                        continue
+                    return True
+            self._wait_until(end_s, decision.reason or "other replicas have begun without this one")
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Keep asking in a `with` block, so that members do not wait for this replica.
+
+        For a joiner that is not ready.
+        """
+        self._tell(status=JOINING, flights=-1)
+        done = threading.Event()
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the main thread asks later, and raises it
+                while not done.is_set():
+                    self._ask()
+
+        threading.Thread(target=ask, name="joiner", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def enter(self, flights: int) -> bool:
+        """Ask to take part in flight number `flights`; return whether this replica is in its view.
+
+        If not, the members have begun that flight without it.
+
+        Raises:
+            RuntimeError: the job has ended, all slots are taken, or no member is left.
+        """
+        while True:
+            self._tell(status=JOINING, flights=flights)
+            quorum = self._ask()
+            decision = decide(quorum, self.limits)
+            self._refuse_joiner(quorum, decision)
+            if self.record.replica in [m.replica for m in decision.members]:
+                with suppress(RuntimeError):
+                    self._agreed = self._open(quorum, decision)
+                    return True
+            elif decision.members or any(m.flights > flights for m in decision.established):
+                return False
+            time.sleep(_ASK_AGAIN_S)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether another replica is about to join."""
+        return any(m.status in (NEW, JOINING) for m in self._quorum.members)
+
+    def donor(self, gone: set[str]) -> Member:
+        """Return a member from which to take the state.
+
+        Args:
+            gone: names of replicas that did not answer; cleared when there are newer records.
+
+        Raises:
+            RuntimeError: no member is left.
+        """
+        while True:
+            found = decide(self._quorum, self.limits).established
+            if not found:
+                raise RuntimeError(_NONE_LEFT)
+            top = max(m.flights for m in found)
+            for member in found:
+                if member.flights == top and member.replica not in gone:
+                    return member
+            gone.clear()
+            self._tell(status=JOINING, flights=-1)
+            self._ask()
+
+    # -- before each flight, on the background thread
+
+    def agree(self, flight: int, step: int) -> View | Member:
+        """Return the view for a flight, or a member that has already completed it.
+
+        Args:
+            flight: its number; this replica has completed all earlier ones.
+            step: the inner step after which it is launched.
+
+        Raises:
+            RuntimeError: the others continue without this replica, or there were not enough
+                replicas for longer than the timeout.
+        """
+        if self._agreed is not None:
+            view, self._agreed = self._agreed, None
+            return view
+        self._tell(flights=flight, step=step)
+        end_s = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            quorum = self._ask()
+            decision = decide(quorum, self.limits)
+            if self.record.replica not in [m.replica for m in decision.established]:
+                raise RuntimeError(
+                    "The other replicas continued without this one, because it did not respond for"
+                    " longer than the heartbeat timeout. Restart it: it then joins again."
+                )
+            if decision.ahead is not None:
+                if decision.ahead.flights > flight:
+                    return decision.ahead
+                continue  # others fetch what this one has
+            if self.record.status in _GONE:
+                raise RuntimeError("This replica has left the job.")
+            if decision.members:
+                with suppress(RuntimeError):  # a member died: ask again
+                    return self._open(quorum, decision)
+                continue
+            if decision.restarted:
+                self._tell(number=_NEVER)
+            self._wait_until(end_s, decision.reason)
+
+    def failed(self) -> None:
+        """Report that an exchange in the current view has failed."""
+        self._tell(broken=True)
+
+    # -- the end
+
+    def end(self) -> None:
+        """Announce the last exchanges of the fit, so that nobody joins."""
+        self._tell(status=ENDING)
+
+    def leave(self) -> None:
+        """Leave the job; the other replicas continue without this one.
+
+        Waits for at most `_LEAVE_S` until they know. Otherwise they notice that the heartbeat has
+        ended.
+        """
+        self._tell(status=FINISHED if self.record.status == ENDING else LEAVING)
+        if self.record.view and not self._closed:
+            asking = threading.Thread(target=self._say_leaving, name="leaving", daemon=True)
+            asking.start()
+            asking.join(_LEAVE_S)
+        self.close()
+
+    def close(self) -> None:
+        """End the heartbeat and close all connections."""
+        if not self._closed:
+            self._closed = True
+            self.rendezvous.close()
+            self.transfer.close()
+            _reap(self._view.channel)
+
+    # -- inside
+
+    def _tell(self, **changes: Any) -> Member:
+        with self._lock:
+            self.record = self.record._replace(**changes)
+            return self.record
+
+    def _ask(self) -> Quorum:
+        quorum = self.rendezvous.quorum(self._tell(asked=self.record.asked + 1))
+        self._quorum = quorum
+        return quorum
+
+    def _say_leaving(self) -> None:
+        with suppress(RuntimeError):
+            while decide(self._ask(), self.limits).ahead is not None:
+                pass  # others fetch what this replica has
+
+    def _wait_until(self, end_s: float, reason: str) -> None:
+        if time.monotonic() > end_s:
+            raise RuntimeError(
+                f"Gave up after {self._timeout.total_seconds():g} s (`timeout`): {reason}."
+            )
+        time.sleep(_ASK_AGAIN_S)
+
+    def _open(self, quorum: Quorum, decision: Decision) -> View:
+        """Connect the members of the next view, or return the current one if it is the same.
+
+        Raises:
+            RuntimeError: not all members connected.
+        """
+        self.view_members = decision.members
+        names = [m.replica for m in decision.members]
+        slots, rank = tuple(m.slot for m in decision.members), names.index(self.record.replica)
+        if decision.is_same:
+            self._tell(number=quorum.number)
+            return self._view
+
+        name = hashlib.sha256(repr(quorum).encode()).hexdigest()[:16]
+        status = ENDING if self.record.status == ENDING else MEMBER
+        self._tell(
+            status=status,
+            slot=slots[rank],
+            view=name,
+            view_size=len(slots),
+            number=quorum.number,
+            broken=True,
+        )
+        _reap(self._view.channel)
+        channel = self._connect(name, decision.members[0].store, rank, len(slots))
+        self._view = View(quorum.number, slots, channel)
+        self._tell(broken=False)
+        return self._view
+
+    def _connect(self, name: str, store: str, rank: int, size: int) -> Channel:
+        """Open a channel of a view; its members meet in a store of the first of them."""
+        if size == 1:
+            return Channel([0], 0, self.ledger)
+        host, _, port = store.rpartition(":")
+        with self._sockets.opening():
+            client = dist.TCPStore(  # type: ignore[attr-defined]
+                host, int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT
+            )
+            # two groups, as in `Channel.open` with `full_duplex`
+            up, down = (
+                _gloo_group(f"{name}/{way}", client, rank, size, self._timeout)
+                for way in ("up", "down")
+            )
+        return Channel(range(size), rank, self.ledger, up, downward=down)
+
+    # -- refusals
+
+    def _check_settings(self, other: Member) -> None:
+        mine, theirs = self.record.settings, other.settings
+        differ = [
+            f"`{name}` is {mine.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
+            for name in sorted({*mine, *theirs})
+            if mine.get(name) != theirs.get(name)
+        ]
+        if differ:
+            raise ValueError(
+                f"This replica differs from the one in slot {max(other.slot, 0)}:"
+                f" {'; '.join(differ)}. Start all replicas with the same settings and model."
+            )
+
+    def _refuse_late(self, number: int, founders: Sequence[Member]) -> None:
+        """Refuse to found a second job at the rendezvous of one that is over.
+
+        A rendezvous does not report that a job has ended, but its numbers continue. So one of the
+        founders of a new job must have seen number 1.
+        """
+        if self.record.step == 0 and number > 1 and all(m.number != 1 for m in founders):
+            raise RuntimeError(
+                "The job at this rendezvous is over: it has finished, or all its replicas are gone."
+                " To continue it, give all replicas its last checkpoint (`ckpt_path`). To begin a"
+                " new job, restart the rendezvous."
+            )
+
+    def _refuse_late_joiner(self, decision: Decision) -> None:
+        if any(m.status in (ENDING, FINISHED) for m in decision.established):
+            raise RuntimeError(
+                "The other replicas are finishing their fit, so this one is too late to join. Their"
+                " last checkpoint contains the result."
+            )
+
+    def _refuse_joiner(self, quorum: Quorum, decision: Decision) -> None:
+        self._refuse_late_joiner(decision)
+        mine = next(m for m in quorum.members if m.replica == self.record.replica)
+        top = max((m.flights for m in decision.established), default=-1)
+        if top < mine.flights:
+            raise RuntimeError(_NONE_LEFT)
+        full = len(decision.members) == self.limits.max_replicas
+        if full and mine.flights == top and mine.replica not in [m.replica for m in decision.members]:
+            raise RuntimeError(
+                f"All {self.limits.max_replicas} slots are taken (`max_replicas`). To use more"
+                " replicas, start all of them again with a higher `max_replicas`, from a checkpoint."
+            )
+
+
+def _gloo_group(
+    name: str, store: Any, rank: int, size: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Create a gloo group that `torch.distributed` does not register, so it needs no default group.
+
+    Collective over its ranks, within `_CONNECT`.
+    """
+    keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    backend: Any = dist.ProcessGroupGloo(keys, rank, size, _CONNECT)
+    backend._set_default_timeout(timeout)
+    group: Any = dist.ProcessGroup(keys, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def _reap(channel: Channel) -> None:
+    """Destroy a channel's groups in a thread: gloo first waits until pending exchanges time out."""
+    groups = [channel.group, channel._downward]
+    channel.group = channel._downward = None
+    threading.Thread(target=groups.clear, name="reaper", daemon=True).start()

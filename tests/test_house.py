@@ -28,11 +28,12 @@ PLANNER = "commfree_planner"  # beside it: whoever asks for a plan does not wait
 CHANNEL = Path("comm/channel.py")
 JOB = Path("comm/job.py")  # makes the framework's process group, and sends nothing
 LIVENESS = Path("comm/liveness.py")  # reads and writes the store
+MEMBERSHIP = Path("comm/membership.py")  # makes the groups of views, and sends nothing
 FSDP = Path("model/fsdp.py")  # FSDP2, whose collectives are its own and stay in a replica
 REPLICATION = Path("model/replication.py")  # FSDP's gradient scaler, on a channel's group
 SHARDS = Path("model/shards.py")
 FOLDERS = Path("resume/folders.py")  # a checkpoint that ranks have written
-USERS = [CHANNEL, JOB, LIVENESS, FSDP, REPLICATION, SHARDS, FOLDERS]  # of torch.distributed
+USERS = [CHANNEL, JOB, LIVENESS, MEMBERSHIP, FSDP, REPLICATION, SHARDS, FOLDERS]  # of torch.distributed
 LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
 

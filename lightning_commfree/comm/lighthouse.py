@@ -144,6 +144,8 @@ class LighthouseRendezvous:
     def _connect(self, replica: str) -> Any:
         """Return the client; start it and the heartbeat with the first call."""
         with self._lock:
+            if self._closed.is_set():
+                raise RuntimeError("The rendezvous is closed.")
             if self._client is None:
                 self._client = self._torchft.LighthouseClient(self.url, _CONNECT)
             if self._heartbeat is None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,7 @@ def test_code_in_a_state_file_does_not_run(
     else:
         file.write_bytes(pickle.dumps({"weight": Attack(ran)}))
     content = file.read_bytes()
-    monkeypatch.setattr(
-        state_server.torch, "save", lambda _, opened: opened.write(content)
-    )
+    monkeypatch.setattr(state_server.torch, "save", lambda _, opened: opened.write(content))
     donor = StateServer()
     donor.serve(lambda: STATE, messages)
     try:
@@ -202,7 +201,9 @@ def test_a_donor_that_is_gone_is_an_error_in_time(joiner: StateServer) -> None:
     assert donor.token not in str(error.value)
 
 
-def test_another_program_at_the_address_is_no_donor(joiner: StateServer, donor: StateServer) -> None:
+def test_another_program_at_the_address_is_no_donor(
+    joiner: StateServer, donor: StateServer
+) -> None:
     with pytest.raises(ConnectionError, match="answers with status 404"):
         joiner._fetch(donor.address, "/index.html", open(os.devnull, "w+b"))  # noqa: SIM115
 
@@ -254,10 +255,19 @@ def test_ten_thousand_garbage_connections_change_nothing(
             state = joiner.fetch_snapshot(donor.address)
     assert state is not None
     assert_whole(state)
-    assert most - before <= state_server.MAX_PENDING + 50, "threads of connections that were closed"
+    assert most - before <= 50, "connections that say nothing have a thread"
     for connection in held:
         connection.close()
     assert_whole(joiner.fetch_snapshot(donor.address))
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
 
 
 def test_connections_that_say_nothing_are_closed(
@@ -269,11 +279,11 @@ def test_connections_that_say_nothing_are_closed(
     assert silent[0].recv(1) == b""
     monkeypatch.setattr(state_server, "HEAD_SECONDS", 0.5)
     with socket.create_connection(where(donor), timeout=3.0) as slow:
+        slow.setblocking(False)
         start = time.monotonic()
-        with pytest.raises(OSError):  # noqa: PT011 - of several kinds
-            for _ in range(30):
-                slow.sendall(b"G")
-                time.sleep(0.1)
-        assert time.monotonic() - start < 2.0
+        while not is_closed(slow):
+            slow.send(b"G")
+            time.sleep(0.1)
+        assert 0.4 < time.monotonic() - start < 2.0
     for connection in silent:
         connection.close()

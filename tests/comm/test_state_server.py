@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +276,8 @@ def test_connections_that_say_nothing_are_closed(
     monkeypatch.setattr(state_server, "MAX_PENDING", 2)
     silent = [socket.create_connection(where(donor), timeout=3.0) for _ in range(3)]
     assert silent[0].recv(1) == b""
+    for connection in silent:
+        connection.close()
     monkeypatch.setattr(state_server, "HEAD_SECONDS", 0.5)
     with socket.create_connection(where(donor), timeout=3.0) as slow:
         slow.setblocking(False)
@@ -285,5 +286,3 @@ def test_connections_that_say_nothing_are_closed(
             slow.send(b"G")
             time.sleep(0.1)
         assert 0.4 < time.monotonic() - start < 2.0
-    for connection in silent:
-        connection.close()

@@ -73,6 +73,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     Attributes:
         launched: number of flights that this replica and the others have launched.
         landed: number of flights that have landed here, in the order of their launches.
+        joined: the flight with which this replica joined the job; None for a founder.
         inner_steps: number of inner steps that this replica has taken itself; `step` is its
             position in the schedule, which is the same on all replicas.
         views: flight and slots of each view in which this replica took part.
@@ -106,6 +107,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.launched = self.landed = self.inner_steps = 0
         self.views: list[tuple[int, tuple[int, ...]]] = []
         self.weight_per_step = 1
+        self.joined: int | None = None
         super().__init__(module, fragments, settings, membership, within)
         self._frozen_digests = self._frozen.digests()
         membership.transfer.serve(self.snapshot, self.messages)
@@ -308,7 +310,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             except ConnectionError:
                 gone.add(donor.replica)
 
-        self.launched = self.landed
+        self.joined = self.launched = self.landed
         self._take_outer(self.launch_step(self.launched))
         while self.launch_step(self.launched) == self.step:
             p = self.launched % len(self.fragments)

@@ -23,6 +23,7 @@ rendezvous (`Rendezvous`), and how a joiner gets what it needs (`StateTransfer`)
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.member_watch import MemberWatch
 from lightning_commfree.comm.sockets import CloseOnFork
 
 NEW = "new"  # wants to found the job, or to join it
@@ -89,6 +91,13 @@ class Rendezvous(Protocol):
         Raises:
             RuntimeError: there is no such service at the address, or it stayed unreachable or gave
                 no answer for longer than the job's timeout; the message says which.
+        """
+
+    def heartbeats(self) -> Mapping[str, float]:
+        """Return the seconds since the last heartbeat of every replica it has heard from.
+
+        Raises:
+            ConnectionError: the service does not answer.
         """
 
     def close(self) -> None:
@@ -233,6 +242,7 @@ class ElasticMembership:
         host: this machine's address for other replicas.
         limits: allowed sizes of a view.
         timeout: of an exchange, and of waiting for enough replicas.
+        heartbeat_timeout_s: of silence, after which an exchange with a member is given up.
 
     Attributes:
         record: what this replica tells the others.
@@ -248,14 +258,14 @@ class ElasticMembership:
         host: str = "127.0.0.1",
         limits: Limits = Limits(),
         timeout: timedelta = timedelta(minutes=5),
+        heartbeat_timeout_s: float = 5.0,
     ) -> None:
         self.rendezvous, self.transfer, self.ledger = rendezvous, transfer, ledger
         self.limits, self._timeout = limits, timeout
+        self._host, self._heartbeat_timeout_s = host, heartbeat_timeout_s
         self._sockets = CloseOnFork()
         with self._sockets.opening():
-            self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, 0, is_master=True, wait_for_workers=False
-            )
+            self._store = _store_on(host)
         address = f"{host}:{self._store.port}"
         self.record = Member(replica, store=address, states=(transfer.address,))
         self._quorum = Quorum(0, ())
@@ -495,6 +505,7 @@ class ElasticMembership:
         )
         _reap(self._view.channel)
         channel = self._connect(name, decision.members[0].store, rank, len(slots))
+        channel.peers = MemberWatch(self.rendezvous, names, self._heartbeat_timeout_s)
         self._view = View(quorum.number, slots, channel)
         self._tell(broken=False)
         return self._view
@@ -510,7 +521,7 @@ class ElasticMembership:
             )
             # two groups, as in `Channel.open` with `full_duplex`
             up, down = (
-                _gloo_group(f"{name}/{way}", client, rank, size, self._timeout)
+                _gloo_group(f"{name}/{way}", client, rank, size, self._timeout, self._host)
                 for way in ("up", "down")
             )
         return Channel(range(size), rank, self.ledger, up, downward=down)
@@ -564,15 +575,29 @@ class ElasticMembership:
             )
 
 
+def _store_on(host: str) -> Any:
+    """Create a store that listens on `host` only; by itself it listens on every interface."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
 def _gloo_group(
-    name: str, store: Any, rank: int, size: int, timeout: timedelta
+    name: str, store: Any, rank: int, size: int, timeout: timedelta, host: str
 ) -> dist.ProcessGroup:
     """Create a gloo group that `torch.distributed` does not register, so it needs no default group.
 
-    Collective over its ranks, within `_CONNECT`.
+    Collective over its ranks, within `_CONNECT`. It listens on `host`: by itself, gloo listens on the
+    address of the host's name, which on Debian other machines cannot reach.
     """
     keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    backend: Any = dist.ProcessGroupGloo(keys, rank, size, _CONNECT)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = _CONNECT
+    backend = gloo(keys, rank, size, options)
     backend._set_default_timeout(timeout)
     group: Any = dist.ProcessGroup(keys, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

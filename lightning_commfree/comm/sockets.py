@@ -81,6 +81,26 @@ def choose_interface(main_address: str) -> str | None:
     )
 
 
+def own_address(towards: str) -> str:
+    """Return this machine's IPv4 address on the network that leads to a host.
+
+    `GLOO_SOCKET_IFNAME` names another interface.
+
+    Raises:
+        ValueError: that interface has no address, or no network leads to the host.
+    """
+    name = os.environ.get(VARIABLE)
+    address = interface_address(name) if name else _address_towards(towards)
+    if address is None:
+        raise ValueError(
+            f"The interface {name!r} (`{VARIABLE}`) has no IPv4 address; `ip address` lists those"
+            " that do."
+            if name
+            else f"No network of this machine leads to {towards!r}: check the name or address."
+        )
+    return address
+
+
 def connection_error(error: Exception) -> str:
     """Return an error message for ranks on several machines that cannot connect."""
     return (

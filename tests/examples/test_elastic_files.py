@@ -1,0 +1,100 @@
+"""The files that start elastic replicas under SLURM and Kubernetes agree with the code.
+
+Neither system runs here. The manifest is validated against the schema of Kubernetes where the
+package `kubernetes-validate` is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_commfree.comm.lighthouse_command import PORT, serve_parser
+from lightning_commfree.comm.state_server import TOKEN
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "elastic"
+SCRIPT = (FOLDER / "train.py").read_text("utf-8")
+KUBERNETES = "1.33"  # whose `backoffLimitPerIndex` is stable
+
+
+def manifests() -> dict[str, Any]:
+    text = (FOLDER / "kubernetes.yaml").read_text("utf-8")
+    return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
+
+
+def container(manifest: dict[str, Any]) -> dict[str, Any]:
+    (found,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def constants(name: str) -> list[Any]:
+    """Return the constant values of a keyword in the script."""
+    return [
+        keyword.value.value
+        for keyword in ast.walk(ast.parse(SCRIPT))
+        if isinstance(keyword, ast.keyword)
+        and keyword.arg == name
+        and isinstance(keyword.value, ast.Constant)
+    ]
+
+
+def test_the_manifest_agrees_with_the_code() -> None:
+    found = manifests()
+    assert set(found) == {"Deployment", "Service", "Job", "NetworkPolicy"}
+    lighthouse, replica = container(found["Deployment"]), container(found["Job"])
+
+    assert lighthouse["command"][0] == "commfree-lighthouse"
+    assert serve_parser().parse_args(lighthouse["command"][1:]).port == PORT
+    assert [port["containerPort"] for port in lighthouse["ports"]] == [PORT]
+    assert [port["port"] for port in found["Service"]["spec"]["ports"]] == [PORT]
+
+    environment = {variable["name"]: variable.get("value") for variable in replica["env"]}
+    assert environment == {
+        "RENDEZVOUS": f"http://{found['Service']['metadata']['name']}:{PORT}",
+        TOKEN: None,
+    }
+    assert '"RENDEZVOUS"' in SCRIPT
+    assert (ROOT / replica["command"][1]).is_file()
+    assert [found["Job"]["spec"]["completions"]] == constants("max_replicas")
+    labels = [found[kind]["spec"]["template"]["metadata"]["labels"] for kind in ("Deployment", "Job")]
+    (rule,) = found["NetworkPolicy"]["spec"]["ingress"]
+    allowed = rule["from"][0]["podSelector"]["matchLabels"].items()
+    assert all(allowed <= label.items() for label in labels)
+    assert found["Service"]["spec"]["selector"].items() <= labels[0].items()
+
+
+def test_the_manifest_follows_the_schema_of_kubernetes() -> None:
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="needs `pip install kubernetes-validate`, with the schemas"
+    )
+    for manifest in manifests().values():
+        validate.validate(manifest, KUBERNETES, strict=True)
+    broken = manifests()["Job"]
+    broken["spec"]["completionmode"] = broken["spec"].pop("completionMode")
+    with pytest.raises(validate.ValidationError):
+        validate.validate(broken, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "slurm_lighthouse.sh"])
+def test_the_batch_scripts_parse_and_start_what_exists(name: str) -> None:
+    path = FOLDER / name
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    text = path.read_text("utf-8")
+    assert text.startswith("#!/bin/bash\n")
+    command = text.strip().splitlines()[-1].split()
+    assert command[0] == "exec"
+    if command[1] == "commfree-lighthouse":
+        assert serve_parser().parse_args(command[2:]).port == PORT
+    else:
+        assert (ROOT / command[-1]).is_file()
+        first, last = map(int, re.findall(r"--array=(\d+)-(\d+)", text)[0])
+        assert [last - first + 1] == constants("max_replicas")
+

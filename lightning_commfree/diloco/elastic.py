@@ -20,9 +20,11 @@ since it joined. So a new replica's first message, which contains only zeros, ha
 from __future__ import annotations
 
 import copy
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,6 +44,7 @@ from lightning_commfree.diloco.exchange import (
     cheaper_exchange,
 )
 from lightning_commfree.diloco.fragments import Fragment
+from lightning_commfree.diloco.messages import Message, startup_messages
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
@@ -149,11 +152,20 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._membership.end()
         return super().finish(stop)
 
-    @torch.no_grad()
-    def land_all(self) -> None:
-        """Land all in-flight fragments early, before this replica leaves the job."""
-        for p in list(self.flights):
-            self.land(p)
+    def drain(self, seconds: float) -> None:
+        """Wait until the exchanges in flight have completed, or for `seconds`.
+
+        Call it before this replica leaves the job: the others then have its values.
+        """
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                for p in self.flights:
+                    self._deliveries[p].wait()
+
+        waiting = threading.Thread(target=wait, name="drain", daemon=True)
+        waiting.start()
+        waiting.join(seconds)
 
     @override
     def close(self) -> None:
@@ -238,6 +250,23 @@ class ElasticDiLoCo(StreamingDiLoCo):
         fragment = self.fragments[p]
         return fragment.parameter_numel, fragment.shard_numel - fragment.parameter_numel
 
+    @property
+    def slot(self) -> int:
+        """This replica's share of the data, and its place in a view; valid after `begin`."""
+        return self._membership.record.slot
+
+    def model_hash(self) -> str:
+        """Return a hash of the model's names, shapes and dtypes, and of its frozen parameters."""
+        named = [(n, [*p.shape], str(p.dtype)) for n, p in self._module.named_parameters()]
+        text = repr((named, self._frozen_digests))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @override
+    def startup_messages(self, steps: int | None) -> list[Message]:
+        # how many replicas there are now does not matter
+        last_step = None if steps is None else self.step + steps
+        return startup_messages(self._module, self.settings, self.schedule, 2, last_step)
+
     # -- what other replicas fetch
 
     def snapshot(self) -> dict[str, Any]:
@@ -317,6 +346,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self.launch(p, stop=False)
             if not self.settings.overlap_steps:
                 self.land(p)
+        self._enter(membership.view())
 
     def launch_step(self, flight: int) -> int:
         """Return the inner step after which a flight is launched."""

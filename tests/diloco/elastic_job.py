@@ -143,6 +143,9 @@ class ScriptedRendezvous:
             raise RuntimeError("The rendezvous is closed.") from error
         return answer
 
+    def heartbeats(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         self.closed = True
         for connection in [self.beat, *self.pending]:

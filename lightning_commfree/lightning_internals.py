@@ -390,9 +390,7 @@ def validate_if(trainer: pl.Trainer, patches: Patches, allowed: Callable[[], boo
     if MID_EPOCH.works(trainer):
         loop = trainer.fit_loop.epoch_loop
         is_due = loop._should_check_val_fx
-        patches.put(
-            loop, "_should_check_val_fx", lambda fetcher: is_due(fetcher) and allowed()
-        )
+        patches.put(loop, "_should_check_val_fx", lambda fetcher: is_due(fetcher) and allowed())
 
 
 def set_step(trainer: pl.Trainer, step: int) -> None:

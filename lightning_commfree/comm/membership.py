@@ -568,7 +568,11 @@ class ElasticMembership:
         if top < mine.flights:
             raise RuntimeError(_NONE_LEFT)
         full = len(decision.members) == self.limits.max_replicas
-        if full and mine.flights == top and mine.replica not in [m.replica for m in decision.members]:
+        if (
+            full
+            and mine.flights == top
+            and mine.replica not in [m.replica for m in decision.members]
+        ):
             raise RuntimeError(
                 f"All {self.limits.max_replicas} slots are taken (`max_replicas`). To use more"
                 " replicas, start all of them again with a higher `max_replicas`, from a checkpoint."

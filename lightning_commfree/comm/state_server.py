@@ -54,7 +54,7 @@ import torch
 
 from lightning_commfree.comm.sockets import CloseOnFork
 
-TOKEN = "COMMFREE_TOKEN"  # noqa: S105 - the name of a variable
+TOKEN = "COMMFREE_TOKEN"
 MAX_HEAD_BYTES = 8192
 HEAD_SECONDS = 5.0  # for a request to arrive
 MAX_PENDING = 256  # connections that have not yet shown the token
@@ -316,7 +316,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = BytesIO(_read_head(self.connection))
         self.connection.settimeout(STALL_SECONDS)
 
-    def do_GET(self) -> None:  # noqa: N802 - http.server's name
+    def do_GET(self) -> None:
         states = self.server.states
         if self.path == "/report":
             return self._answer(HTTPStatus.OK, json.dumps(states.report()).encode())
@@ -368,7 +368,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
+    def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
 
 
@@ -394,9 +394,7 @@ def _hang_up(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _request(
-    address: str, token: str, path: str, into: IO[bytes], timeout_s: float
-) -> bool:
+def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: float) -> bool:
     """Append the rest of an answer to a file; return whether the server was free to answer.
 
     Raises:

@@ -131,9 +131,7 @@ def test_code_in_a_state_file_does_not_run(
     else:
         file.write_bytes(pickle.dumps({"weight": Attack(ran)}))
     content = file.read_bytes()
-    monkeypatch.setattr(
-        state_server.torch, "save", lambda _, opened: opened.write(content)
-    )
+    monkeypatch.setattr(state_server.torch, "save", lambda _, opened: opened.write(content))
     donor = StateServer()
     donor.serve(lambda: STATE, messages)
     try:
@@ -202,7 +200,9 @@ def test_a_donor_that_is_gone_is_an_error_in_time(joiner: StateServer) -> None:
     assert donor.token not in str(error.value)
 
 
-def test_another_program_at_the_address_is_no_donor(joiner: StateServer, donor: StateServer) -> None:
+def test_another_program_at_the_address_is_no_donor(
+    joiner: StateServer, donor: StateServer
+) -> None:
     with pytest.raises(ConnectionError, match="answers with status 404"):
         joiner._fetch(donor.address, "/index.html", open(os.devnull, "w+b"))  # noqa: SIM115
 

@@ -181,7 +181,7 @@ class LocalTransfer:
         try:
             with Client(address) as client:
                 client.send(first)
-                found = pickle.loads(client.recv_bytes())  # noqa: S301
+                found = pickle.loads(client.recv_bytes())
         except (EOFError, OSError) as error:
             raise ConnectionError(address) from error
         if isinstance(found, LookupError):

@@ -64,7 +64,9 @@ def test_the_manifest_agrees_with_the_code() -> None:
     assert '"RENDEZVOUS"' in SCRIPT
     assert (ROOT / replica["command"][1]).is_file()
     assert [found["Job"]["spec"]["completions"]] == constants("max_replicas")
-    labels = [found[kind]["spec"]["template"]["metadata"]["labels"] for kind in ("Deployment", "Job")]
+    labels = [
+        found[kind]["spec"]["template"]["metadata"]["labels"] for kind in ("Deployment", "Job")
+    ]
     (rule,) = found["NetworkPolicy"]["spec"]["ingress"]
     allowed = rule["from"][0]["podSelector"]["matchLabels"].items()
     assert all(allowed <= label.items() for label in labels)
@@ -97,4 +99,3 @@ def test_the_batch_scripts_parse_and_start_what_exists(name: str) -> None:
         assert (ROOT / command[-1]).is_file()
         first, last = map(int, re.findall(r"--array=(\d+)-(\d+)", text)[0])
         assert [last - first + 1] == constants("max_replicas")
-

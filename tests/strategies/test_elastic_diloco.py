@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from tests.strategies.elastic import (
     ROWS,
     Fit,
     Fits,
-    Indexed,
     Pace,
     RendezvousServer,
     Scripted,
-    data,
     fit,
 )
 from tests.strategies.models import quiet_trainer

@@ -175,7 +175,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         self._heartbeat_timeout_s = heartbeat_timeout
         self.slot = 0
 
-    def connect(self, host: str, timeout_s: float) -> tuple[Rendezvous, StateTransfer]:
+    def services(self, host: str, timeout_s: float) -> tuple[Rendezvous, StateTransfer]:
         """Return the rendezvous, and a state server that listens on `host`."""
         return LighthouseRendezvous(self.rendezvous, timeout_s), StateServer(host)
 
@@ -220,7 +220,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             self.module, settings.num_fragments, settings.fragment_pattern
         )
         timeout, host = self.ranks.timeout, own_address(str(urlsplit(self.rendezvous).hostname))
-        rendezvous, transfer = self.connect(host, timeout.total_seconds())
+        rendezvous, transfer = self.services(host, timeout.total_seconds())
         membership = ElasticMembership(
             rendezvous,
             transfer,

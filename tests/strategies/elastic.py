@@ -34,7 +34,7 @@ class Scripted(ElasticDiLoCoStrategy):
         super().__init__("http://127.0.0.1:1", **kwargs)
         self.scripted = ScriptedRendezvous(address), LocalTransfer(folder, name)
 
-    def connect(self, host: str, timeout_s: float) -> Any:
+    def services(self, host: str, timeout_s: float) -> Any:
         return self.scripted
 
 
@@ -106,7 +106,7 @@ def fit(
     found = Fit()
 
     class Look(pl.Callback):
-        def teardown(self, *_: Any) -> None:
+        def on_train_end(self, *_: Any) -> None:
             if strategy._diloco is not None:
                 found.joined = strategy._elastic.joined
                 found.inner_steps = strategy._elastic.inner_steps

@@ -63,7 +63,7 @@ def test_a_replica_that_is_killed_and_started_again_joins(tmp_path: Path) -> Non
     fits.start("d")
     found = fits.results()
     server.close()
-    assert found.keys() == {"a", "c", "d"}
+    assert found.keys() == {"a", "c", "d"}, [one.error for one in found.values()]
     assert_equal(found)
     joiner = found["d"]
     assert joiner.joined is not None

@@ -33,7 +33,16 @@ FSDP = Path("model/fsdp.py")  # FSDP2, whose collectives are its own and stay in
 REPLICATION = Path("model/replication.py")  # FSDP's gradient scaler, on a channel's group
 SHARDS = Path("model/shards.py")
 FOLDERS = Path("resume/folders.py")  # a checkpoint that ranks have written
-USERS = [CHANNEL, JOB, LIVENESS, MEMBERSHIP, FSDP, REPLICATION, SHARDS, FOLDERS]  # of torch.distributed
+USERS = [
+    CHANNEL,
+    JOB,
+    LIVENESS,
+    MEMBERSHIP,
+    FSDP,
+    REPLICATION,
+    SHARDS,
+    FOLDERS,
+]  # of torch.distributed
 LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
 

@@ -20,9 +20,11 @@ since it joined. So a new replica's first message, which contains only zeros, ha
 from __future__ import annotations
 
 import copy
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,6 +44,7 @@ from lightning_commfree.diloco.exchange import (
     cheaper_exchange,
 )
 from lightning_commfree.diloco.fragments import Fragment
+from lightning_commfree.diloco.messages import Message, startup_messages
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
@@ -73,6 +76,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     Attributes:
         launched: number of flights that this replica and the others have launched.
         landed: number of flights that have landed here, in the order of their launches.
+        joined: the flight with which this replica joined the job; None for a founder.
         inner_steps: number of inner steps that this replica has taken itself; `step` is its
             position in the schedule, which is the same on all replicas.
         views: flight and slots of each view in which this replica took part.
@@ -106,6 +110,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.launched = self.landed = self.inner_steps = 0
         self.views: list[tuple[int, tuple[int, ...]]] = []
         self.weight_per_step = 1
+        self.joined: int | None = None
         super().__init__(module, fragments, settings, membership, within)
         self._frozen_digests = self._frozen.digests()
         membership.transfer.serve(self.snapshot, self.messages)
@@ -147,11 +152,20 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._membership.end()
         return super().finish(stop)
 
-    @torch.no_grad()
-    def land_all(self) -> None:
-        """Land all in-flight fragments early, before this replica leaves the job."""
-        for p in list(self.flights):
-            self.land(p)
+    def drain(self, seconds: float) -> None:
+        """Wait until the exchanges in flight have completed, or for `seconds`.
+
+        Call it before this replica leaves the job: the others then have its values.
+        """
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                for p in self.flights:
+                    self._deliveries[p].wait()
+
+        waiting = threading.Thread(target=wait, name="drain", daemon=True)
+        waiting.start()
+        waiting.join(seconds)
 
     @override
     def close(self) -> None:
@@ -236,6 +250,23 @@ class ElasticDiLoCo(StreamingDiLoCo):
         fragment = self.fragments[p]
         return fragment.parameter_numel, fragment.shard_numel - fragment.parameter_numel
 
+    @property
+    def slot(self) -> int:
+        """This replica's share of the data, and its place in a view; valid after `begin`."""
+        return self._membership.record.slot
+
+    def model_hash(self) -> str:
+        """Return a hash of the model's names, shapes and dtypes, and of its frozen parameters."""
+        named = [(n, [*p.shape], str(p.dtype)) for n, p in self._module.named_parameters()]
+        text = repr((named, self._frozen_digests))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @override
+    def startup_messages(self, steps: int | None) -> list[Message]:
+        # how many replicas there are now does not matter
+        last_step = None if steps is None else self.step + steps
+        return startup_messages(self._module, self.settings, self.schedule, 2, last_step)
+
     # -- what other replicas fetch
 
     def snapshot(self) -> dict[str, Any]:
@@ -308,13 +339,14 @@ class ElasticDiLoCo(StreamingDiLoCo):
             except ConnectionError:
                 gone.add(donor.replica)
 
-        self.launched = self.landed
+        self.joined = self.launched = self.landed
         self._take_outer(self.launch_step(self.launched))
         while self.launch_step(self.launched) == self.step:
             p = self.launched % len(self.fragments)
             self.launch(p, stop=False)
             if not self.settings.overlap_steps:
                 self.land(p)
+        self._enter(membership.view())
 
     def launch_step(self, flight: int) -> int:
         """Return the inner step after which a flight is launched."""

@@ -43,7 +43,7 @@ from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.strategies.checks import check_ddp_kwargs, present
-from lightning_commfree.strategies.clock import clock_for
+from lightning_commfree.strategies.clock import Clock, clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.drift import DriftCheck
 from lightning_commfree.strategies.evaluation import SharedEvaluation
@@ -112,6 +112,10 @@ class ReplicaStrategy(DDPStrategy):
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
         """Create the algorithm, after model and optimizers are set up and all settings agree."""
+
+    def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
+        """Return what decides when the fit stops."""
+        return Stopping(trainer, self.ranks, clock, self.patches)
 
     def equal_weights(self) -> tuple[int, Channel]:
         """Return the steps between weight comparisons (0: never), and the ranks to compare."""
@@ -209,7 +213,7 @@ class ReplicaStrategy(DDPStrategy):
         # before sharding
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # before `super().setup` creates the schedulers, which may ask for the length of an epoch
-        stopping = Stopping(trainer, self.ranks, clock_for(self.module), self.patches)
+        stopping = self.stopping(trainer, clock_for(self.module))
         super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)

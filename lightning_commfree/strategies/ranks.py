@@ -33,7 +33,7 @@ class Ranks:
         timeout: timedelta,
         open_channels: Callable[[RankInfo], ReplicaChannels],
     ) -> None:
-        self._strategy, self._timeout, self._open_channels = strategy, timeout, open_channels
+        self._strategy, self.timeout, self._open_channels = strategy, timeout, open_channels
         self._sockets, self._interface = CloseOnFork(), GlooInterface()
         self._channels: ReplicaChannels | None = None
 
@@ -175,7 +175,7 @@ class Ranks:
         return RankInfo(
             strategy.global_rank,
             strategy.world_size,
-            self._timeout,
+            self.timeout,
             strategy.process_group_backend or default_backend(device),
             device,
             environment.main_address if environment is not None and several else None,

@@ -1,0 +1,333 @@
+"""An elastic job of forked processes: a rendezvous that knows who lives, and what replicas play.
+
+`ScriptedRendezvous` stands in for a lighthouse: its server sees a replica die when its connection
+breaks, at once, or after `lose`. `LocalTransfer` stands in for the state server.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.membership import (
+    ElasticMembership,
+    Limits,
+    Member,
+    Quorum,
+)
+from lightning_commfree.diloco import DiLoCoSettings, split_into_fragments
+from lightning_commfree.diloco.elastic import ElasticDiLoCo
+from tests.diloco.training import ADAMW, DEFAULTS, State, state_of
+
+_FORK = multiprocessing.get_context("fork")
+
+
+# -- who lives
+
+
+class RendezvousServer:
+    """A process that answers a quorum as soon as all have asked that were in the last one and live.
+
+    Args:
+        folder: for its socket.
+        founders: how many must ask for the first quorum.
+    """
+
+    def __init__(self, folder: Path, founders: int) -> None:
+        self.address = str(folder / "rendezvous")
+        ready = _FORK.Event()
+        self.process = _FORK.Process(target=_serve, args=(self.address, founders, ready))
+        self.process.daemon = True
+        self.process.start()
+        assert ready.wait(10)
+
+    def lose(self, replica: str) -> None:
+        """Take a replica for dead, as a lighthouse does when its heartbeat expires."""
+        with Client(self.address) as client:
+            client.send(("lose", replica))
+
+    def restart(self) -> None:
+        """Forget everything, like a lighthouse that is killed and started again."""
+        with Client(self.address) as client:
+            client.send(("restart", None))
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.join()
+
+
+def _serve(address: str, founders: int, ready: Any) -> None:
+    listener = Listener(address, backlog=64)
+    ready.set()
+    sockets: dict[Any, str] = {}  # heartbeats: replica by connection
+    asked: dict[str, tuple[Member, list[Connection]]] = {}
+    last: set[str] = set()
+    number = 0
+    raw = listener._listener._socket  # type: ignore[attr-defined]
+    fresh: list[Connection] = []
+    while True:
+        for ready_one in wait([raw, *sockets, *fresh]):
+            if ready_one is raw:
+                fresh.append(listener.accept())
+                continue
+            try:
+                kind, value = ready_one.recv()  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                lost = sockets.pop(ready_one, None)
+                if lost is not None and lost not in sockets.values():
+                    asked.pop(lost, None)
+                with suppress(ValueError):
+                    fresh.remove(ready_one)  # type: ignore[arg-type]
+                continue
+            fresh.remove(ready_one)  # type: ignore[arg-type]
+            if kind == "beat":
+                sockets[ready_one] = value
+            elif kind == "lose":
+                for connection in [c for c, replica in sockets.items() if replica == value]:
+                    del sockets[connection]
+                asked.pop(value, None)
+            elif kind == "restart":
+                asked, last, number, founders = {}, set(), 0, 1
+            else:
+                waiting = asked[value.replica][1] if value.replica in asked else []
+                asked[value.replica] = value, [*waiting, ready_one]  # type: ignore[list-item]
+        alive = set(sockets.values())
+        if not asked or not last & alive <= asked.keys() or len(asked) < founders:
+            continue
+        founders = 1
+        number += asked.keys() != last
+        last = {*asked}
+        answer = Quorum(number, tuple(asked[name][0] for name in sorted(asked)))
+        for _, connections in asked.values():
+            for connection in connections:
+                with suppress(OSError):
+                    connection.send(answer)
+                connection.close()
+        asked = {}
+
+
+class ScriptedRendezvous:
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.beat: Connection | None = None
+        self.pending: list[Connection] = []
+        self.closed = False
+
+    def quorum(self, mine: Member) -> Quorum:
+        try:
+            if self.beat is None:
+                self.beat = Client(self.address)
+                self.beat.send(("beat", mine.replica))
+            client = Client(self.address)
+            self.pending.append(client)
+            client.send(("ask", mine))
+            answer: Quorum = client.recv()
+            self.pending.remove(client)
+        except (EOFError, OSError) as error:
+            raise RuntimeError("The rendezvous is closed.") from error
+        return answer
+
+    def heartbeats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+        for connection in [self.beat, *self.pending]:
+            if connection is not None:
+                connection.close()
+
+
+# -- what a joiner needs
+
+
+class LocalTransfer:
+    """A socket that answers with pickles; `delay_s` makes a slow joiner."""
+
+    def __init__(self, folder: Path, replica: str, delay_s: float = 0.0) -> None:
+        self.address = str(folder / f"state_{replica}")
+        self.delay_s = delay_s
+        self.listener = Listener(self.address, backlog=64)
+
+    def serve(self, snapshot: Callable[[], Any], messages: Callable[[int], Any]) -> None:
+        def answer() -> None:
+            while True:
+                with suppress(EOFError, OSError), self.listener.accept() as connection:
+                    first = connection.recv()
+                    try:
+                        found = snapshot() if first is None else messages(first)
+                    except LookupError as error:
+                        found = error
+                    connection.send_bytes(pickle.dumps(found))
+
+        threading.Thread(target=answer, daemon=True).start()
+
+    def fetch(self, address: str, first: int | None) -> Any:
+        try:
+            with Client(address) as client:
+                client.send(first)
+                found = pickle.loads(client.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise ConnectionError(address) from error
+        if isinstance(found, LookupError):
+            raise found
+        return found
+
+    def fetch_snapshot(self, address: str) -> Any:
+        found = self.fetch(address, None)
+        time.sleep(self.delay_s)
+        return found
+
+    def fetch_messages(self, address: str, first: int) -> Any:
+        return self.fetch(address, first)
+
+    def close(self) -> None:
+        pass
+
+
+# -- a replica
+
+
+@dataclass
+class Job:
+    """What all replicas of a job play."""
+
+    steps: int = 40
+    changes: dict[str, Any] = field(default_factory=dict)
+    make_module: Callable[[], nn.Module] = nn.Module
+    step_s: float = 0.01
+    limits: Limits = Limits()
+    weights: tuple[int, ...] = (1,) * 8  # of an inner step, by slot
+    before_step: Callable[[ElasticDiLoCo, int], None] = lambda diloco, step: None
+
+
+@dataclass
+class Result:
+    slot: int = -1
+    joined: int | None = None  # its first flight
+    inner_steps: int = 0
+    state: State = field(default_factory=dict)
+    views: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)  # of each step's landings
+    bytes_sent: int = 0
+    error: str = ""
+
+
+def train(module: nn.Module, slot: int, step: int) -> None:
+    """Backward of a loss that depends on slot and step alone, exact on any machine."""
+    generator = torch.Generator().manual_seed(1000 * slot + step)
+    module.zero_grad()
+    for parameter in module.parameters():
+        parameter.grad = parameter.detach() + torch.randn(parameter.shape, generator=generator)
+
+
+def settings_of(job: Job) -> DiLoCoSettings:
+    return DiLoCoSettings(**{**DEFAULTS, **job.changes})
+
+
+def replica(job: Job, address: str, name: str, folder: Path, delay_s: float = 0.0) -> Result:
+    """Play one replica from its begin to its end."""
+    ledger = Ledger()
+    membership = ElasticMembership(
+        ScriptedRendezvous(address),
+        LocalTransfer(folder, name, delay_s),
+        name,
+        ledger,
+        limits=job.limits,
+        timeout=timedelta(seconds=30),
+    )
+    module, settings = job.make_module(), settings_of(job)
+    fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
+    diloco = ElasticDiLoCo(module, fragments, settings, membership)
+    result = Result()
+    try:
+        diloco.begin(settings.fingerprint())
+        result.joined = diloco.joined
+        slot = result.slot = membership.record.slot
+        diloco.weight_per_step = job.weights[slot]
+        optimizer = ADAMW(module.parameters())
+        for step in range(diloco.step + 1, job.steps + 1):
+            job.before_step(diloco, step)
+            train(module, slot, step)
+            optimizer.step()
+            time.sleep(job.step_s)
+            start_s = time.monotonic()
+            diloco.after_step()
+            result.waits_s.append(time.monotonic() - start_s)
+        diloco.finish()
+        result.state = state_of(module)
+    except (RuntimeError, ValueError) as error:
+        result.error = f"{type(error).__name__}: {error}"
+    diloco.close()
+    result.views, result.inner_steps = diloco.views, diloco.inner_steps
+    result.bytes_sent = ledger.bytes_sent
+    return result
+
+
+def _play(job: Job, address: str, name: str, folder: Path, delay_s: float) -> None:
+    torch.set_num_threads(1)
+    result = replica(job, address, name, folder, delay_s)
+    torch.save(result, folder / f"writing_{name}")
+    (folder / f"writing_{name}").rename(folder / f"result_{name}")
+    time.sleep(0.05)
+    os._exit(0)  # a gloo group that lost a member may take its whole timeout to come down
+
+
+class Replicas:
+    """The processes of a job."""
+
+    def __init__(self, job: Job, folder: Path, founders: Sequence[str]) -> None:
+        self.job, self.folder = job, folder
+        self.server = RendezvousServer(folder, len(founders))
+        self.processes: dict[str, Any] = {}
+        for name in founders:
+            self.start(name)
+
+    def start(self, name: str, delay_s: float = 0.0) -> None:
+        arguments = self.job, self.server.address, name, self.folder, delay_s
+        self.processes[name] = _FORK.Process(target=_play, args=arguments, daemon=True)
+        self.processes[name].start()
+
+    def wait_dead(self, name: str) -> None:
+        self.processes[name].join(30)
+        assert self.processes[name].exitcode == -signal.SIGKILL
+
+    def results(self, limit_s: float = 40.0) -> dict[str, Result]:
+        """Wait for all processes; return the results of those that were not killed, by name."""
+        deadline = time.monotonic() + limit_s
+        for process in self.processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+        self.server.close()
+        paths = {name: self.folder / f"result_{name}" for name in self.processes}
+        return {
+            name: torch.load(path, weights_only=False)
+            for name, path in paths.items()
+            if path.exists()
+        }
+
+
+def kill_at(diloco: ElasticDiLoCo, step: int, victim: int, at: int) -> None:
+    """Kill the founder in slot `victim` before a step."""
+    if step == at and diloco._membership.record.slot == victim and diloco.inner_steps == step - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killing(victim: int, at: int) -> Callable[[ElasticDiLoCo, int], None]:
+    return partial(kill_at, victim=victim, at=at)

@@ -1,0 +1,198 @@
+"""Replicas that join, leave and die, in forked processes, equal the serial twin bit for bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import FixedMembership, View
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.membership import Limits
+from lightning_commfree.diloco import CODECS, StreamingDiLoCo, split_into_fragments
+from lightning_commfree.diloco.codec import decode_all
+from lightning_commfree.diloco.exchange import TAG, cheaper_exchange
+from tests.diloco.elastic_job import Job, Replicas, Result, killing, settings_of, train
+from tests.diloco.elastic_serial import ElasticTwin, Log
+from tests.diloco.training import ADAMW, State, state_of
+from tests.world import run_ranks
+
+
+class Blocks(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+
+SMALL = partial(Blocks, 6)  # every fragment is gathered
+LARGE = partial(Blocks, 40)  # three replicas send it in two phases
+
+
+def through(wire: str, values: Tensor) -> Tensor:
+    codec = CODECS[wire]
+    payload = torch.empty(codec.num_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values.contiguous(), out=payload)
+    return decode_all(codec, payload, torch.empty(values.numel()))
+
+
+def two_phases(wire: str, members: int, numel: int) -> bool:
+    channel = Channel([0], 0, Ledger())
+    view = View(0, tuple(range(members)), channel)
+    return cheaper_exchange(view, CODECS[wire], numel).route.two_phase
+
+
+def log_of(results: dict[str, Result]) -> Log:
+    """Merge what the replicas report; they must never have been in two views of one flight."""
+    views: dict[int, Sequence[int]] = {}
+    joins: dict[int, list[int]] = {}
+    for result in results.values():
+        for flight, members in result.views:
+            assert views.setdefault(flight, members) == members, f"two views of flight {flight}"
+        if result.joined is not None:
+            joins.setdefault(result.slot, []).append(result.joined)
+    return Log(views, joins)
+
+
+def play_twin(job: Job, log: Log) -> dict[int, State]:
+    settings, module = settings_of(job), job.make_module()
+    fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
+    twin = ElasticTwin(
+        job.make_module,
+        ADAMW,
+        settings.outer_optimizer,
+        train,
+        [fragment.parameters for fragment in fragments],
+        settings.sync_every,
+        settings.overlap_steps,
+        settings.mix,
+        partial(through, settings.wire_dtype),
+        partial(two_phases, settings.wire_dtype),
+        lambda slot: job.weights[slot],
+    )
+    return {slot: state_of(module) for slot, module in twin.play(log, job.steps).items()}
+
+
+def assert_equal_the_twin(job: Job, results: dict[str, Result]) -> Log:
+    errors = {name: result.error for name, result in results.items() if result.error}
+    assert not errors, errors
+    log = log_of(results)
+    states = play_twin(job, log)
+    assert states.keys() == {result.slot for result in results.values()}
+    for name, result in results.items():
+        for key, tensor in states[result.slot].items():
+            assert torch.equal(result.state[key], tensor), f"{name}: {key}"
+    first = next(iter(results.values())).state
+    for result in results.values():
+        assert all(torch.equal(result.state[key], tensor) for key, tensor in first.items())
+    return log
+
+
+CHANGES: dict[str, Any] = {"sync_every": 6, "num_fragments": 2, "overlap_steps": 2}
+
+
+def fixed(rank: int, size: int, job: Job) -> tuple[State, int]:
+    ledger = Ledger()
+    module, settings = job.make_module(), settings_of(job)
+    fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
+    channel = Channel.open([list(range(size))], rank, ledger)
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    optimizer = ADAMW(module.parameters())
+    for step in range(1, job.steps + 1):
+        train(module, rank, step)
+        optimizer.step()
+        diloco.after_step()
+    diloco.finish()
+    return state_of(module), ledger.bytes_by_tag[TAG]
+
+
+@pytest.mark.parametrize(
+    ("wire", "make_module"), [("fp32", SMALL), ("int8", LARGE), ("fp4", LARGE)]
+)
+def test_a_fixed_view_equals_streaming_diloco_in_bits_and_bytes(
+    wire: str, make_module: Any, tmp_path: Path
+) -> None:
+    job = Job(20, {**CHANGES, "wire_dtype": wire}, make_module, step_s=0.0)
+    results = Replicas(job, tmp_path, "abc").results()
+    expected = run_ranks(fixed, 3, tmp_path, job)
+    for result, (state, num_bytes) in zip(results.values(), expected, strict=True):
+        assert not result.error
+        assert result.bytes_sent == num_bytes
+        assert all(torch.equal(result.state[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.parametrize(
+    ("wire", "make_module", "changes"),
+    [
+        ("fp32", SMALL, {"overlap_steps": 0}),
+        ("fp4", LARGE, {"overlap_steps": 1}),
+        ("int8", LARGE, {"overlap_steps": 5, "num_fragments": 3}),  # several in flight
+        ("bf16", LARGE, {"overlap_steps": 2}),
+    ],
+)
+def test_a_kill_and_a_restart_equal_the_twin(
+    wire: str, make_module: Any, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    job = Job(
+        80,
+        {**CHANGES, "wire_dtype": wire, **changes},
+        make_module,
+        step_s=0.02,
+        before_step=killing(victim=1, at=16),
+    )
+    replicas = Replicas(job, tmp_path, "abc")
+    replicas.wait_dead("b")
+    replicas.start("d")
+    results = replicas.results()
+    log = assert_equal_the_twin(job, results)
+    assert results["d"].joined is not None
+    assert results["d"].slot == 1
+    assert results["a"].inner_steps == results["c"].inner_steps == 80, "no step is lost"
+    assert {len(members) for members in log.views.values()} == {2, 3}
+
+
+def test_nobody_waits_for_slow_joiners_of_which_two_come_at_once(tmp_path: Path) -> None:
+    job = Job(100, {**CHANGES, "wire_dtype": "fp4"}, LARGE, step_s=0.02)
+    replicas = Replicas(job, tmp_path, "ab")
+    time.sleep(0.3)
+    replicas.start("c", delay_s=0.7)
+    replicas.start("d", delay_s=0.7)
+    results = replicas.results()
+    log = assert_equal_the_twin(job, results)
+    joined = [results[name].joined for name in "cd"]
+    assert all(flight is not None and flight > 5 for flight in joined)
+    assert (0, 1, 2, 3) in log.views.values()
+    assert max(results["a"].waits_s) < 0.5
+
+
+def test_replicas_of_unequal_weight_equal_the_twin(tmp_path: Path) -> None:
+    job = Job(30, CHANGES, LARGE, step_s=0.0, weights=(1, 3, 4))
+    assert_equal_the_twin(job, Replicas(job, tmp_path, "abc").results())
+
+
+def test_a_replica_continues_alone_and_takes_in_another(tmp_path: Path) -> None:
+    job = Job(80, CHANGES, SMALL, step_s=0.02, before_step=killing(victim=0, at=16))
+    replicas = Replicas(job, tmp_path, "ab")
+    replicas.wait_dead("a")
+    replicas.start("c")
+    results = replicas.results()
+    log = assert_equal_the_twin(job, results)
+    assert {(0, 1), (1,)} <= set(log.views.values())
+    assert results["c"].slot == 0
+
+
+def test_more_replicas_than_slots_are_refused(tmp_path: Path) -> None:
+    job = Job(60, CHANGES, SMALL, step_s=0.02, limits=Limits(1, 2))
+    replicas = Replicas(job, tmp_path, "ab")
+    time.sleep(0.3)
+    replicas.start("c")
+    results = replicas.results()
+    assert "All 2 slots are taken (`max_replicas`)" in results["c"].error
+    assert not results["a"].error

@@ -3,8 +3,8 @@
     commfree-lighthouse &
     python examples/elastic/train.py    # in several terminals; end one with Ctrl-C, start it again
 
-`RENDEZVOUS` names a lighthouse on another machine (docs/elastic.md). Each replica has a Trainer of its
-own: Lightning sees one replica only.
+`RENDEZVOUS` names a lighthouse on another machine (docs/elastic.md). Each replica has a Trainer of
+its own, which sees this replica only.
 """
 
 import os

@@ -21,7 +21,9 @@ and end a replica that runs beside the lighthouse.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import secrets
 import threading
 import time
@@ -31,6 +33,7 @@ from typing import Any
 
 from lightning_commfree.comm.board import read_board
 from lightning_commfree.comm.membership import Member, Quorum
+from lightning_commfree.comm.sockets import hang_up, tcp_sockets
 from lightning_commfree.comm.state_server import public_address
 
 HEARTBEAT_SECONDS = 1.0
@@ -38,6 +41,7 @@ _CONNECT = timedelta(seconds=2)  # for one attempt to reach the lighthouse
 _FIRST_CONTACT_S = 60.0  # for a lighthouse that is started together with the replicas
 _WAITED_S = 5.0  # a call that fails after longer had reached the lighthouse
 _RETRY_S = 0.2
+_HANG_UP_S = 2.0  # for a call to end whose connection was closed
 log = logging.getLogger(__name__)
 
 
@@ -54,10 +58,12 @@ class LighthouseRendezvous:
         self._torchft = _torchft()
         self._lock = threading.Lock()
         self._heartbeat: Any = None  # a ManagerServer
-        self._was_there = False
         self._client: Any = None
+        self._connections: dict[int, int] = {}  # of the client: inodes by descriptor
+        self._was_there = False
         self._closed = threading.Event()
         self._answered = threading.Condition()
+        self._asking: set[threading.Thread] = set()
 
     def quorum(self, mine: Member) -> Quorum:
         """Ask for a quorum, as `mine.replica`; block until it is complete.
@@ -74,27 +80,20 @@ class LighthouseRendezvous:
             except RuntimeError as error:
                 answer.append(error)
             with self._answered:
+                self._asking.discard(threading.current_thread())
                 self._answered.notify_all()
 
-        # a thread of its own, because a call in Rust cannot be interrupted
-        threading.Thread(target=ask, name="lighthouse-quorum", daemon=True).start()
+        # a thread of its own, because nothing interrupts a call in Rust
+        thread = threading.Thread(target=ask, name="lighthouse-quorum", daemon=True)
         with self._answered:
+            self._asking.add(thread)
+            thread.start()
             self._answered.wait_for(lambda: answer or self._closed.is_set())
-        if not answer:
+        if not answer or self._closed.is_set():
             raise RuntimeError("The rendezvous was closed while this replica waited for a quorum.")
         if isinstance(answer[0], RuntimeError):
             raise answer[0]
         return answer[0]
-
-    def close(self) -> None:
-        """Stop the heartbeat, and interrupt a `quorum` in another thread with a `RuntimeError`."""
-        self._closed.set()
-        with self._answered:
-            self._answered.notify_all()
-        with self._lock:
-            if self._heartbeat is not None:
-                self._heartbeat.shutdown()
-            self._heartbeat = self._client = None
 
     def heartbeats(self) -> dict[str, float]:
         """Return the seconds since the last heartbeat of every replica, without joining a quorum.
@@ -103,6 +102,21 @@ class LighthouseRendezvous:
             ConnectionError: the lighthouse does not answer.
         """
         return read_board(self.url).heartbeats
+
+    def close(self) -> None:
+        """Stop the heartbeat, and interrupt a `quorum` in another thread with a `RuntimeError`."""
+        atexit.unregister(self.close)
+        self._closed.set()
+        with self._lock:
+            if self._heartbeat is not None:
+                self._heartbeat.shutdown()
+            self._heartbeat = self._client = None
+            # A thread that returned from Rust while the interpreter exits would abort the process.
+            for descriptor, inode in self._connections.items():
+                hang_up(descriptor, inode)
+        with self._answered:
+            self._answered.notify_all()
+            self._answered.wait_for(lambda: not self._asking, _HANG_UP_S)
 
     def _ask(self, mine: Member) -> Quorum:
         failing_s = start_s = time.monotonic()
@@ -123,6 +137,7 @@ class LighthouseRendezvous:
                 self._was_there = True
                 return _quorum(found)
             except (RuntimeError, TimeoutError) as error:
+                self._client = None  # so that `_connections` are always those in use
                 now = time.monotonic()
                 if now - start_s >= self.timeout_s:
                     raise RuntimeError(
@@ -147,7 +162,10 @@ class LighthouseRendezvous:
             if self._closed.is_set():
                 raise RuntimeError("The rendezvous is closed.")
             if self._client is None:
+                before = tcp_sockets()
                 self._client = self._torchft.LighthouseClient(self.url, _CONNECT)
+                self._connections = dict(tcp_sockets().items() - before.items())
+                atexit.register(self.close)
             if self._heartbeat is None:
                 self._heartbeat = self._torchft.ManagerServer(
                     replica_id=replica,
@@ -207,6 +225,10 @@ def _loopback() -> str:
 
 
 def _torchft() -> ModuleType:
+    # torchft logs every quorum, and the tokens in it, unless told otherwise when it is imported
+    is_set = "RUST_LOG" in os.environ
+    if not is_set:
+        os.environ["RUST_LOG"] = "warn"
     try:
         from torchft import coordination
     except ModuleNotFoundError as error:
@@ -214,6 +236,9 @@ def _torchft() -> ModuleType:
             "Elastic replicas need torchft: `pip install 'lightning-commfree[elastic]'`. It has"
             " packages for Linux on x86_64 only."
         ) from error
+    finally:
+        if not is_set:
+            del os.environ["RUST_LOG"]
     module: ModuleType = coordination
     return module
 

@@ -147,11 +147,11 @@ class CloseOnFork:
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Register all TCP sockets opened in a `with` block, by any thread and any library."""
-        before = _tcp_sockets()
+        before = tcp_sockets()
         try:
             yield
         finally:
-            new = {fd: inode for fd, inode in _tcp_sockets().items() if before.get(fd) != inode}
+            new = {fd: inode for fd, inode in tcp_sockets().items() if before.get(fd) != inode}
             if not self._inodes:
                 util.register_after_fork(self, CloseOnFork._close)
             self._inodes |= new
@@ -164,7 +164,7 @@ class CloseOnFork:
                     os.close(descriptor)
 
 
-def _tcp_sockets() -> dict[int, int]:
+def tcp_sockets() -> dict[int, int]:
     """Return the inodes of this process's TCP sockets, by descriptor."""
     found = {}
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
@@ -173,6 +173,14 @@ def _tcp_sockets() -> dict[int, int]:
             if stat.S_ISSOCK(status.st_mode) and _is_tcp(int(name)):
                 found[int(name)] = status.st_ino
     return found
+
+
+def hang_up(descriptor: int, inode: int) -> None:
+    """Shut down a connection of another library; do nothing if its descriptor has been reused."""
+    with suppress(OSError):
+        if os.fstat(descriptor).st_ino == inode:
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 def _is_tcp(descriptor: int) -> bool:

@@ -21,8 +21,8 @@ The token is the environment variable `COMMFREE_TOKEN`, the same on all replicas
 server makes a random one, which reaches joiners through the rendezvous, as part of its address.
 
 A stranger who reaches the port can only open connections. A request has no body, at most
-`MAX_HEAD_BYTES`, and `HEAD_SECONDS` to arrive; beyond `MAX_PENDING` connections without a valid
-token, the oldest is closed.
+`MAX_HEAD_BYTES`, and `HEAD_SECONDS` to arrive; beyond `MAX_PENDING` connections without a
+complete request, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -36,33 +36,36 @@ import os
 import pickle
 import re
 import secrets
+import selectors
 import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from pathlib import Path
-from socketserver import ThreadingTCPServer
-from typing import IO, Any
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import torch
 
 from lightning_commfree.comm.sockets import CloseOnFork
 
-TOKEN = "COMMFREE_TOKEN"
+TOKEN = "COMMFREE_TOKEN"  # an environment variable
 MAX_HEAD_BYTES = 8192
 HEAD_SECONDS = 5.0  # for a request to arrive
-MAX_PENDING = 256  # connections that have not yet shown the token
+MAX_PENDING = 256  # connections without a complete request
 MAX_ANSWERS = 8  # in progress at once; further joiners are told to ask again
 MAX_SNAPSHOTS = 4  # on disk at once; the one that was asked for least recently makes room
 STALL_SECONDS = 30.0  # without a byte of progress, after which either side gives up
 IDLE_SECONDS = 60.0  # without a request, after which a snapshot is removed
 
+_BACKLOG = 1024  # connections that the kernel holds until they are accepted
+_BATCH = 16  # connections accepted before others are read
+_TICK_S = 0.2
 _RETRY_S = 0.2
 _PIECE_BYTES = 1 << 20
 _DELIVERED = (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT)
@@ -102,8 +105,8 @@ class StateServer:
         self._serving: tuple[Callable[[], Any], Callable[[int], Any]] | None = None
         self._sockets = CloseOnFork()
         with self._sockets.opening():
-            self._server = _Server((host, port), self)
-        host, port = self._server.server_address[:2]
+            self._server = _Server(host, port, self)
+        host, port = self._server.address
         user = "" if shared else f":{self.token}@"
         self.address = f"http://{user}{host}:{port}"
 
@@ -116,15 +119,11 @@ class StateServer:
     ) -> None:
         """Begin to serve; see `StateTransfer.serve`."""
         self._serving = snapshot, messages
-        threading.Thread(
-            target=self._server.serve_forever, args=(0.2,), name="state-server", daemon=True
-        ).start()
+        self._server.start()
 
     def close(self) -> None:
         """Stop serving; joiners must ask another member."""
-        if self._serving is not None:
-            self._server.shutdown()
-        self._server.close_all()
+        self._server.close()
         self._folder.cleanup()
 
     @contextmanager
@@ -258,72 +257,121 @@ class _Snapshot:
         self.path.unlink(missing_ok=True)
 
 
-class _Server(ThreadingTCPServer):
-    """Accepts connections; of those that have not shown the token, only the newest stay open."""
+class _Server:
+    """Reads requests on one thread, and answers complete ones on a thread each."""
 
-    allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
+    def __init__(self, host: str, port: int, states: StateServer) -> None:
+        self._states = states
+        self._listener = socket.create_server((host, port), backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.address = self._listener.getsockname()
+        self._pending: dict[socket.socket, _Head] = {}  # oldest first
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._closed, self._thread = False, threading.Thread(target=self._run, daemon=True)
 
-    def __init__(self, address: tuple[str, int], states: StateServer) -> None:
-        self.states = states
-        self._pending: dict[socket.socket, None] = {}  # oldest first
-        self._pending_lock = threading.Lock()
-        super().__init__(address, _Handler)
+    def start(self) -> None:
+        self._thread.start()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._pending_lock:
-            self._pending[request] = None
+    def close(self) -> None:
+        self._closed = True
+        if self._thread.ident is not None:
+            self._thread.join()
+        for connection in self._pending:
+            connection.close()
+        self._selector.close()
+        self._listener.close()
+
+    def _run(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(_TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._pending:  # not closed for a newer one just now
+                    self._read(cast(socket.socket, key.fileobj))
+            while self._pending and self._oldest()[1].end_s < time.monotonic():
+                self._take(self._oldest()[0]).close()
+            self._states.remove_idle()
+
+    def _oldest(self) -> tuple[socket.socket, _Head]:
+        return next(iter(self._pending.items()))
+
+    def _accept(self) -> None:
+        for _ in range(_BATCH):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # no further one, or too many open files
+                return
+            connection.setblocking(False)
+            self._pending[connection] = _Head(time.monotonic() + HEAD_SECONDS)
+            self._selector.register(connection, selectors.EVENT_READ)
             if len(self._pending) > MAX_PENDING:
-                oldest = next(iter(self._pending))
-                del self._pending[oldest]
-                _hang_up(oldest)
-        super().process_request(request, client_address)
+                self._take(self._oldest()[0]).close()
 
-    def admit(self, request: socket.socket) -> None:
-        """Do not close this connection in favor of others."""
-        with self._pending_lock:
-            self._pending.pop(request, None)
+    def _read(self, connection: socket.socket) -> None:
+        head = self._pending[connection]
+        try:
+            piece = connection.recv(MAX_HEAD_BYTES + 1 - len(head.content))
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        head.content += piece
+        if not piece or len(head.content) > MAX_HEAD_BYTES:
+            self._take(connection).close()
+        elif b"\r\n\r\n" in head.content:
+            self._take(connection)
+            arguments = connection, bytes(head.content), self._states
+            try:
+                threading.Thread(target=_answer, args=arguments, daemon=True).start()
+            except RuntimeError:  # too many threads
+                connection.close()
 
-    def shutdown_request(self, request: Any) -> None:
-        self.admit(request)
-        super().shutdown_request(request)
+    def _take(self, connection: socket.socket) -> socket.socket:
+        """Stop reading a connection."""
+        self._selector.unregister(connection)
+        del self._pending[connection]
+        return connection
 
-    def close_all(self) -> None:
-        """Close the listening socket and all pending connections."""
-        self.server_close()
-        with self._pending_lock:
-            for request in self._pending:
-                _hang_up(request)
 
-    def service_actions(self) -> None:
-        self.states.remove_idle()
+class _Head:
+    """The part of a request that has arrived."""
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("A connection from %s failed.", client_address, exc_info=True)
+    def __init__(self, end_s: float) -> None:
+        self.end_s, self.content = end_s, bytearray()
+
+
+def _answer(connection: socket.socket, head: bytes, states: StateServer) -> None:
+    try:
+        with connection:
+            connection.settimeout(STALL_SECONDS)
+            _Handler(connection, head, states)
+    except Exception:
+        # whoever is at fault, the next request may work
+        log.debug("A request could not be answered.", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request, and closes the connection."""
+    """Answers one request."""
 
-    server: _Server
     server_version, sys_version = "commfree", ""
+
+    def __init__(self, connection: socket.socket, head: bytes, states: StateServer) -> None:
+        self._head, self._states = head, states
+        super().__init__(connection, connection.getpeername(), cast(Any, None))
 
     def setup(self) -> None:
         super().setup()
         self.rfile.close()
-        self.rfile = BytesIO(_read_head(self.connection))
-        self.connection.settimeout(STALL_SECONDS)
+        self.rfile = BytesIO(self._head)
 
     def do_GET(self) -> None:
-        states = self.server.states
+        states = self._states
         if self.path == "/report":
             return self._answer(HTTPStatus.OK, json.dumps(states.report()).encode())
         shown = self.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(shown, f"Bearer {states.token}".encode()):
             return self._answer(HTTPStatus.UNAUTHORIZED)
-        self.server.admit(self.connection)
         asked = _PATH.fullmatch(self.path)
         if asked is None:
             return self._answer(HTTPStatus.NOT_FOUND)
@@ -336,14 +384,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_messages(self, first: int) -> None:
         try:
-            body = self.server.states.messages(first)
+            body = self._states.messages(first)
         except LookupError:
             return self._answer(HTTPStatus.GONE)
-        self.server.states.count_sent(len(body))
+        self._states.count_sent(len(body))
         return self._answer(HTTPStatus.OK, body, _sha256(BytesIO(body)))
 
     def _send_snapshot(self, download: str) -> None:
-        snapshot = self.server.states.snapshot(download)
+        snapshot = self._states.snapshot(download)
         asked = _RANGE.fullmatch(self.headers.get("Range", "bytes=0-"))
         if asked is None or int(asked[1]) >= snapshot.num_bytes:
             return self._answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
@@ -356,7 +404,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             while first < end:
                 sent = self.connection.sendfile(body, first, _PIECE_BYTES)
-                self.server.states.count_sent(sent)
+                self._states.count_sent(sent)
                 snapshot.used_s = time.monotonic()
                 first += sent
         return None
@@ -370,28 +418,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
-
-
-def _read_head(connection: socket.socket) -> bytes:
-    """Read one request without a body.
-
-    Raises:
-        ConnectionError: it is too long or incomplete.
-        TimeoutError: it takes too long.
-    """
-    deadline, head = time.monotonic() + HEAD_SECONDS, b""
-    while b"\r\n\r\n" not in head:
-        connection.settimeout(max(deadline - time.monotonic(), 0.001))
-        piece = connection.recv(MAX_HEAD_BYTES + 1 - len(head))
-        head += piece
-        if not piece or len(head) > MAX_HEAD_BYTES:
-            raise ConnectionError("no complete request")
-    return head
-
-
-def _hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):  # it may be closed already
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: float) -> bool:

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from lightning_commfree.comm.membership import ElasticMembership, Limits
 from lightning_commfree.comm.state_server import StateServer
 from tests.world import free_port
 
-pytest.importorskip("torchft", reason="torchft has packages for Linux on x86_64 only")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchft") is None, reason="torchft has packages for Linux on x86_64 only"
+)
 
 HEARTBEAT_TIMEOUT_S = 3.0
 

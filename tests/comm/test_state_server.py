@@ -254,10 +254,19 @@ def test_ten_thousand_garbage_connections_change_nothing(
             state = joiner.fetch_snapshot(donor.address)
     assert state is not None
     assert_whole(state)
-    assert most - before <= state_server.MAX_PENDING + 50, "threads of connections that were closed"
+    assert most - before <= 50, "connections that say nothing have a thread"
     for connection in held:
         connection.close()
     assert_whole(joiner.fetch_snapshot(donor.address))
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
 
 
 def test_connections_that_say_nothing_are_closed(
@@ -267,13 +276,13 @@ def test_connections_that_say_nothing_are_closed(
     monkeypatch.setattr(state_server, "MAX_PENDING", 2)
     silent = [socket.create_connection(where(donor), timeout=3.0) for _ in range(3)]
     assert silent[0].recv(1) == b""
-    monkeypatch.setattr(state_server, "HEAD_SECONDS", 0.5)
-    with socket.create_connection(where(donor), timeout=3.0) as slow:
-        start = time.monotonic()
-        with pytest.raises(OSError):  # noqa: PT011 - of several kinds
-            for _ in range(30):
-                slow.sendall(b"G")
-                time.sleep(0.1)
-        assert time.monotonic() - start < 2.0
     for connection in silent:
         connection.close()
+    monkeypatch.setattr(state_server, "HEAD_SECONDS", 0.5)
+    with socket.create_connection(where(donor), timeout=3.0) as slow:
+        slow.setblocking(False)
+        start = time.monotonic()
+        while not is_closed(slow):
+            slow.send(b"G")
+            time.sleep(0.1)
+        assert 0.4 < time.monotonic() - start < 2.0

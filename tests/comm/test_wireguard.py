@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,7 +112,7 @@ def why_not() -> str | None:
 
 
 @pytest.fixture
-def configurations(tmp_path: Path) -> Iterator[list[Path]]:
+def configurations(tmp_path: Path) -> list[Path]:
     """The recipe's files for two machines, with what it leaves to fill in."""
     keys = []
     for _ in range(2):
@@ -138,7 +137,7 @@ def configurations(tmp_path: Path) -> Iterator[list[Path]]:
         (folder / "wg0.conf").write_text(text, encoding="utf-8")
         (folder / "wg0.conf").chmod(0o600)
         folders.append(folder / "wg0.conf")
-    yield folders
+    return folders
 
 
 def run(*command: str, given: str = "") -> str:

@@ -14,7 +14,7 @@ the same ones without further messages:
   in the view without the dead member.
 - *No split views.* A restarted rendezvous has forgotten the members and may answer any subset of
   them. So a view must contain more than half of the members of the last one. Fewer are enough if
-  the rendezvous has not restarted, because it then knows that all others are dead.
+  the number of the quorum is the next one: the rendezvous then knows that all others are dead.
 
 Asking happens on a background thread: only a landing waits for it. Two things are replaceable: the
 rendezvous (`Rendezvous`), and how a joiner gets what it needs (`StateTransfer`).
@@ -61,7 +61,7 @@ class Member(NamedTuple):
     slot: int = -1  # its share of the data, and its place in a view; -1 before it is a member
     view: str = ""  # name of the last view in which it was; "" if none
     view_size: int = 0  # number of members of that view
-    number: int = 0  # of the quorum that formed that view; if `NEW`, of the first one it was in
+    number: int = 0  # of the last quorum that it was in; if `NEW`, of the first one
     broken: bool = False  # an exchange in that view has failed, so that its channel is unusable
     asked: int = 0  # number of times that this process has asked; makes each quorum unique
     settings: Mapping[str, str] = {}  # settings and model, the same on all replicas
@@ -164,6 +164,7 @@ class Decision(NamedTuple):
     ahead: Member | None = None  # has completed a flight that others must first fetch from it
     reason: str = ""  # why there is no next view
     restarted: bool = False  # the reason is that the rendezvous has restarted
+    missed: bool = False  # there was a quorum without these replicas, who may have been stopped
     is_same: bool = False  # the next view is the current one, whose channel still works
 
 
@@ -183,7 +184,10 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
         return no_view._replace(ahead=leader, reason="some members are behind")
 
     known = sum(m.view == leader.view for m in established)
-    if 2 * known <= leader.view_size and quorum.number <= max(m.number for m in established):
+    last = max(m.number for m in established)
+    if 2 * known <= leader.view_size and quorum.number > last + 1:
+        return no_view._replace(missed=True)
+    if 2 * known <= leader.view_size and quorum.number <= last:
         reason = (
             "the rendezvous has restarted, and since then it has heard from only"
             f" {known} of {leader.view_size} replicas"
@@ -294,6 +298,7 @@ class ElasticMembership:
             RuntimeError: the job has ended.
             ValueError: other replicas have different settings.
         """
+        self._agreed = None
         self._tell(status=NEW, step=step, flights=flights, settings=dict(settings))
         end_s = time.monotonic() + self._timeout.total_seconds()
         while True:
@@ -406,7 +411,8 @@ class ElasticMembership:
         while True:
             quorum = self._ask()
             decision = decide(quorum, self.limits)
-            if self.record.replica not in [m.replica for m in decision.established]:
+            known = self.record.replica in [m.replica for m in decision.established]
+            if decision.missed or not known:
                 raise RuntimeError(
                     "The other replicas continued without this one, because it did not respond for"
                     " longer than the heartbeat timeout. Restart it: it then joins again."
@@ -466,6 +472,8 @@ class ElasticMembership:
     def _ask(self) -> Quorum:
         quorum = self.rendezvous.quorum(self._tell(asked=self.record.asked + 1))
         self._quorum = quorum
+        if self.record.status in (MEMBER, ENDING) and self.record.number != _NEVER:
+            self._tell(number=quorum.number)
         return quorum
 
     def _say_leaving(self) -> None:

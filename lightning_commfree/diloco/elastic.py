@@ -131,16 +131,20 @@ class ElasticDiLoCo(StreamingDiLoCo):
             RuntimeError: the job has ended, all slots are taken, or no replica is left.
             ValueError: the other replicas have different settings or another model.
         """
-        if not self._membership.start(fingerprint, self.step, self.launched):
-            self._join_job()
-            return True
-        view = self._membership.view()
-        self._enter(view)
-        if view.rank:
-            first = self._membership.view_members[0]
-            self._load_snapshot(self._membership.transfer.fetch_snapshot(first.states[0]))
-            self._take_outer(self.step)
-        return False
+        membership = self._membership
+        while membership.start(fingerprint, self.step, self.launched):
+            self._enter(membership.view())
+            first = membership.view_members[0]
+            if self.view.rank:
+                try:
+                    snapshot = membership.transfer.fetch_snapshot(self._address(first))
+                except ConnectionError:  # it is gone: begin again
+                    continue
+                self._load_snapshot(snapshot)
+                self._take_outer(self.step)
+            return False
+        self._join_job()
+        return True
 
     @override
     def after_step(self, stop: bool = False) -> bool:

@@ -129,3 +129,10 @@ def test_nobody_joins_a_job_that_is_ending() -> None:
 
 def test_members_wait_below_the_least_number_of_replicas() -> None:
     assert "only 2 of at least 3" in decided(A, B, number=8, limits=Limits(3, 4)).reason
+
+
+def test_a_pair_whose_job_went_on_or_ended_without_it_does_not_continue() -> None:
+    """The number has increased twice, so there was a quorum without these two."""
+    pair = [m._replace(view_size=4) for m in (A, B)]
+    assert decided(*pair, number=9).missed
+    assert slots(decided(*pair, number=8)) == {"a": 0, "b": 1}

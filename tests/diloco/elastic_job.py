@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -78,6 +77,7 @@ def _serve(address: str, founders: int, ready: Any) -> None:
     sockets: dict[Any, str] = {}  # heartbeats: replica by connection
     asked: dict[str, tuple[Member, list[Connection]]] = {}
     last: set[str] = set()
+    lost: set[str] = set()
     number = 0
     raw = listener._listener._socket  # type: ignore[attr-defined]
     fresh: list[Connection] = []
@@ -99,11 +99,17 @@ def _serve(address: str, founders: int, ready: Any) -> None:
             if kind == "beat":
                 sockets[ready_one] = value
             elif kind == "lose":
+                lost.add(value)
                 for connection in [c for c, replica in sockets.items() if replica == value]:
                     del sockets[connection]
                 asked.pop(value, None)
             elif kind == "restart":
+                for _, connections in asked.values():
+                    for connection in connections:
+                        connection.close()
                 asked, last, number, founders = {}, set(), 0, 1
+            elif kind == "ages":
+                ready_one.send(dict.fromkeys(lost, 99.0))  # type: ignore[union-attr]
             else:
                 waiting = asked[value.replica][1] if value.replica in asked else []
                 asked[value.replica] = value, [*waiting, ready_one]  # type: ignore[list-item]
@@ -130,21 +136,26 @@ class ScriptedRendezvous:
         self.closed = False
 
     def quorum(self, mine: Member) -> Quorum:
-        try:
-            if self.beat is None:
-                self.beat = Client(self.address)
-                self.beat.send(("beat", mine.replica))
-            client = Client(self.address)
-            self.pending.append(client)
-            client.send(("ask", mine))
-            answer: Quorum = client.recv()
-            self.pending.remove(client)
-        except (EOFError, OSError) as error:
-            raise RuntimeError("The rendezvous is closed.") from error
-        return answer
+        while not self.closed:
+            try:
+                if self.beat is None:
+                    self.beat = Client(self.address)
+                    self.beat.send(("beat", mine.replica))
+                client = Client(self.address)
+                self.pending.append(client)
+                client.send(("ask", mine))
+                answer: Quorum = client.recv()
+                self.pending.remove(client)
+                return answer
+            except (EOFError, OSError):  # the server was restarted
+                time.sleep(0.05)
+        raise RuntimeError("The rendezvous is closed.")
 
     def heartbeats(self) -> dict[str, float]:
-        return {}
+        with Client(self.address) as client:
+            client.send(("ages", None))
+            ages: dict[str, float] = client.recv()
+            return ages
 
     def close(self) -> None:
         self.closed = True
@@ -165,12 +176,15 @@ class LocalTransfer:
         self.listener = Listener(self.address, backlog=64)
 
     def serve(self, snapshot: Callable[[], Any], messages: Callable[[int], Any]) -> None:
+        self.serving = snapshot, messages
+
         def answer() -> None:
             while True:
                 with suppress(EOFError, OSError), self.listener.accept() as connection:
                     first = connection.recv()
                     try:
-                        found = snapshot() if first is None else messages(first)
+                        now = self.serving
+                        found = now[0]() if first is None else now[1](first)
                     except LookupError as error:
                         found = error
                     connection.send_bytes(pickle.dumps(found))
@@ -323,11 +337,72 @@ class Replicas:
         }
 
 
-def kill_at(diloco: ElasticDiLoCo, step: int, victim: int, at: int) -> None:
-    """Kill the founder in slot `victim` before a step."""
-    if step == at and diloco._membership.record.slot == victim and diloco.inner_steps == step - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+# -- how a replica ends, or almost: hooks for `Job.before_step`
 
 
-def killing(victim: int, at: int) -> Callable[[ElasticDiLoCo, int], None]:
-    return partial(kill_at, victim=victim, at=at)
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class At:
+    """Calls `act(diloco)` in the founder in `slot`, before a step."""
+
+    slot: int
+    step: int
+    act: Callable[[ElasticDiLoCo], object]
+
+    def __call__(self, diloco: ElasticDiLoCo, step: int) -> None:
+        if step == self.step and diloco.slot == self.slot and diloco.inner_steps == step - 1:
+            self.act(diloco)
+
+
+def killing(slot: int, step: int) -> At:
+    return At(slot, step, lambda diloco: die())
+
+
+def before(owner: Any, name: str, act: Callable[[], object]) -> None:
+    """Call `act` before the method `name` of an object runs."""
+    method = getattr(owner, name)
+
+    def acting(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return method(*args, **kwargs)
+
+    setattr(owner, name, acting)
+
+
+def die_before_asking(diloco: ElasticDiLoCo) -> None:
+    before(diloco._membership.rendezvous, "quorum", die)
+
+
+def die_in_message(diloco: ElasticDiLoCo, name: str) -> None:
+    """Die before a phase is sent: `all_to_all` is the first of two, `all_gather` the second."""
+    channel = diloco._membership.view().channel
+    before(channel, name, die)
+
+
+def die_in_last_round(diloco: ElasticDiLoCo) -> None:
+    before(diloco, "_finish_fragment", die)
+
+
+def die_as_donor(diloco: ElasticDiLoCo) -> None:
+    transfer: Any = diloco._membership.transfer
+    transfer.serving = die, transfer.serving[1]
+
+
+def lose_a_result(diloco: ElasticDiLoCo) -> None:
+    """Fail after an exchange has ended, which the others have completed then."""
+    channel, lost = diloco._membership.view().channel, []
+    gather = channel.all_gather
+
+    def gather_and_fail(*args: Any) -> Any:
+        def fail(received: Any) -> Any:
+            if not lost:
+                lost.append(received)
+                raise RuntimeError("lost")
+            return received
+
+        return gather(*args).then(fail)
+
+    channel.all_gather = gather_and_fail  # type: ignore[method-assign]

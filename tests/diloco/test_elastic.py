@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +21,20 @@ from lightning_commfree.comm.membership import Limits
 from lightning_commfree.diloco import CODECS, StreamingDiLoCo, split_into_fragments
 from lightning_commfree.diloco.codec import decode_all
 from lightning_commfree.diloco.exchange import TAG, cheaper_exchange
-from tests.diloco.elastic_job import Job, Replicas, Result, killing, settings_of, train
+from tests.diloco.elastic_job import (
+    At,
+    Job,
+    Replicas,
+    Result,
+    die_as_donor,
+    die_before_asking,
+    die_in_last_round,
+    die_in_message,
+    killing,
+    lose_a_result,
+    settings_of,
+    train,
+)
 from tests.diloco.elastic_serial import ElasticTwin, Log
 from tests.diloco.training import ADAMW, State, state_of
 from tests.world import run_ranks
@@ -145,7 +160,7 @@ def test_a_kill_and_a_restart_equal_the_twin(
         {**CHANGES, "wire_dtype": wire, **changes},
         make_module,
         step_s=0.02,
-        before_step=killing(victim=1, at=16),
+        before_step=killing(1, 16),
     )
     replicas = Replicas(job, tmp_path, "abc")
     replicas.wait_dead("b")
@@ -172,13 +187,76 @@ def test_nobody_waits_for_slow_joiners_of_which_two_come_at_once(tmp_path: Path)
     assert max(results["a"].waits_s) < 0.5
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        die_before_asking,
+        partial(die_in_message, name="all_to_all"),
+        partial(die_in_message, name="all_gather"),
+        die_in_last_round,
+    ],
+)
+def test_survivors_of_a_kill_at_any_phase_equal_the_twin(end: Any, tmp_path: Path) -> None:
+    job = Job(24, {**CHANGES, "wire_dtype": "int8"}, LARGE, before_step=At(2, 14, end))
+    replicas = Replicas(job, tmp_path, "abc")
+    results = replicas.results()
+    assert results.keys() == {"a", "b"}
+    log = assert_equal_the_twin(job, results)
+    assert log.views[0] == (0, 1, 2)
+    assert log.views[max(log.views)] == (0, 1)
+    assert max(results["a"].waits_s) < 3
+
+
+def test_a_member_fetches_the_result_that_it_alone_has_lost(tmp_path: Path) -> None:
+    job = Job(24, {**CHANGES, "wire_dtype": "int8"}, LARGE, before_step=At(1, 14, lose_a_result))
+    results = Replicas(job, tmp_path, "abc").results()
+    assert_equal_the_twin(job, results)
+    assert len(results["b"].views) == len(results["a"].views) - 1
+
+
+def test_a_joiner_whose_donor_dies_asks_another_member(tmp_path: Path) -> None:
+    job = Job(80, CHANGES, LARGE, step_s=0.02, before_step=At(0, 8, die_as_donor))
+    replicas = Replicas(job, tmp_path, "abc")
+    time.sleep(0.3)
+    replicas.start("d")
+    results = replicas.results()
+    assert results.keys() == {"b", "c", "d"}
+    assert_equal_the_twin(job, results)
+    assert results["d"].joined is not None
+
+
+def test_a_replica_that_was_stopped_learns_that_the_others_went_on(tmp_path: Path) -> None:
+    job = Job(80, CHANGES, LARGE, step_s=0.02)
+    replicas = Replicas(job, tmp_path, "abc")
+    time.sleep(0.6)
+    stopped = replicas.processes["b"].pid
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(0.3)
+    replicas.server.lose("b")
+    time.sleep(2.0)
+    os.kill(stopped, signal.SIGCONT)
+    results = replicas.results()
+    assert "The other replicas continued without this one" in results.pop("b").error
+    assert_equal_the_twin(job, results)
+
+
+def test_members_of_a_restarted_rendezvous_do_not_split(tmp_path: Path) -> None:
+    job = Job(60, CHANGES, LARGE, step_s=0.02)
+    replicas = Replicas(job, tmp_path, "abc")
+    time.sleep(0.6)
+    replicas.server.restart()
+    results = replicas.results()
+    log = assert_equal_the_twin(job, results)
+    assert set(log.views.values()) == {(0, 1, 2)}
+
+
 def test_replicas_of_unequal_weight_equal_the_twin(tmp_path: Path) -> None:
     job = Job(30, CHANGES, LARGE, step_s=0.0, weights=(1, 3, 4))
     assert_equal_the_twin(job, Replicas(job, tmp_path, "abc").results())
 
 
 def test_a_replica_continues_alone_and_takes_in_another(tmp_path: Path) -> None:
-    job = Job(80, CHANGES, SMALL, step_s=0.02, before_step=killing(victim=0, at=16))
+    job = Job(80, CHANGES, SMALL, step_s=0.02, before_step=killing(0, 16))
     replicas = Replicas(job, tmp_path, "ab")
     replicas.wait_dead("a")
     replicas.start("c")

@@ -53,6 +53,11 @@ class Indexed(Tiny):
     def validation_step(self, batch: Any, index: int) -> None:
         super().validation_step(batch[:2], index)
 
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 1000)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
 
 def data() -> DataLoader[Any]:
     x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7))
@@ -90,6 +95,8 @@ class Fit:
     inner_steps: int = 0
     files: list[str] = field(default_factory=list)
     lr: float = 0.0
+    views: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    waited_s: float = 0.0
 
 
 def fit(
@@ -110,6 +117,7 @@ def fit(
             if strategy._diloco is not None:
                 found.joined = strategy._elastic.joined
                 found.inner_steps = strategy._elastic.inner_steps
+                found.views = strategy._elastic.views
 
     trainer.callbacks.append(Look())  # type: ignore[attr-defined]
     try:
@@ -117,6 +125,7 @@ def fit(
     except Exception:  # noqa: BLE001 - the parent looks at it
         found.error = traceback.format_exc()
     found.slot, found.state, found.seen = strategy.slot, state_of(module), module.seen
+    found.waited_s = strategy.ledger.seconds_waited
     found.validations, found.steps = pace.validations, trainer.global_step
     with suppress(Exception):
         found.lr = trainer.optimizers[0].param_groups[0]["lr"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,21 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_commfree import ElasticDiLoCoStrategy
-from lightning_commfree.host import StrategyRegistry
+from lightning_commfree.comm.lighthouse import serve_lighthouse
+from lightning_commfree.host import ModelCheckpoint, StrategyRegistry, pl
 from tests.strategies.elastic import (
+    FORK,
     ROWS,
     Fit,
     Fits,
     Pace,
     RendezvousServer,
     Scripted,
+    data,
     fit,
 )
 from tests.strategies.models import quiet_trainer
+from tests.world import free_port
 
 URL = "http://127.0.0.1:29510"
 SETTINGS: dict[str, Any] = {
@@ -30,6 +36,12 @@ SETTINGS: dict[str, Any] = {
     "overlap_steps": 2,
     "wire_dtype": "fp32",
 }
+
+
+def serve(port: int) -> None:
+    server = serve_lighthouse("127.0.0.1", port, 1, 60.0, 2.0)
+    time.sleep(300)
+    server.shutdown()
 
 
 def rows_of(slot: int, step: int) -> list[int]:
@@ -71,10 +83,117 @@ def test_a_replica_that_is_killed_and_started_again_joins(tmp_path: Path) -> Non
     assert joiner.steps == found["a"].steps == 140
     assert found["a"].inner_steps == found["c"].inner_steps == 140, "no step is lost"
     assert 0 < joiner.inner_steps < 140
+    assert len({one.lr for one in found.values()}) == 1, "the joiner's schedule is at its step"
     for one in found.values():
         assert [step for step, _ in one.seen] == [*range(140 - one.inner_steps, 140)]
         for step, rows in one.seen:
             assert rows == rows_of(one.slot, step)
+
+
+def test_three_replicas_meet_at_a_lighthouse(tmp_path: Path) -> None:
+    """With nothing scripted: torchft's lighthouse and heartbeats, and the state server."""
+    port = free_port()
+    lighthouse = FORK.Process(target=serve, args=(port,), daemon=True)
+    lighthouse.start()
+
+    def play(name: str) -> Fit:
+        strategy = ElasticDiLoCoStrategy(
+            f"http://127.0.0.1:{port}", min_replicas=2, heartbeat_timeout=2.0, **SETTINGS
+        )
+        return fit(strategy, Pace(0.05, 40 if name == "b" else None), max_steps=200)
+
+    fits = Fits(play, tmp_path)
+    for name in "abc":
+        fits.start(name)
+    fits.wait_dead("b")
+    fits.start("d")
+    found = fits.results()
+    lighthouse.kill()
+    assert found.keys() == {"a", "c", "d"}
+    assert_equal(found)
+    assert found["d"].joined is not None
+    assert any(len(slots) == 3 for flight, slots in found["d"].views)
+    assert max(one.waited_s for one in found.values()) < 12
+
+
+def test_sigterm_drains_a_replica_and_the_others_go_on(tmp_path: Path) -> None:
+    server = RendezvousServer(tmp_path, 3)
+
+    def play(name: str) -> Fit:
+        strategy = Scripted(server.address, tmp_path, name, **SETTINGS)
+        dies = 19 if name == "b" else None  # flight 4 was launched after step 18
+        return fit(strategy, Pace(0.02, dies, signal.SIGTERM), max_steps=40)
+
+    fits = Fits(play, tmp_path)
+    for name in "abc":
+        fits.start(name)
+    fits.wait_dead("b", signal.SIGTERM)
+    found = fits.results()
+    server.close()
+    assert found.keys() == {"a", "c"}
+    assert_equal(found)
+    views = dict(found["a"].views)
+    assert views[4] == (0, 1, 2)
+    assert views[5] == (0, 2)
+
+
+class Stop(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 25:
+            trainer.should_stop = True
+
+
+def test_the_first_member_saves_one_stop_stops_all_and_a_file_restarts_the_job(
+    tmp_path: Path,
+) -> None:
+    server = RendezvousServer(tmp_path, 2)
+
+    def play(name: str) -> Fit:
+        settings = {**SETTINGS, "sync_every": 7} if name == "other" else SETTINGS
+        strategy = Scripted(server.address, tmp_path, name, **settings)
+        saves = ModelCheckpoint(tmp_path / name, every_n_train_steps=10, save_last=True)
+        return fit(
+            strategy,
+            Pace(0.03, None),
+            loaders=lambda: [data(), data()],
+            callbacks=[saves, *([Stop()] if name == "b" else [])],
+            enable_checkpointing=True,
+            val_check_interval=10,
+            max_steps=60,
+        )
+
+    fits = Fits(play, tmp_path)
+    for name in ("a", "b", "other"):
+        fits.start(name)
+    fits.processes["a"].join(40)
+    fits.start("late")
+    found = fits.results()
+    server.close()
+
+    assert "`sync_every` is 7 here, 6 there" in found.pop("other").error
+    assert "The job at this rendezvous is over" in found.pop("late").error
+    assert_equal(found)
+    assert [one.steps for one in found.values()] == [29, 29], "landed what b sent after step 27"
+    assert (tmp_path / "a" / "last.ckpt").exists()
+    assert not (tmp_path / "b").exists()
+    assert found["a"].validations > found["b"].validations
+
+    (tmp_path / "again").mkdir()
+    server = RendezvousServer(tmp_path / "again", 2)
+
+    def resume(name: str) -> Fit:
+        strategy = Scripted(server.address, tmp_path / "again", name, **SETTINGS)
+        path = str(tmp_path / "a" / "last.ckpt")
+        return fit(strategy, Pace(0.01, None), ckpt_path=path, max_steps=60)
+
+    fits = Fits(resume, tmp_path / "again")
+    for name in "ab":
+        fits.start(name)
+    found = fits.results()
+    server.close()
+    assert_equal(found)
+    assert [one.steps for one in found.values()] == [60, 60]
+    assert found["a"].seen[0][0] == found["b"].seen[0][0] > 19
 
 
 @pytest.mark.parametrize(

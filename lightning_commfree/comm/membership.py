@@ -38,6 +38,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.member_watch import MemberWatch
+from lightning_commfree.comm.replica_ranks import ReplicaRanks
 from lightning_commfree.comm.sockets import CloseOnFork
 
 NEW = "new"  # wants to found the job, or to join it
@@ -235,18 +236,22 @@ _NONE_LEFT = (
 )
 
 
+_LIMITS = Limits()
+
+
 class ElasticMembership:
     """One replica's part in an elastic job.
 
     Args:
-        rendezvous: knows which replicas are alive.
-        transfer: serves this replica's state.
-        replica: unique name of this process.
+        rendezvous: knows which replicas are alive; used on the first rank only.
+        transfer: serves this rank's state.
+        replica: unique name of this replica, not reused after a restart.
         ledger: counts the bytes of the exchanges.
         host: this machine's address for other replicas.
         limits: allowed sizes of a view.
         timeout: of an exchange, and of waiting for enough replicas.
         heartbeat_timeout_s: of silence, after which an exchange with a member is given up.
+        ranks: the ranks of this replica; None for a single one.
 
     Attributes:
         record: what this replica tells the others.
@@ -260,9 +265,10 @@ class ElasticMembership:
         replica: str,
         ledger: Ledger,
         host: str = "127.0.0.1",
-        limits: Limits = Limits(),
+        limits: Limits = _LIMITS,
         timeout: timedelta = timedelta(minutes=5),
         heartbeat_timeout_s: float = 5.0,
+        ranks: ReplicaRanks | None = None,
     ) -> None:
         self.rendezvous, self.transfer, self.ledger = rendezvous, transfer, ledger
         self.limits, self._timeout = limits, timeout
@@ -271,7 +277,10 @@ class ElasticMembership:
         with self._sockets.opening():
             self._store = _store_on(host)
         address = f"{host}:{self._store.port}"
-        self.record = Member(replica, store=address, states=(transfer.address,))
+        self.ranks = ranks or ReplicaRanks()
+        replica, address = self.ranks.share(lambda: [replica, address])
+        states = tuple(self.ranks.gather(transfer.address))
+        self.record = Member(replica, store=address, states=states)
         self._quorum = Quorum(0, ())
         self.view_members: tuple[Member, ...] = ()
         self._view = View(0, (0,), Channel([0], 0, ledger))
@@ -308,7 +317,7 @@ class ElasticMembership:
             decision = decide(quorum, self.limits)
             others = decision.established or decision.members
             if others:
-                self._check_settings(others[0])
+                self._check_settings(quorum, others[0])
             if decision.established:
                 self._refuse_late_joiner(decision)
                 return False
@@ -335,9 +344,10 @@ class ElasticMembership:
         def ask() -> None:
             with suppress(RuntimeError):  # the main thread asks later, and raises it
                 while not done.is_set():
-                    self._ask()
+                    self._ask_alone()
 
-        threading.Thread(target=ask, name="joiner", daemon=True).start()
+        if not self.ranks.rank:
+            threading.Thread(target=ask, name="joiner", daemon=True).start()
         try:
             yield
         finally:
@@ -378,6 +388,12 @@ class ElasticMembership:
         Raises:
             RuntimeError: no member is left.
         """
+        member = Member(*self.ranks.share(lambda: self._find_donor(gone)))
+        if member.replica in gone:
+            gone.clear()
+        return member
+
+    def _find_donor(self, gone: set[str]) -> Member:
         while True:
             found = decide(self._quorum, self.limits).established
             if not found:
@@ -388,7 +404,7 @@ class ElasticMembership:
                     return member
             gone.clear()
             self._tell(status=JOINING, flights=-1)
-            self._ask()
+            self._ask_alone()
 
     # -- before each flight, on the background thread
 
@@ -448,7 +464,7 @@ class ElasticMembership:
         ended.
         """
         self._tell(status=FINISHED if self.record.status == ENDING else LEAVING)
-        if self.record.view and not self._closed:
+        if self.record.view and not self._closed and not self.ranks.rank:
             asking = threading.Thread(target=self._say_leaving, name="leaving", daemon=True)
             asking.start()
             asking.join(_LEAVE_S)
@@ -469,8 +485,18 @@ class ElasticMembership:
             self.record = self.record._replace(**changes)
             return self.record
 
+    def _mine(self, quorum: Quorum) -> Member:
+        """Return this replica's record as all others see it."""
+        return next(m for m in quorum.members if m.replica == self.record.replica)
+
+    def _ask_alone(self) -> Quorum:
+        self._quorum = self.rendezvous.quorum(self._tell(asked=self.record.asked + 1))
+        return self._quorum
+
     def _ask(self) -> Quorum:
-        quorum = self.rendezvous.quorum(self._tell(asked=self.record.asked + 1))
+        """Ask on the first rank; return the answer on all ranks."""
+        number, members = self.ranks.share(self._ask_alone)
+        quorum = Quorum(number, tuple(Member(*fields) for fields in members))
         self._quorum = quorum
         if self.record.status in (MEMBER, ENDING) and self.record.number != _NEVER:
             self._tell(number=quorum.number)
@@ -478,7 +504,7 @@ class ElasticMembership:
 
     def _say_leaving(self) -> None:
         with suppress(RuntimeError):
-            while decide(self._ask(), self.limits).ahead is not None:
+            while decide(self._ask_alone(), self.limits).ahead is not None:
                 pass  # others fetch what this replica has
 
     def _wait_until(self, end_s: float, reason: str) -> None:
@@ -512,7 +538,14 @@ class ElasticMembership:
             broken=True,
         )
         _reap(self._view.channel)
-        channel = self._connect(name, decision.members[0].store, rank, len(slots))
+        channel, error = None, None
+        try:
+            channel = self._connect(name, decision.members[0].store, rank, len(slots))
+        except RuntimeError as raised:
+            error = raised
+        if not self.ranks.all(channel is not None):
+            raise error or RuntimeError("Another rank of this replica could not connect.")
+        assert channel is not None
         channel.peers = MemberWatch(self.rendezvous, names, self._heartbeat_timeout_s)
         self._view = View(quorum.number, slots, channel)
         self._tell(broken=False)
@@ -529,15 +562,15 @@ class ElasticMembership:
             )
             # two groups, as in `Channel.open` with `full_duplex`
             up, down = (
-                _gloo_group(f"{name}/{way}", client, rank, size, self._timeout, self._host)
+                _gloo_group(f"{name}/{self.ranks.rank}/{way}", client, rank, size, self._timeout, self._host)
                 for way in ("up", "down")
             )
         return Channel(range(size), rank, self.ledger, up, downward=down)
 
     # -- refusals
 
-    def _check_settings(self, other: Member) -> None:
-        mine, theirs = self.record.settings, other.settings
+    def _check_settings(self, quorum: Quorum, other: Member) -> None:
+        mine, theirs = self._mine(quorum).settings, other.settings
         differ = [
             f"`{name}` is {mine.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
             for name in sorted({*mine, *theirs})
@@ -571,7 +604,7 @@ class ElasticMembership:
 
     def _refuse_joiner(self, quorum: Quorum, decision: Decision) -> None:
         self._refuse_late_joiner(decision)
-        mine = next(m for m in quorum.members if m.replica == self.record.replica)
+        mine = self._mine(quorum)
         top = max((m.flights for m in decision.established), default=-1)
         if top < mine.flights:
             raise RuntimeError(_NONE_LEFT)
@@ -614,7 +647,8 @@ def _gloo_group(
     group: Any = dist.ProcessGroup(keys, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return group
+    made: dist.ProcessGroup = group
+    return made
 
 
 def _reap(channel: Channel) -> None:

@@ -136,11 +136,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self._enter(membership.view())
             first = membership.view_members[0]
             if self.view.rank:
-                try:
-                    snapshot = membership.transfer.fetch_snapshot(self._address(first))
-                except ConnectionError:  # it is gone: begin again
-                    continue
-                self._load_snapshot(snapshot)
+                if not self._try(lambda: self._take_snapshot(first)):
+                    continue  # it is gone: begin again
                 self._take_outer(self.step)
             return False
         self._join_job()
@@ -203,14 +200,19 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 delivery = self._decoder(message, p)
                 break
             exchange = cheaper_exchange(found, self.codec, *self._sizes(p), self._inline)
+            arrived, error = None, None
             try:
-                delivery = Delivery(exchange, exchange.launch(values, header, residual).wait())
-            except RuntimeError:
+                arrived = exchange.launch(values, header, residual).wait()
+            except RuntimeError as raised:
+                error = raised
+            if not self._membership.ranks.all(error is None):
                 self._membership.failed()
                 failures.append(found.members)
                 if failures.count(found.members) == _MAX_FAILURES:
-                    raise
+                    raise error or RuntimeError("Exchanges fail on another rank of this replica.")
                 continue
+            assert arrived is not None
+            delivery = Delivery(exchange, arrived)
             message = {
                 "flight": flight,
                 "members": list(found.members),
@@ -302,12 +304,15 @@ class ElasticDiLoCo(StreamingDiLoCo):
         try:
             messages = self._membership.transfer.fetch_messages(self._address(member), flight)
         except (ConnectionError, LookupError):
-            time.sleep(_POLL_S)
-            return None
-        return next((m for m in messages if m["flight"] == flight), None)
+            messages = []
+        found = next((m for m in messages if m["flight"] == flight), None)
+        if self._membership.ranks.all(found is not None):
+            return found
+        time.sleep(_POLL_S)
+        return None
 
     def _address(self, member: Member) -> str:
-        return member.states[0 if self._within is None else self._within.rank]
+        return member.states[self._membership.ranks.rank]
 
     def _decoder(self, message: Mapping[str, Any], p: int) -> Delivery:
         """Return a fetched message with an exchange that decodes it."""
@@ -325,23 +330,19 @@ class ElasticDiLoCo(StreamingDiLoCo):
         membership, gone = self._membership, set[str]()
         while True:
             donor = membership.donor(gone)
-            try:
+            with membership.asking():
+                if not self._try(lambda: self._take_snapshot(donor)):
+                    gone.add(donor.replica)
+                    continue
+                # the ranks of a replica may have got snapshots of different flights
+                there = self._replay(donor, max(membership.ranks.gather(self.landed)))
+            while there and not membership.enter(self.landed):
+                # the members have begun that flight
                 with membership.asking():
-                    snapshot = membership.transfer.fetch_snapshot(self._address(donor))
-                    self._load_snapshot(snapshot)
-                    self._replay(donor)
-                while not membership.enter(self.landed):
-                    # the members have begun that flight
-                    before = self.landed
-                    with membership.asking():
-                        while self.landed == before:
-                            time.sleep(_POLL_S)
-                            self._replay(donor)
+                    there = self._replay(donor, self.landed + 1)
+            if there:
                 break
-            except LookupError:
-                continue  # too slow: take another snapshot
-            except ConnectionError:
-                gone.add(donor.replica)
+            gone.add(donor.replica)
 
         self.joined = self.launched = self.landed
         self._take_outer(self.launch_step(self.launched))
@@ -357,21 +358,59 @@ class ElasticDiLoCo(StreamingDiLoCo):
         cycle, p = divmod(flight, len(self.fragments))
         return (cycle + 1) * self.settings.sync_every + self.schedule.offset(p)
 
-    def _load_snapshot(self, snapshot: Mapping[str, Any]) -> None:
+    def _try(self, fetch: Callable[[], object]) -> bool:
+        """Call `fetch`; return whether no rank has lost the member that it asks."""
+        try:
+            fetch()
+            found = True
+        except (ConnectionError, LookupError):
+            found = False
+        return self._membership.ranks.all(found)
+
+    def _take_snapshot(self, member: Member) -> None:
+        snapshot = self._membership.transfer.fetch_snapshot(self._address(member))
         with self._outer_lock:
             for fragment, state in zip(self.fragments, snapshot["fragments"], strict=True):
                 fragment.load_state_dict(state)
             self.landed = self.launched = snapshot["landed"]
 
-    def _replay(self, donor: Member) -> None:
-        """Apply the landings that this replica has missed."""
-        transfer = self._membership.transfer
-        for message in transfer.fetch_messages(self._address(donor), self.landed):
-            p = message["flight"] % len(self.fragments)
-            exchange, arrived = self._decoder(message, p)
-            arrival = exchange.read(arrived, self.fragments[p].global_copy.device)
-            self._outer_step(p, arrival.mean)
-            self._keep(message)
+    def _replay(self, donor: Member, least: int) -> bool:
+        """Apply all landings that this replica has missed; wait until there are `least` in all.
+
+        Returns whether the donor had them.
+        """
+        messages: list[dict[str, Any]] = []
+
+        def fetch(least: int) -> int:
+            while True:
+                messages[:] = self._membership.transfer.fetch_messages(
+                    self._address(donor), self.landed
+                )
+                done = max((m["flight"] + 1 for m in messages), default=self.landed)
+                if done >= least:
+                    return done
+                time.sleep(_POLL_S)
+
+        def fetch_on_first_rank() -> int:
+            try:
+                return fetch(least)
+            except (ConnectionError, LookupError):
+                return -1
+
+        target = self._membership.ranks.share(fetch_on_first_rank)
+        if target < 0 or not self._try(lambda: messages or fetch(target)):
+            return False
+        for message in messages:
+            if message["flight"] < target:
+                self._replay_one(message)
+        return True
+
+    def _replay_one(self, message: dict[str, Any]) -> None:
+        p = message["flight"] % len(self.fragments)
+        exchange, arrived = self._decoder(message, p)
+        arrival = exchange.read(arrived, self.fragments[p].global_copy.device)
+        self._outer_step(p, arrival.mean)
+        self._keep(message)
 
     def _take_outer(self, step: int) -> None:
         """Begin at a step of the schedule with the outer weights."""

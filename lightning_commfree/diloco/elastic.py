@@ -257,6 +257,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return fragment.parameter_numel, fragment.shard_numel - fragment.parameter_numel
 
     @property
+    def has_landed(self) -> bool:
+        """Whether a fragment has landed after the latest step."""
+        return self.step in self._trained_since
+
+    @property
     def slot(self) -> int:
         """This replica's share of the data, and its place in a view; valid after `begin`."""
         return self._membership.record.slot

@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@60       # a minute before its time is over, it leaves
 set -euo pipefail
-RENDEZVOUS=$(cat lighthouse.url)
-export RENDEZVOUS
+COMMFREE_RENDEZVOUS=$(cat lighthouse.url)
+export COMMFREE_RENDEZVOUS
 # exec: TERM reaches torchrun, which passes it on. --max-restarts: a crash costs no place in the queue.
 exec torchrun --standalone --nproc-per-node 1 --max-restarts 3 examples/elastic/train.py

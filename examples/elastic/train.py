@@ -3,8 +3,8 @@
     commfree-lighthouse &
     python examples/elastic/train.py    # in several terminals; end one with Ctrl-C, start it again
 
-`RENDEZVOUS` names a lighthouse on another machine (docs/elastic.md). Each replica has a Trainer of
-its own, which sees this replica only.
+`COMMFREE_RENDEZVOUS` names a lighthouse on another machine (docs/elastic.md). Each replica has a
+Trainer of its own, which sees this replica only.
 """
 
 import os
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     x = torch.randn(4096, 16)
     data = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), 16, shuffle=True)
     strategy = ElasticDiLoCoStrategy(
-        rendezvous=os.environ.get("RENDEZVOUS", "http://127.0.0.1:29510"),
+        rendezvous=os.environ.get("COMMFREE_RENDEZVOUS", "http://127.0.0.1:29510"),
         max_replicas=8,
         min_replicas=1,
         sync_every=20,
@@ -47,10 +47,13 @@ if __name__ == "__main__":
     )
     trainer = L.Trainer(
         accelerator="auto",
-        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),  # torchrun's --nproc-per-node
+        devices=1,
         strategy=strategy,
         max_steps=int(os.environ.get("MAX_STEPS", 2000)),  # the same on all replicas
         enable_progress_bar=False,
         log_every_n_steps=20,
     )
-    trainer.fit(Regression(), data)
+    model = Regression()
+    trainer.fit(model, data)
+    weights = sum(p.double().sum().item() for p in model.parameters())  # equal on all replicas
+    print(f"slot {strategy.slot}: step {trainer.global_step}, weights sum to {weights:.12f}")

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 _MAX_BYTES = 1 << 20  # some 2,000 replicas
 _MEMBER = re.compile(r"<b>(.*?)</b>.*?Step: (-?\d+).*?Manager: (.*?) <br", re.DOTALL)
-_HEARTBEAT = re.compile(r"<li[^>]*>\s*(.*?): seen ([\d.eE+-]+)s ago", re.DOTALL)
+_HEARTBEAT = re.compile(r'<li class="heartbeat\s*(old)?\s*">\s*(.*?): seen ([\d.eE+-]+)s ago')
 _NUMBER = re.compile(r"Current quorum_id: (\d+)")
 _REASON = re.compile(r"Next quorum status: (.*)")
 
@@ -34,6 +34,7 @@ class Board(NamedTuple):
     reason: str  # why the next quorum is or is not complete
     members: tuple[BoardMember, ...]
     heartbeats: dict[str, float]  # seconds since the last one, by replica id
+    silent: frozenset[str]  # replicas whose last heartbeat is older than the lighthouse's timeout
 
 
 def read_board(url: str, timeout_s: float = 5.0) -> Board:
@@ -48,7 +49,7 @@ def read_board(url: str, timeout_s: float = 5.0) -> Board:
         raise ConnectionError(
             f"A server answers at {url}, but it is no lighthouse of torchft 0.2. Check the port."
         )
-    reason = _REASON.search(page)
+    reason, heartbeats = _REASON.search(page), _HEARTBEAT.findall(page)
     return Board(
         int(number[1]),
         html.unescape(reason[1].strip()) if reason else "",
@@ -56,7 +57,8 @@ def read_board(url: str, timeout_s: float = 5.0) -> Board:
             BoardMember(html.unescape(name), int(step), html.unescape(address))
             for name, step, address in _MEMBER.findall(page)
         ),
-        {html.unescape(name): float(age) for name, age in _HEARTBEAT.findall(page)},
+        {html.unescape(name): float(age) for _, name, age in heartbeats},
+        frozenset(html.unescape(name) for is_old, name, _ in heartbeats if is_old),
     )
 
 

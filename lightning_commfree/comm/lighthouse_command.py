@@ -25,6 +25,7 @@ from lightning_commfree.comm.lighthouse import serve_lighthouse
 
 PORT = 29510
 _REFRESH_S = 1.0
+_FORGET_S = 300.0  # after which a replica that is gone is no longer shown
 _CLEAR = "\x1b[H\x1b[J"  # cursor to the top left, and erase what is below
 _COLUMNS = ("replica", "heartbeat", "step", "steps/s", "stalled", "sent")
 
@@ -122,17 +123,18 @@ def _status(arguments: Sequence[str]) -> int:
 
 
 def table(url: str, board: Board) -> list[str]:
-    """Return the lines of the table; asks every replica for its report."""
-    addresses = {member.replica_id: member for member in board.members}
+    """Return the lines of the table; asks every member for its report."""
+    members = {member.replica_id: member for member in board.members}
     rows = [_COLUMNS]
-    for name in sorted({*board.heartbeats, *addresses}):
-        member = addresses.get(name)
-        age = board.heartbeats.get(name)
-        seen = "none" if age is None else f"{age:.1f} s ago"
-        step, *figures = ("joining" if member is None else str(member.step), "-", "-", "-")
-        if member is not None:
-            step, *figures = _report(member.address, step)
-        rows.append((_plain(name), seen, step, *figures))
+    for name in sorted({*board.heartbeats, *members}):
+        age = board.heartbeats.get(name, 0.0)
+        if name in members and name not in board.silent:
+            found = _report(members[name].address, str(members[name].step))
+        elif age > _FORGET_S:
+            continue
+        else:
+            found = ("gone" if name in board.silent else "joining", "-", "-", "-")
+        rows.append((_plain(name), f"{age:.1f} s ago", *found))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     return [f"{url}: quorum {board.quorum_id}, {_plain(board.reason)}", *lines]
@@ -154,7 +156,7 @@ def _report(address: str, step: str) -> tuple[str, str, str, str]:
 
 def _plain(text: str) -> str:
     """Strip what could control the terminal: ids come from the network."""
-    return "".join(filter(str.isprintable, text))[:100]
+    return "".join(filter(str.isprintable, text))[:200]
 
 
 if __name__ == "__main__":

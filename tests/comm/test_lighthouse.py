@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.lab import NetLab, why_unavailable
 from lightning_commfree.comm import lighthouse, lighthouse_command
-from lightning_commfree.comm.board import read_board
+from lightning_commfree.comm.board import Board, read_board
 from lightning_commfree.comm.lighthouse import LighthouseRendezvous, serve_lighthouse
 from lightning_commfree.comm.membership import JOINING, MEMBER, Member, Quorum
 from lightning_commfree.comm.state_server import StateServer
@@ -128,6 +128,7 @@ def test_a_member_that_dies_is_missing_after_its_heartbeat(house: House) -> None
     assert quorum == asked[1].result(10.0)
     assert names(quorum) == ["a", "b"]
     assert quorum.number > before.number
+    assert read_board(house.url).silent == {"c"}
     assert time.monotonic() - start < HEARTBEAT_TIMEOUT_S + 1.0
 
 
@@ -278,7 +279,7 @@ def test_ten_thousand_garbage_connections_change_nothing(house: House) -> None:
 HEARTBEAT_JOB = """
 import sys, time
 from benchmarks.lab import interface_counters
-from lightning_commfree.comm.board import read_board
+from lightning_commfree.comm.board import Board, read_board
 from lightning_commfree.comm.lighthouse import LighthouseRendezvous, serve_lighthouse
 from lightning_commfree.comm.membership import Member
 if sys.argv[1] == "0":
@@ -337,6 +338,14 @@ def test_the_status_shows_members_joiners_and_what_they_report(
     assert joiner[0] == "[2Jb"
     assert joiner[4:] == ["joining", "-", "-", "-"]
     assert states.token not in shown
+
+
+def test_a_replica_that_left_is_shown_as_gone_for_a_while() -> None:
+    heartbeats = {"left": 40.0, "left long ago": 4000.0, "new": 0.4}
+    board = Board(7, "", (), heartbeats, frozenset({"left", "left long ago"}))
+    _, _, left, new = lighthouse_command.table("http://10.0.0.1:29510", board)
+    assert left.split() == ["left", "40.0", "s", "ago", "gone", "-", "-", "-"]
+    assert new.split() == ["new", "0.4", "s", "ago", "joining", "-", "-", "-"]
 
 
 def test_the_status_of_nothing_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The files that start elastic replicas under SLURM and Kubernetes agree with the code.
+"""The script of a replica runs, and the files for SLURM and Kubernetes agree with the code.
 
 Neither system runs here. The manifest is validated against the schema of Kubernetes where the
 package `kubernetes-validate` is installed.
@@ -7,16 +7,22 @@ package `kubernetes-validate` is installed.
 from __future__ import annotations
 
 import ast
+import multiprocessing
+import os
 import re
+import runpy
 import subprocess
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from lightning_commfree.comm.lighthouse import serve_lighthouse
 from lightning_commfree.comm.lighthouse_command import PORT, serve_parser
 from lightning_commfree.comm.state_server import TOKEN
+from tests.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "elastic"
@@ -46,6 +52,38 @@ def constants(name: str) -> list[Any]:
     ]
 
 
+def replica(folder: Path, number: int, url: str) -> None:
+    os.chdir(folder)
+    os.environ |= {"COMMFREE_RENDEZVOUS": url, "MAX_STEPS": "600"}
+    with (folder / f"log{number}").open("w") as log, redirect_stdout(log):
+        runpy.run_path(str(FOLDER / "train.py"), run_name="__main__")
+
+
+def test_replicas_of_the_script_meet_and_end_with_equal_weights(tmp_path: Path) -> None:
+    port = free_port()
+    server = serve_lighthouse("127.0.0.1", port, 1, 60.0, 5.0)
+    context = multiprocessing.get_context("fork")
+    replicas = [
+        context.Process(target=replica, args=(tmp_path, number, f"http://127.0.0.1:{port}"))
+        for number in range(2)
+    ]
+    try:
+        for process in replicas:
+            process.start()
+        for process in replicas:
+            process.join(120.0)
+        assert [process.exitcode for process in replicas] == [0, 0]
+    finally:
+        for process in replicas:
+            process.kill()
+        server.shutdown()
+    said = [(tmp_path / f"log{number}").read_text().strip() for number in range(2)]
+    slots, ends = zip(*(line.splitlines()[-1].split(": ") for line in said), strict=True)
+    assert sorted(slots) == ["slot 0", "slot 1"]
+    assert ends[0].startswith("step 600, weights sum to")
+    assert ends[0] == ends[1]
+
+
 def test_the_manifest_agrees_with_the_code() -> None:
     found = manifests()
     assert set(found) == {"Deployment", "Service", "Job", "NetworkPolicy"}
@@ -58,10 +96,10 @@ def test_the_manifest_agrees_with_the_code() -> None:
 
     environment = {variable["name"]: variable.get("value") for variable in replica["env"]}
     assert environment == {
-        "RENDEZVOUS": f"http://{found['Service']['metadata']['name']}:{PORT}",
+        "COMMFREE_RENDEZVOUS": f"http://{found['Service']['metadata']['name']}:{PORT}",
         TOKEN: None,
     }
-    assert '"RENDEZVOUS"' in SCRIPT
+    assert '"COMMFREE_RENDEZVOUS"' in SCRIPT
     assert (ROOT / replica["command"][1]).is_file()
     assert [found["Job"]["spec"]["completions"]] == constants("max_replicas")
     labels = [

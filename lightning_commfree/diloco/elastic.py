@@ -190,6 +190,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self, flight: int, p: int, values: Tensor, header: Header, residual: Tensor | None
     ) -> Delivery:
         """Exchange values in the view of a flight, and in later ones if members are lost."""
+        if values.is_cuda:
+            torch.cuda.set_device(values.device)  # of this thread
         failures: list[tuple[int, ...]] = []
         while True:
             found = self._membership.agree(flight, header.step)

@@ -562,7 +562,9 @@ class ElasticMembership:
             )
             # two groups, as in `Channel.open` with `full_duplex`
             up, down = (
-                _gloo_group(f"{name}/{self.ranks.rank}/{way}", client, rank, size, self._timeout, self._host)
+                _gloo_group(
+                    f"{name}/{self.ranks.rank}/{way}", client, rank, size, self._timeout, self._host
+                )
                 for way in ("up", "down")
             )
         return Channel(range(size), rank, self.ledger, up, downward=down)

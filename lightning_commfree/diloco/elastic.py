@@ -190,6 +190,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self, flight: int, p: int, values: Tensor, header: Header, residual: Tensor | None
     ) -> Delivery:
         """Exchange values in the view of a flight, and in later ones if members are lost."""
+        if values.is_cuda:
+            torch.cuda.set_device(values.device)  # of this thread
         failures: list[tuple[int, ...]] = []
         while True:
             found = self._membership.agree(flight, header.step)
@@ -255,6 +257,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _sizes(self, p: int) -> tuple[int, int]:
         fragment = self.fragments[p]
         return fragment.parameter_numel, fragment.shard_numel - fragment.parameter_numel
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether a fragment has landed after the latest step."""
+        return self.step in self._trained_since
 
     @property
     def slot(self) -> int:

@@ -400,5 +400,6 @@ def continue_at(trainer: pl.Trainer, step: int) -> None:
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         for config in trainer.lr_scheduler_configs:
             count = (step if config.interval == "step" else epoch) // config.frequency
-            while not config.reduce_on_plateau and config.scheduler.last_epoch < count:
-                config.scheduler.step()
+            scheduler: Any = config.scheduler
+            while not config.reduce_on_plateau and scheduler.last_epoch < count:
+                scheduler.step()

@@ -10,7 +10,7 @@ replicas share:
 - *Validation and checkpoints* are left to the first member of the view. If the fit depends on a
   monitored metric, every replica validates, with the same weights and so the same result.
 - *Stopping.* `trainer.should_stop` on one replica stops all after the same step. SIGTERM stops only
-  the replica that receives it.
+  the replica that receives it, after its next landing if it has several ranks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_commfree.comm.lighthouse import LighthouseRendezvous
+from lightning_commfree.comm.liveness import job_store
 from lightning_commfree.comm.membership import (
     ElasticMembership,
     Limits,
     Rendezvous,
     StateTransfer,
 )
+from lightning_commfree.comm.replica_ranks import ReplicaRanks
 from lightning_commfree.comm.settings import check_choice, check_count
 from lightning_commfree.comm.sockets import own_address
 from lightning_commfree.comm.state_server import StateServer
@@ -71,6 +73,15 @@ class ElasticSession(LocalWeightsSession):
         del resumed
         self._trains = True
         FitSession.begin(self, resumed=True)
+
+    @override
+    def after_step(self) -> None:
+        sigterm = self._stopping.sigterm
+        # all ranks of this replica land at the same steps
+        if self._ranks.size > 1 and self.between.has_landed:
+            if any(self._ranks.all_flags(sigterm.requested)):
+                sigterm.agree()
+        super().after_step()
 
 
 class _ElasticStopping(Stopping):
@@ -116,8 +127,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             it is given up. Use the same value as for the lighthouse.
         sync: "steps": every replica takes `sync_every` steps between two exchanges of a fragment;
             faster ones wait.
-        **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be 1 and
-            `evaluate` "outer".
+        **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
+            ranks of this Trainer, and `evaluate` "outer".
 
     Attributes:
         slot: this replica's slot, from the beginning of a fit on.
@@ -160,11 +171,6 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 "`sync='time'` is not implemented yet. With `sync='steps'` faster replicas wait;"
                 " give slower ones a smaller batch size to balance them."
             )
-        if self.settings.replica_size > 1:
-            raise ValueError(
-                f"`replica_size={self.settings.replica_size}` is not supported with elastic"
-                " replicas yet: each replica has one rank (`devices=1`)."
-            )
         if self.settings.evaluate != "outer":
             raise ValueError(
                 f"`evaluate={self.settings.evaluate!r}` needs all replicas at the same time, but"
@@ -194,16 +200,23 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if not self.module.trainer.training:  # every replica validates on all data
             return super().distributed_sampler_kwargs
-        return {"num_replicas": self._limits.max_replicas, "rank": self.slot}
+        mine = super().distributed_sampler_kwargs  # within this replica
+        size = mine["num_replicas"]
+        return {
+            "num_replicas": self._limits.max_replicas * size,
+            "rank": self.slot * size + mine["rank"],
+        }
 
     # -- the hooks of a fit
 
     @override
     def setup_environment(self) -> None:
-        if self.world_size > 1:
+        size = self.settings.replica_size
+        if self.world_size != size:
             raise ValueError(
-                f"This Trainer has {self.world_size} ranks, but elastic replicas need a Trainer"
-                " each: use `devices=1` and `num_nodes=1`, and start the script once per replica."
+                f"This Trainer has {self.world_size} ranks, but `replica_size={size}`. Each elastic"
+                " replica is a Trainer of its own: start the script once per replica, with as many"
+                " ranks (`devices` times `num_nodes`) as `replica_size`."
             )
         super().setup_environment()
 
@@ -230,8 +243,11 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             self._limits,
             timeout,
             self._heartbeat_timeout_s,
+            self._replica_ranks(),
         )
-        self._diloco = diloco = ElasticDiLoCo(self.module, fragments, settings, membership)
+        self._diloco = diloco = ElasticDiLoCo(
+            self.module, fragments, settings, membership, self.channels.within
+        )
         diloco.follow_optimizers(self.optimizers)
         if isinstance(transfer, StateServer):
             transfer.report = self._report_progress
@@ -265,7 +281,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             continue_at(trainer, self._elastic.step)
         batch_sizes = {getattr(one, "batch_size", None) for one in training_loaders(trainer)}
         if len(batch_sizes) == 1 and isinstance(size := batch_sizes.pop(), int):
-            self._elastic.weight_per_step = size * trainer.accumulate_grad_batches
+            ranks = super().distributed_sampler_kwargs["num_replicas"]
+            self._elastic.weight_per_step = size * trainer.accumulate_grad_batches * ranks
         self._started_s, self._waited_s = time.monotonic(), self.ledger.seconds_waited
         super().on_train_start()
 
@@ -280,6 +297,17 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         if self._diloco is not None and trainer.received_sigterm:
             self._elastic.drain(_DRAIN_S)
         super().teardown()
+
+    def _replica_ranks(self) -> ReplicaRanks:
+        if self.world_size == 1:
+            return ReplicaRanks()
+        store, name = job_store(), self.ranks.broadcast(secrets.token_hex(4))
+        if store is None:
+            raise RuntimeError(
+                "Elastic replicas of several ranks need a TCPStore: do not set up the process group"
+                " with another `init_method`."
+            )
+        return ReplicaRanks(self.global_rank, self.world_size, store, name)
 
     def _save_if_first(self, save: Any, *args: Any, **kwargs: Any) -> None:
         if self.is_first:

@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_commfree import ElasticDiLoCoStrategy
 from lightning_commfree.host import pl
 from tests.diloco.elastic_job import LocalTransfer, RendezvousServer, ScriptedRendezvous
-from tests.diloco.training import State, state_of
+from lightning_commfree.model.shards import local_tensor
+from tests.diloco.training import State
 from tests.strategies.models import Tiny, quiet_trainer
+from tests.world import free_port
 
 FORK = multiprocessing.get_context("fork")
 ROWS = 240
@@ -57,6 +59,10 @@ class Indexed(Tiny):
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 1000)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def shards_of(module: torch.nn.Module) -> State:
+    return {name: local_tensor(p).clone() for name, p in module.named_parameters()}
 
 
 def data() -> DataLoader[Any]:
@@ -109,7 +115,10 @@ def fit(
 ) -> Fit:
     module = make_module()
     callbacks = [pace, *trainer_kwargs.pop("callbacks", ())]
-    trainer = quiet_trainer(strategy=strategy, devices=1, callbacks=callbacks, **trainer_kwargs)
+    devices = strategy.settings.replica_size
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, callbacks=callbacks, **trainer_kwargs
+    )
     found = Fit()
 
     class Look(pl.Callback):
@@ -124,7 +133,7 @@ def fit(
         trainer.fit(module, *loaders(), ckpt_path=ckpt_path)
     except Exception:  # noqa: BLE001 - the parent looks at it
         found.error = traceback.format_exc()
-    found.slot, found.state, found.seen = strategy.slot, state_of(module), module.seen
+    found.slot, found.state, found.seen = strategy.slot, shards_of(module), module.seen
     found.waited_s = strategy.ledger.seconds_waited
     found.validations, found.steps = pace.validations, trainer.global_step
     with suppress(Exception):
@@ -132,12 +141,29 @@ def fit(
     return found
 
 
-def _play(play: Callable[[str], Fit], name: str, folder: Path) -> None:
+def _play(play: Callable[[str], Fit], name: str, folder: Path, rank: dict[str, str]) -> None:
     torch.set_num_threads(1)
+    os.environ.update(rank)
     found = play(name)
     torch.save(found, folder / f"writing_{name}")
     (folder / f"writing_{name}").rename(folder / f"fit_{name}")
     os._exit(0)
+
+
+def torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the environment of a rank that torchrun has started; nothing for a single one."""
+    if size == 1:
+        return {}
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
 
 
 class Fits:
@@ -147,10 +173,14 @@ class Fits:
         self.play, self.folder = play, folder
         self.processes: dict[str, Any] = {}
 
-    def start(self, name: str) -> None:
-        arguments = self.play, name, self.folder
-        self.processes[name] = FORK.Process(target=_play, args=arguments, daemon=True)
-        self.processes[name].start()
+    def start(self, name: str, ranks: int = 1) -> None:
+        """Start a replica; its ranks are called "a0", "a1" if there are several."""
+        port = free_port()
+        for rank in range(ranks):
+            one = name if ranks == 1 else f"{name}{rank}"
+            arguments = self.play, one, self.folder, torchrun(rank, ranks, port)
+            self.processes[one] = FORK.Process(target=_play, args=arguments, daemon=True)
+            self.processes[one].start()
 
     def wait_dead(self, name: str, number: int = signal.SIGKILL) -> None:
         self.processes[name].join(30)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from lightning_commfree import ElasticDiLoCoStrategy
+from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.lighthouse import serve_lighthouse
 from lightning_commfree.host import ModelCheckpoint, StrategyRegistry, pl
 from tests.strategies.elastic import (
@@ -19,14 +19,17 @@ from tests.strategies.elastic import (
     ROWS,
     Fit,
     Fits,
+    Indexed,
     Pace,
     RendezvousServer,
     Scripted,
     data,
     fit,
+    shards_of,
 )
+from tests.diloco.training import State
 from tests.strategies.models import quiet_trainer
-from tests.world import free_port
+from tests.world import free_port, run_ranks
 
 URL = "http://127.0.0.1:29510"
 SETTINGS: dict[str, Any] = {
@@ -196,6 +199,61 @@ def test_the_first_member_saves_one_stop_stops_all_and_a_file_restarts_the_job(
     assert found["a"].seen[0][0] == found["b"].seen[0][0] > 19
 
 
+TWO_RANKS = {**SETTINGS, "max_replicas": 2, "replica_size": 2, "inside": "fsdp"}
+
+
+def fixed_fit(rank: int, size: int) -> State:
+    del rank, size
+    settings = {name: value for name, value in TWO_RANKS.items() if name != "max_replicas"}
+    module = Indexed()
+    strategy = StreamingDiLoCoStrategy(**settings)
+    quiet_trainer(strategy=strategy, devices=4, max_steps=20).fit(module, data())
+    return shards_of(module)
+
+
+def test_replicas_of_two_fsdp_ranks_equal_streaming_diloco_and_take_in_another(
+    tmp_path: Path,
+) -> None:
+    expected = run_ranks(fixed_fit, 4, tmp_path)
+    server = RendezvousServer(tmp_path, 2)
+
+    def play(name: str) -> Fit:
+        strategy = Scripted(server.address, tmp_path, name, **TWO_RANKS)
+        return fit(strategy, Pace(0.0, None), max_steps=20)
+
+    fits = Fits(play, tmp_path)
+    for name in "ab":
+        fits.start(name, ranks=2)
+    found = fits.results()
+    server.close()
+    assert found.keys() == {"a0", "a1", "b0", "b1"}
+    for one, state in zip(found.values(), expected, strict=True):
+        assert not one.error
+        assert all(torch.equal(one.state[key], tensor) for key, tensor in state.items())
+
+    (tmp_path / "kill").mkdir()
+    server = RendezvousServer(tmp_path / "kill", 2)
+
+    def die(name: str) -> Fit:
+        strategy = Scripted(server.address, tmp_path / "kill", name, **TWO_RANKS)
+        return fit(strategy, Pace(0.03, 20 if name[0] == "b" else None), max_steps=100)
+
+    fits = Fits(die, tmp_path / "kill")
+    for name in "ab":
+        fits.start(name, ranks=2)
+    fits.wait_dead("b0")
+    fits.wait_dead("b1")
+    fits.start("c", ranks=2)
+    found = fits.results()
+    server.close()
+    assert found.keys() == {"a0", "a1", "c0", "c1"}
+    for rank in "01":
+        assert_equal({name: one for name, one in found.items() if name[1] == rank})
+    assert found["c0"].joined == found["c1"].joined
+    assert found["c0"].joined is not None
+    assert found["c0"].slot == found["c1"].slot == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -205,7 +263,6 @@ def test_the_first_member_saves_one_stop_stops_all_and_a_file_restarts_the_job(
         ({"heartbeat_timeout": 0.0}, "`heartbeat_timeout=0.0` must be above 0 seconds"),
         ({"sync": "time"}, "`sync='time'` is not implemented yet"),
         ({"sync": "never"}, "`sync='never'` is not valid"),
-        ({"replica_size": 2}, "`replica_size=2` is not supported with elastic replicas yet"),
         ({"evaluate": "mean"}, "`evaluate='mean'` needs all replicas at the same time"),
     ],
 )
@@ -228,5 +285,5 @@ def test_without_torchft_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 def test_a_trainer_with_several_ranks_is_refused() -> None:
     trainer = quiet_trainer(strategy=ElasticDiLoCoStrategy(URL), devices=2, max_steps=1)
-    with pytest.raises(ValueError, match="This Trainer has 2 ranks, but elastic replicas need"):
+    with pytest.raises(ValueError, match="This Trainer has 2 ranks, but `replica_size=1`"):
         trainer.strategy.setup_environment()

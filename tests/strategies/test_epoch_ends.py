@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 
 from lightning_commfree.comm import liveness
-from lightning_commfree.comm.epoch_ends import EpochEnds
+from lightning_commfree.strategies.stopping import EpochEnds
 from lightning_commfree.comm.liveness import AgreedError, PeerLostError, PeerWatch
 from tests.comm.watches import LONG, Endless, fall_silent, watches
 

@@ -283,7 +283,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients only on this rank in a `with` block; a Lightning method."""
+        """Accumulate gradients without sync in a `with` block; called by Lightning."""
         no_sync = self.inside.accumulating() or super().block_backward_sync()
         with self.session.accumulating(), no_sync:
             yield

@@ -328,13 +328,9 @@ class ReplicaStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _prepare_replaced(self) -> None:
-        """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step.
-
-        Collective over all ranks: the hook must replace optimizers on all ranks after the same
-        step.
-        """
+        """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step."""
         self.inside.begin(self.optimizers)
-        self.algorithm.follow_optimizers(self.optimizers)
+        self.session.follow_optimizers(self.optimizers)
         self._prepared = [*self.optimizers]
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:

@@ -177,6 +177,15 @@ class Stopping:
         if self._ends is not None:
             self._ends.end(self._epoch, self._step, out_of_data)
 
+    def check_replaced(self) -> None:
+        """Check that a hook has replaced the optimizers of all ranks, as it has of this one.
+
+        Raises:
+            AgreedError: a rank takes the next step with its old optimizers.
+        """
+        if self._ends is not None:
+            self._ends.replaced(self._step)
+
     def share_stream_end(self) -> None:
         """End the epoch on all ranks if it ends on any; called in the last training step.
 
@@ -336,15 +345,16 @@ def _named(ranks: list[int]) -> str:
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"
 
 
-# An `EpochEnds` position is (epoch, steps begun, state). It only advances, so an old one is still
-# valid.
+# An `EpochEnds` position is (epoch, steps begun, state, how often optimizers were replaced). It only
+# advances, so an old one is still valid.
 _TRAINS = "trains"
 _HAS_MORE = "has more"  # the rank is done with that step, and its data continue
 _ENDED = "ended"
+_UNKNOWN = (-1, 0, _TRAINS, 0)  # of a rank that has not published one yet
 
 
 class EpochEnds:
-    """Publish this rank's position in the epoch, and check the other ranks' positions.
+    """Publish this rank's position in the fit, and check the other ranks' positions.
 
     A rank whose epoch ends early would deadlock: it would wait for the others at the end of the
     epoch while they wait for its next exchange. So every rank publishes its position with its
@@ -362,8 +372,9 @@ class EpochEnds:
 
     def __init__(self, watch: PeerWatch) -> None:
         self._watch = watch
-        self._position = (-1, 0, _TRAINS)
-        watch.publish(lambda: self._position)
+        self._position: tuple[int, int, str] = _UNKNOWN[:3]
+        self._replaced = 0
+        watch.publish(lambda: (*self._position, self._replaced))
 
     def step_begins(self, epoch: int, step: int) -> None:
         """Publish that this rank has begun a step.
@@ -396,7 +407,7 @@ class EpochEnds:
         def behind(positions: Mapping[int, Any]) -> dict[int, str]:
             found = {}
             for rank, position in positions.items():
-                there, at, state = position or (-1, 0, _TRAINS)  # not published yet
+                there, at, state, _ = position or _UNKNOWN
                 if there == epoch and at > step:
                     raise self._watch.agreed(_uneven(mine, rank, epoch, step, f"begun step {at}"))
                 if there == epoch and out_of_data and (at, state) == (step, _HAS_MORE):
@@ -410,6 +421,33 @@ class EpochEnds:
             return found
 
         self._watch.wait_for(behind, "end of epoch")
+
+    def replaced(self, step: int) -> None:
+        """Wait until all ranks have replaced their optimizers, like this one, after a step.
+
+        Raises:
+            AgreedError: a rank has begun the next step with its old optimizers.
+            PeerLostError: a rank is lost, or has not begun that step within the timeout.
+        """
+        self._replaced += 1
+        count, mine = self._replaced, self._watch.rank
+
+        def behind(positions: Mapping[int, Any]) -> dict[int, str]:
+            found = {}
+            for rank, position in positions.items():
+                _, at, _, replaced = position or _UNKNOWN
+                if replaced >= count:
+                    continue
+                if at > step:
+                    raise self._watch.agreed(
+                        f"A hook replaced the optimizers on rank {mine} after step {step}, but rank"
+                        f" {rank} has begun step {at} with its old ones. Assign"
+                        " `trainer.optimizers` on all ranks after the same step."
+                    )
+                found[rank] = f"has not begun step {step + 1} yet; rank {mine} waits before it"
+            return found
+
+        self._watch.wait_for(behind, "replaced optimizers")
 
 
 def _uneven(rank: int, other: int, epoch: int, step: int, more: str) -> str:

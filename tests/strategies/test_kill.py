@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_commfree.comm import liveness
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
@@ -131,7 +130,6 @@ CASES = [(name, phase) for name, fits in FITS.items() for phase in fits.phases]
 def train_and_die(name: str, rank: int, size: int, folder: Path, phase: str) -> None:
     victim, _, arm = FITS[name].phases[phase]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(liveness, "GONE_SECONDS", 1.5)  # the default is tested in `test_kill_workers`
         callback = arm(folder, patch) if rank == victim else None
         FITS[name].train(rank, size, folder / "saved", Clock(), *([callback] if callback else []))
 

@@ -21,8 +21,8 @@ TIMEOUT = timedelta(seconds=60)
 
 
 # Below the kernel's ephemeral ports, which gloo uses: nothing takes a port between the moment it is
-# found free and the moment a rank listens on it. Drawn with the system's randomness, so that two test
-# runs on one machine draw different ports, whatever their seeds.
+# found free and the moment a rank listens on it. Drawn with the system's randomness, so that two
+# test runs on one machine draw different ports, whatever their seeds.
 _PORTS, _DRAW = range(20_000, 32_000), random.SystemRandom()
 
 

@@ -23,6 +23,7 @@ from pydantic import (
 
 from recipes.configuration.ranges import Fraction, FractionBelowOne, InnerFraction, Seed
 
+
 def _with_target(section: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(section.get("_target_"), str):
         raise ValueError("should name a class or function in `_target_`")

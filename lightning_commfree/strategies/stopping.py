@@ -345,8 +345,8 @@ def _named(ranks: list[int]) -> str:
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"
 
 
-# An `EpochEnds` position is (epoch, steps begun, state, how often optimizers were replaced). It only
-# advances, so an old one is still valid.
+# An `EpochEnds` position is (epoch, steps begun, state, how often optimizers were replaced). It
+# only advances, so an old one is still valid.
 _TRAINS = "trains"
 _HAS_MORE = "has more"  # the rank is done with that step, and its data continue
 _ENDED = "ended"

@@ -3,7 +3,8 @@
 The names of each feature in turn, or of a few together, are renamed throughout Lightning, in a
 forked process that then imports the package again. There a fit saves at the end of its epoch and
 another one resumes. Both must give the same weights as with all names, to the last bit, and one
-warning names the lost feature. A resume in the middle of an epoch, where it is not exact, must train on.
+warning names the lost feature. A resume in the middle of an epoch, where it is not exact, must
+train on.
 """
 
 from __future__ import annotations

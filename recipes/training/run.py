@@ -185,7 +185,7 @@ def _check_optimizer(config: Config) -> None:
     except TypeError as error:
         raise ValueError(
             f"`optimizer` cannot be created: {error}. Its `_target_` is called with the module and"
-            " the section's other keys. Start from a file in `conf/optimizer/`, and change its values."
+            " the section's other keys. Start from a file in `conf/optimizer/`."
         ) from error
     optimizer = made["optimizer"] if isinstance(made, dict) else made
     strategy = config["strategy"]["_target_"].rpartition(".")[2]

@@ -168,7 +168,7 @@ def test_limits_of_the_ranges(cases, is_legal, composed) -> None:
         ("callbacks=[3]", "`callbacks=[3]` is not legal: it should be an object."),
         (
             "~optimizer +optimizer={lr:0.1}",
-            '`optimizer={"lr": 0.1}` is not legal: it should name a class or function in `_target_`',
+            '`optimizer={"lr": 0.1}` is not legal: it should name a class or function in',
         ),
     ],
 )

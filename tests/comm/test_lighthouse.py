@@ -257,6 +257,21 @@ def test_the_kill_request_does_not_reach_our_replicas(
         victim.join()
 
 
+def test_the_heartbeat_port_has_an_address_that_nobody_can_guess(house: House) -> None:
+    """Whoever poses as a replica chooses the address to which the lighthouse sends a kill request.
+
+    From the lighthouse's machine, 127.0.0.1 would reach a replica that runs there.
+    """
+    rendezvous = house.replica("a")
+    house.ask("a").result(10.0)
+    port = int(rendezvous._heartbeat.address().rpartition(":")[2])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5.0)
+    addresses = {lighthouse._loopback() for _ in range(100)}
+    assert len(addresses) > 90
+    assert all(address.startswith("127.") for address in addresses)
+
+
 def test_ten_thousand_garbage_connections_change_nothing(house: House) -> None:
     together(house, "a", "b")
     asked = house.ask("a")

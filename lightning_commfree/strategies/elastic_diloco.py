@@ -68,6 +68,8 @@ _DRAIN_S = 20.0  # after SIGTERM, for exchanges in flight
 class ElasticSession(LocalWeightsSession):
     """Fit session of one replica: no hook runs on all replicas after the same step."""
 
+    least_ranks = 2  # there may be more replicas
+
     @override
     def begin(self, resumed: bool) -> None:
         del resumed
@@ -76,11 +78,10 @@ class ElasticSession(LocalWeightsSession):
 
     @override
     def after_step(self) -> None:
-        sigterm = self._stopping.sigterm
+        sigterm, several = self._stopping.sigterm, self._ranks.size > 1
         # all ranks of this replica land at the same steps
-        if self._ranks.size > 1 and self.between.has_landed:
-            if any(self._ranks.all_flags(sigterm.requested)):
-                sigterm.agree()
+        if several and self.between.has_landed and any(self._ranks.all_flags(sigterm.requested)):
+            sigterm.agree()
         super().after_step()
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.lighthouse import serve_lighthouse
 from lightning_commfree.host import ModelCheckpoint, StrategyRegistry, pl
+from tests.diloco.training import State
 from tests.strategies.elastic import (
     FORK,
     ROWS,
@@ -27,7 +28,6 @@ from tests.strategies.elastic import (
     fit,
     shards_of,
 )
-from tests.diloco.training import State
 from tests.strategies.models import quiet_trainer
 from tests.world import free_port, run_ranks
 

@@ -1,7 +1,9 @@
 """Train one replica of an elastic job: start as many as you like, whenever you like.
 
-    commfree-lighthouse &
-    python examples/elastic/train.py    # in several terminals; end one with Ctrl-C, start it again
+    commfree-lighthouse
+    python examples/elastic/train.py    # in several terminals
+
+End one with `kill -9`, start it again, and it joins the others.
 
 `COMMFREE_RENDEZVOUS` names a lighthouse on another machine (docs/elastic.md). Each replica has a
 Trainer of its own, which sees this replica only.

@@ -230,7 +230,7 @@ def _torchft() -> ModuleType:
     if not is_set:
         os.environ["RUST_LOG"] = "warn"
     try:
-        from torchft import coordination
+        from torchft import coordination  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "Elastic replicas need torchft: `pip install 'lightning-commfree[elastic]'`. It has"

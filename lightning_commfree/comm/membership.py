@@ -637,8 +637,8 @@ def _gloo_group(
 ) -> dist.ProcessGroup:
     """Create a gloo group that `torch.distributed` does not register, so it needs no default group.
 
-    Collective over its ranks, within `_CONNECT`. It listens on `host`: by itself, gloo listens
-    on the address of the host's name, which on Debian other machines cannot reach.
+    Collective over its ranks, within `_CONNECT`. It listens on `host`. By itself, gloo listens on
+    the address of the host's name, which on Debian other machines cannot reach.
     """
     keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     gloo: Any = dist.ProcessGroupGloo

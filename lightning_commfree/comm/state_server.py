@@ -288,7 +288,7 @@ class _Server:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj in self._pending:  # not closed for a newer one just now
-                    self._read(cast(socket.socket, key.fileobj))
+                    self._read(key.fileobj)
             while self._pending and self._oldest()[1].end_s < time.monotonic():
                 self._take(self._oldest()[0]).close()
             self._states.remove_idle()

@@ -79,8 +79,9 @@ class ElasticSession(LocalWeightsSession):
     @override
     def after_step(self) -> None:
         sigterm, several = self._stopping.sigterm, self._ranks.size > 1
+        diloco: Any = self.between
         # all ranks of this replica land at the same steps
-        if several and self.between.has_landed and any(self._ranks.all_flags(sigterm.requested)):
+        if several and diloco.has_landed and any(self._ranks.all_flags(sigterm.requested)):
             sigterm.agree()
         super().after_step()
 
@@ -263,7 +264,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         joined = diloco.begin(self._job_settings(trainer))
         self.slot = diloco.slot
         if joined:
-            trainer.num_sanity_val_steps = 0  # type: ignore[attr-defined]  # the others would wait
+            trainer.num_sanity_val_steps = 0  # the others would wait
         forget_loaders(trainer)  # a scheduler may have asked for their length, in another slot
         validate_if(trainer, self.patches, lambda: self.is_first or _monitors(trainer))
         self.patches.put(

@@ -50,7 +50,7 @@ from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
 T = TypeVar("T")
 
-_POLL_S = 0.05  # how often a joiner asks a member for new messages
+_POLL_S = 0.02  # how often a joiner asks a member for new messages
 _KEPT_CYCLES = 2  # of messages
 _KEPT_CYCLES_FOR_JOINERS = 8  # while a replica is joining
 _MAX_FAILURES = 5  # of an exchange, one after the other in views of the same members
@@ -383,6 +383,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """Apply all landings that this replica has missed; wait until there are `least` in all.
 
         Returns whether the donor had them.
+
+        Raises:
+            RuntimeError: the other replicas are about to stop.
         """
         messages: list[dict[str, Any]] = []
 
@@ -405,19 +408,19 @@ class ElasticDiLoCo(StreamingDiLoCo):
         target = self._membership.ranks.share(fetch_on_first_rank)
         if target < 0 or not self._try(lambda: messages or fetch(target)):
             return False
-        for message in messages:
-            if message["flight"] < target:
-                self._replay_one(message)
+        stops = [self._replay_one(m) for m in messages if m["flight"] < target]
+        if any(self._membership.ranks.gather(any(stops))):
+            raise RuntimeError(TOO_LATE)
         return True
 
-    def _replay_one(self, message: dict[str, Any]) -> None:
+    def _replay_one(self, message: dict[str, Any]) -> bool:
+        """Apply a landing; return whether a replica requested a stop."""
         p = message["flight"] % len(self.fragments)
         exchange, arrived = self._decoder(message, p)
         arrival = exchange.read(arrived, self.fragments[p].global_copy.device)
-        if arrival.stop:
-            raise RuntimeError(TOO_LATE)
         self._outer_step(p, arrival.mean)
         self._keep(message)
+        return arrival.stop
 
     def _take_outer(self, step: int) -> None:
         """Begin at a step of the schedule with the outer weights."""

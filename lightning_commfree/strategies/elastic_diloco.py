@@ -181,6 +181,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         LighthouseRendezvous(self.rendezvous)  # raises an error without torchft
         self._limits = Limits(min_replicas, max_replicas)
         self._heartbeat_timeout_s = heartbeat_timeout
+        self._started_s = self._waited_s = 0.0  # when training starts
         self.slot = 0
 
     def services(self, host: str, timeout_s: float) -> tuple[Rendezvous, StateTransfer]:
@@ -225,6 +226,11 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     @override
     def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
         return _ElasticStopping(trainer, self.ranks, clock, self.patches)
+
+    @override
+    def not_restored(self) -> list[str]:
+        lost = "elastic replicas begin with the outer weights, without what was in flight"
+        return [*super().not_restored(), lost]
 
     @override
     def begin(self, trainer: pl.Trainer) -> ElasticDiLoCo:

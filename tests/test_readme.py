@@ -269,6 +269,7 @@ def test_a_python_block_runs(block: str, monkeypatch) -> None:
     short = {"num_nodes": 1, "max_steps": 2, "logger": False, "enable_checkpointing": False}
     trainer = lightning.Trainer
     monkeypatch.setattr(lightning, "Trainer", lambda **kwargs: trainer(**{**kwargs, **short}))
+    monkeypatch.setenv("COMMFREE_RENDEZVOUS", "http://127.0.0.1:29510")
     names: dict[str, Any] = {
         "L": lightning,
         **PUBLIC,

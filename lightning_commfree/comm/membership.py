@@ -230,6 +230,10 @@ _ASK_AGAIN_S = 0.2
 _CONNECT = timedelta(seconds=15)  # for the members of a new view to connect to each other
 _LEAVE_S = 5.0  # how long a replica waits for the others to ask, before it leaves
 _NEVER = 2**62  # higher than any number of a quorum
+TOO_LATE = (
+    "The other replicas are finishing their fit, so this one is too late to join. Their last"
+    " checkpoint contains the result."
+)
 _NONE_LEFT = (
     "The replicas from which this one got its state are gone. Restart it to join again, or if no"
     " replica is left, to begin with the last checkpoint (`ckpt_path`)."
@@ -599,10 +603,7 @@ class ElasticMembership:
 
     def _refuse_late_joiner(self, decision: Decision) -> None:
         if any(m.status in (ENDING, FINISHED) for m in decision.established):
-            raise RuntimeError(
-                "The other replicas are finishing their fit, so this one is too late to join. Their"
-                " last checkpoint contains the result."
-            )
+            raise RuntimeError(TOO_LATE)
 
     def _refuse_joiner(self, quorum: Quorum, decision: Decision) -> None:
         self._refuse_late_joiner(decision)
@@ -618,7 +619,7 @@ class ElasticMembership:
         ):
             raise RuntimeError(
                 f"All {self.limits.max_replicas} slots are taken (`max_replicas`). To use more"
-                " replicas, start all of them again with a higher `max_replicas`, from a checkpoint."
+                " replicas, start all again with a higher `max_replicas`, from a checkpoint."
             )
 
 

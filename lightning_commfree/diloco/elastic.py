@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import Route, View
-from lightning_commfree.comm.membership import ElasticMembership, Member
+from lightning_commfree.comm.membership import TOO_LATE, ElasticMembership, Member
 from lightning_commfree.diloco.exchange import (
     MAX_WEIGHT,
     Flight,
@@ -50,7 +50,7 @@ from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
 T = TypeVar("T")
 
-_POLL_S = 0.05  # how often a joiner asks a member for new messages
+_POLL_S = 0.02  # how often a joiner asks a member for new messages
 _KEPT_CYCLES = 2  # of messages
 _KEPT_CYCLES_FOR_JOINERS = 8  # while a replica is joining
 _MAX_FAILURES = 5  # of an exchange, one after the other in views of the same members
@@ -69,7 +69,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     Args:
         module: as in `StreamingDiLoCo`, like all arguments.
         fragments: as above.
-        settings: as above.
+        settings: as above; `evaluate` must be "outer".
         membership: this replica's part in the job, not started.
         within: as above.
 
@@ -81,9 +81,6 @@ class ElasticDiLoCo(StreamingDiLoCo):
             position in the schedule, which is the same on all replicas.
         views: flight and slots of each view in which this replica took part.
         weight_per_step: weight of an inner step, such as its number of samples.
-
-    Raises:
-        ValueError: a setting needs all replicas at the same time.
     """
 
     _membership: ElasticMembership
@@ -96,11 +93,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         membership: ElasticMembership,
         within: Channel | None = None,
     ) -> None:
-        if settings.evaluate != "outer":
-            raise ValueError(
-                f"`evaluate={settings.evaluate!r}` is not supported with elastic replicas, because"
-                " only one of them evaluates. Use `evaluate='outer'`."
-            )
+        assert settings.evaluate == "outer", "other weights need all replicas at the same time"
         ledger = membership.ledger
         self._thread, self._inline = Background(ledger), _Inline(ledger)
         self._outer_lock = threading.Lock()  # the state server reads the outer state
@@ -136,7 +129,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self._enter(membership.view())
             first = membership.view_members[0]
             if self.view.rank:
-                if not self._try(lambda: self._take_snapshot(first)):
+                if not self._take_snapshot(first):
                     continue  # it is gone: begin again
                 self._take_outer(self.step)
             return False
@@ -338,7 +331,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         while True:
             donor = membership.donor(gone)
             with membership.asking():
-                if not self._try(lambda: self._take_snapshot(donor)):
+                if not self._take_snapshot(donor):
                     gone.add(donor.replica)
                     continue
                 # the ranks of a replica may have got snapshots of different flights
@@ -374,17 +367,25 @@ class ElasticDiLoCo(StreamingDiLoCo):
             found = False
         return self._membership.ranks.all(found)
 
-    def _take_snapshot(self, member: Member) -> None:
-        snapshot = self._membership.transfer.fetch_snapshot(self._address(member))
-        with self._outer_lock:
-            for fragment, state in zip(self.fragments, snapshot["fragments"], strict=True):
-                fragment.load_state_dict(state)
-            self.landed = self.launched = snapshot["landed"]
+    def _take_snapshot(self, member: Member) -> bool:
+        """Load a member's outer state; return whether all ranks of this replica got theirs."""
+
+        def fetch() -> None:
+            snapshot = self._membership.transfer.fetch_snapshot(self._address(member))
+            with self._outer_lock:
+                for fragment, state in zip(self.fragments, snapshot["fragments"], strict=True):
+                    fragment.load_state_dict(state)
+                self.landed = self.launched = snapshot["landed"]
+
+        return self._try(fetch)
 
     def _replay(self, donor: Member, least: int) -> bool:
         """Apply all landings that this replica has missed; wait until there are `least` in all.
 
         Returns whether the donor had them.
+
+        Raises:
+            RuntimeError: the other replicas are about to stop.
         """
         messages: list[dict[str, Any]] = []
 
@@ -407,17 +408,19 @@ class ElasticDiLoCo(StreamingDiLoCo):
         target = self._membership.ranks.share(fetch_on_first_rank)
         if target < 0 or not self._try(lambda: messages or fetch(target)):
             return False
-        for message in messages:
-            if message["flight"] < target:
-                self._replay_one(message)
+        stops = [self._replay_one(m) for m in messages if m["flight"] < target]
+        if any(self._membership.ranks.gather(any(stops))):
+            raise RuntimeError(TOO_LATE)
         return True
 
-    def _replay_one(self, message: dict[str, Any]) -> None:
+    def _replay_one(self, message: dict[str, Any]) -> bool:
+        """Apply a landing; return whether a replica requested a stop."""
         p = message["flight"] % len(self.fragments)
         exchange, arrived = self._decoder(message, p)
         arrival = exchange.read(arrived, self.fragments[p].global_copy.device)
         self._outer_step(p, arrival.mean)
         self._keep(message)
+        return arrival.stop
 
     def _take_outer(self, step: int) -> None:
         """Begin at a step of the schedule with the outer weights."""

@@ -68,6 +68,8 @@ _DRAIN_S = 20.0  # after SIGTERM, for exchanges in flight
 class ElasticSession(LocalWeightsSession):
     """Fit session of one replica: no hook runs on all replicas after the same step."""
 
+    least_ranks = 2  # there may be more replicas
+
     @override
     def begin(self, resumed: bool) -> None:
         del resumed
@@ -76,11 +78,11 @@ class ElasticSession(LocalWeightsSession):
 
     @override
     def after_step(self) -> None:
-        sigterm = self._stopping.sigterm
+        sigterm, several = self._stopping.sigterm, self._ranks.size > 1
+        diloco: Any = self.between
         # all ranks of this replica land at the same steps
-        if self._ranks.size > 1 and self.between.has_landed:
-            if any(self._ranks.all_flags(sigterm.requested)):
-                sigterm.agree()
+        if several and diloco.has_landed and any(self._ranks.all_flags(sigterm.requested)):
+            sigterm.agree()
         super().after_step()
 
 
@@ -179,6 +181,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         LighthouseRendezvous(self.rendezvous)  # raises an error without torchft
         self._limits = Limits(min_replicas, max_replicas)
         self._heartbeat_timeout_s = heartbeat_timeout
+        self._started_s = self._waited_s = 0.0  # when training starts
         self.slot = 0
 
     def services(self, host: str, timeout_s: float) -> tuple[Rendezvous, StateTransfer]:
@@ -225,6 +228,11 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         return _ElasticStopping(trainer, self.ranks, clock, self.patches)
 
     @override
+    def not_restored(self) -> list[str]:
+        lost = "elastic replicas begin with the outer weights, without what was in flight"
+        return [*super().not_restored(), lost]
+
+    @override
     def begin(self, trainer: pl.Trainer) -> ElasticDiLoCo:
         name, settings = type(self).__name__, self.settings
         refuse_callbacks(trainer, name, REFUSED_IF_LOCAL)
@@ -262,7 +270,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         joined = diloco.begin(self._job_settings(trainer))
         self.slot = diloco.slot
         if joined:
-            trainer.num_sanity_val_steps = 0  # type: ignore[attr-defined]  # the others would wait
+            trainer.num_sanity_val_steps = 0  # the others would wait
         forget_loaders(trainer)  # a scheduler may have asked for their length, in another slot
         validate_if(trainer, self.patches, lambda: self.is_first or _monitors(trainer))
         self.patches.put(

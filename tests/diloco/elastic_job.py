@@ -71,61 +71,82 @@ class RendezvousServer:
         self.process.join()
 
 
-def _serve(address: str, founders: int, ready: Any) -> None:
-    listener = Listener(address, backlog=64)
-    ready.set()
-    sockets: dict[Any, str] = {}  # heartbeats: replica by connection
-    asked: dict[str, tuple[Member, list[Connection]]] = {}
-    last: set[str] = set()
-    lost: set[str] = set()
-    number = 0
-    raw = listener._listener._socket  # type: ignore[attr-defined]
-    fresh: list[Connection] = []
-    while True:
-        for ready_one in wait([raw, *sockets, *fresh]):
-            if ready_one is raw:
-                fresh.append(listener.accept())
-                continue
-            try:
-                kind, value = ready_one.recv()  # type: ignore[union-attr]
-            except (EOFError, OSError):
-                lost = sockets.pop(ready_one, None)
-                if lost is not None and lost not in sockets.values():
-                    asked.pop(lost, None)
-                with suppress(ValueError):
-                    fresh.remove(ready_one)  # type: ignore[arg-type]
-                continue
-            fresh.remove(ready_one)  # type: ignore[arg-type]
-            if kind == "beat":
-                sockets[ready_one] = value
-            elif kind == "lose":
-                lost.add(value)
-                for connection in [c for c, replica in sockets.items() if replica == value]:
-                    del sockets[connection]
-                asked.pop(value, None)
-            elif kind == "restart":
-                for _, connections in asked.values():
-                    for connection in connections:
-                        connection.close()
-                asked, last, number, founders = {}, set(), 0, 1
-            elif kind == "ages":
-                ready_one.send(dict.fromkeys(lost, 99.0))  # type: ignore[union-attr]
-            else:
-                waiting = asked[value.replica][1] if value.replica in asked else []
-                asked[value.replica] = value, [*waiting, ready_one]  # type: ignore[list-item]
-        alive = set(sockets.values())
-        if not asked or not last & alive <= asked.keys() or len(asked) < founders:
-            continue
-        founders = 1
-        number += asked.keys() != last
-        last = {*asked}
-        answer = Quorum(number, tuple(asked[name][0] for name in sorted(asked)))
-        for _, connections in asked.values():
+class _Server:
+    def __init__(self, address: str, founders: int) -> None:
+        self.listener = Listener(address, backlog=64)
+        self.raw: Any = self.listener._listener._socket  # type: ignore[attr-defined]
+        self.founders, self.number = founders, 0
+        self.beats: dict[Any, str] = {}  # replica by connection
+        self.asked: dict[str, tuple[Member, list[Any]]] = {}
+        self.last: set[str] = set()
+        self.lost: set[str] = set()
+        self.fresh: list[Any] = []  # connections of which nothing is known yet
+
+    def serve(self) -> None:
+        while True:
+            for connection in wait([self.raw, *self.beats, *self.fresh]):
+                if connection is self.raw:
+                    self.fresh.append(self.listener.accept())
+                else:
+                    self.read(connection)
+            self.answer()
+
+    def read(self, connection: Any) -> None:
+        try:
+            kind, value = connection.recv()
+        except (EOFError, OSError):
+            self.forget(self.beats.pop(connection, None))
+            with suppress(ValueError):
+                self.fresh.remove(connection)
+            return
+        self.fresh.remove(connection)
+        getattr(self, kind)(connection, value)
+
+    def beat(self, connection: Any, replica: str) -> None:
+        self.beats[connection] = replica
+
+    def forget(self, replica: str | None) -> None:
+        if replica not in self.beats.values():
+            self.asked.pop(str(replica), None)
+
+    def lose(self, _: Any, replica: str) -> None:
+        self.lost.add(replica)
+        self.beats = {c: name for c, name in self.beats.items() if name != replica}
+        self.forget(replica)
+
+    def restart(self, _: Any, __: Any) -> None:
+        for _, connections in self.asked.values():
+            for connection in connections:
+                connection.close()
+        self.asked, self.last, self.number, self.founders = {}, set(), 0, 1
+
+    def ages(self, connection: Any, _: Any) -> None:
+        connection.send(dict.fromkeys(self.lost, 99.0))
+
+    def ask(self, connection: Any, member: Member) -> None:
+        waiting = self.asked[member.replica][1] if member.replica in self.asked else []
+        self.asked[member.replica] = member, [*waiting, connection]
+
+    def answer(self) -> None:
+        waited_for = self.last & set(self.beats.values())
+        if not waited_for <= self.asked.keys() or len(self.asked) < max(self.founders, 1):
+            return
+        self.founders = 1
+        self.number += self.asked.keys() != self.last
+        self.last = {*self.asked}
+        quorum = Quorum(self.number, tuple(self.asked[name][0] for name in sorted(self.asked)))
+        for _, connections in self.asked.values():
             for connection in connections:
                 with suppress(OSError):
-                    connection.send(answer)
+                    connection.send(quorum)
                 connection.close()
-        asked = {}
+        self.asked = {}
+
+
+def _serve(address: str, founders: int, ready: Any) -> None:
+    server = _Server(address, founders)
+    ready.set()
+    server.serve()
 
 
 class ScriptedRendezvous:

@@ -30,32 +30,28 @@ class Log:
     joins: Mapping[int, Sequence[int]] = field(default_factory=dict)  # slot: flights
 
 
+@dataclass
 class ElasticTwin:
-    def __init__(
-        self,
-        make_module: Callable[[], nn.Module],
-        make_inner: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        make_outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-        train: Callable[[nn.Module, int, int], None],  # backward of (module, slot, step)
-        fragments: Sequence[Sequence[str]],
-        sync_every: int,
-        overlap_steps: int,
-        mix: float,
-        through: Callable[[Tensor], Tensor],  # the wire, for a flat fragment
-        rounds_twice: Callable[[int, int], bool],  # whether (members, values) go in two phases
-        weight_of: Callable[[int], int] = lambda slot: 1,  # of an inner step
-    ) -> None:
-        self.make_module, self.make_inner, self.train = make_module, make_inner, train
-        self.fragments, self.sync_every, self.overlap_steps = fragments, sync_every, overlap_steps
-        self.mix, self.through, self.rounds_twice = mix, through, rounds_twice
-        self.weight_of = weight_of
-        start = make_module()
+    make_module: Callable[[], nn.Module]
+    make_inner: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    make_outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    train: Callable[[nn.Module, int, int], None]  # backward of (module, slot, step)
+    fragments: Sequence[Sequence[str]]
+    sync_every: int
+    overlap_steps: int
+    mix: float
+    through: Callable[[Tensor], Tensor]  # the wire, for a flat fragment
+    rounds_twice: Callable[[int, int], bool]  # whether (members, values) go in two phases
+    weight_of: Callable[[int], int] = lambda slot: 1  # of an inner step
+
+    def __post_init__(self) -> None:
+        start = self.make_module()
         # tensor by tensor, as elsewhere: vectorized kernels round the ends of tensors differently
         self.outer = [
             [nn.Parameter(start.get_parameter(name).detach().clone()) for name in names]
-            for names in fragments
+            for names in self.fragments
         ]
-        self.optimizers = [make_outer(outer) for outer in self.outer]
+        self.optimizers = [self.make_outer(outer) for outer in self.outer]
         self.replicas: dict[int, Replica] = {}
         self.flight = 0
 
@@ -71,18 +67,18 @@ class ElasticTwin:
                 cycles, rest = divmod(step - offset, self.sync_every)
                 if cycles >= 1 and not rest:
                     self.launch(log, p, step)
-            for replica in self.replicas.values():
-                for p in [p for p, (due, _) in replica.in_flight.items() if due == step]:
-                    self.land(replica, p, step)
-        for p in range(len(self.fragments)):
-            for replica in self.replicas.values():
-                if p in replica.in_flight:
-                    self.land(replica, p, steps)
+            self.land_due(step, step)
+        self.land_due(steps + self.overlap_steps, steps)
         for p, names in enumerate(self.fragments):
             mean = self.mean(log, p, steps)
             for replica in self.replicas.values():
                 put(replica.module, names, self.split(p, joined(self.outer[p]) - mean))
         return {slot: replica.module for slot, replica in self.replicas.items()}
+
+    def land_due(self, latest: int, step: int) -> None:
+        for replica in self.replicas.values():
+            for p in [p for p, (due, _) in replica.in_flight.items() if due <= latest]:
+                self.land(replica, p, step)
 
     def add(self, slot: int, step: int) -> None:
         module = self.make_module()

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commfree import ElasticDiLoCoStrategy
 from lightning_commfree.host import pl
-from tests.diloco.elastic_job import LocalTransfer, RendezvousServer, ScriptedRendezvous
 from lightning_commfree.model.shards import local_tensor
+from tests.diloco.elastic_job import LocalTransfer, RendezvousServer, ScriptedRendezvous
 from tests.diloco.training import State
 from tests.strategies.models import Tiny, quiet_trainer
 from tests.world import free_port

@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.lighthouse import serve_lighthouse
 from lightning_commfree.host import ModelCheckpoint, StrategyRegistry, pl
+from tests.diloco.training import State
 from tests.strategies.elastic import (
     FORK,
     ROWS,
@@ -27,7 +28,6 @@ from tests.strategies.elastic import (
     fit,
     shards_of,
 )
-from tests.diloco.training import State
 from tests.strategies.models import quiet_trainer
 from tests.world import free_port, run_ranks
 
@@ -252,6 +252,29 @@ def test_replicas_of_two_fsdp_ranks_equal_streaming_diloco_and_take_in_another(
     assert found["c0"].joined == found["c1"].joined
     assert found["c0"].joined is not None
     assert found["c0"].slot == found["c1"].slot == 1
+
+
+def test_sigterm_on_a_rank_stops_the_ranks_of_its_replica(tmp_path: Path) -> None:
+    server = RendezvousServer(tmp_path, 2)
+
+    def play(name: str) -> Fit:
+        settings = {**SETTINGS, "replica_size": 2}
+        strategy = Scripted(server.address, tmp_path, name, **settings)
+        dies = 13 if name == "b1" else None
+        return fit(strategy, Pace(0.02, dies, signal.SIGTERM), max_steps=40)
+
+    fits = Fits(play, tmp_path)
+    for name in "ab":
+        fits.start(name, ranks=2)
+    for name in ("b0", "b1"):
+        fits.wait_dead(name, signal.SIGTERM)
+    found = fits.results()
+    server.close()
+    assert found.keys() == {"a0", "a1"}
+    assert_equal(found)
+    views = dict(found["a0"].views)
+    assert views[2] == (0, 1), "launched after step 12; landed after 14, when both stop"
+    assert views[max(views)] == (0,)
 
 
 @pytest.mark.parametrize(

@@ -357,10 +357,11 @@ class ElasticMembership:
         finally:
             done.set()
 
-    def enter(self, flights: int) -> bool:
-        """Ask to take part in flight number `flights`; return whether this replica is in its view.
+    def enter(self, flights: int) -> int | None:
+        """Ask to take part in flight number `flights`.
 
-        If not, the members have begun that flight without it.
+        Returns None if this replica is in its view, or else the flight to ask for next: the members
+        have begun the one before that without this replica.
 
         Raises:
             RuntimeError: the job has ended, all slots are taken, or no member is left.
@@ -373,9 +374,9 @@ class ElasticMembership:
             if self.record.replica in [m.replica for m in decision.members]:
                 with suppress(RuntimeError):
                     self._agreed = self._open(quorum, decision)
-                    return True
-            elif decision.members or any(m.flights > flights for m in decision.established):
-                return False
+                    return None
+            elif decision.members:
+                return max(m.flights for m in decision.established) + 1
             time.sleep(_ASK_AGAIN_S)
 
     @property

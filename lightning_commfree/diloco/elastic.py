@@ -336,10 +336,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
                     continue
                 # the ranks of a replica may have got snapshots of different flights
                 there = self._replay(donor, max(membership.ranks.gather(self.landed)))
-            while there and not membership.enter(self.landed):
-                # the members have begun that flight
+            while there and (later := membership.enter(self.landed)) is not None:
                 with membership.asking():
-                    there = self._replay(donor, self.landed + 1)
+                    there = self._replay(donor, later)
             if there:
                 break
             gone.add(donor.replica)

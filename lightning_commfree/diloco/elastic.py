@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,7 @@ from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.02  # how often a joiner asks a member for new messages
 _KEPT_CYCLES = 2  # of messages
@@ -201,6 +203,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             except RuntimeError as raised:
                 error = raised
             if not self._membership.ranks.all(error is None):
+                _log.warning("An exchange with slots %s failed: %s", list(found.members), error)
                 self._membership.failed()
                 failures.append(found.members)
                 if failures.count(found.members) == _MAX_FAILURES:

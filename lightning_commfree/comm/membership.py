@@ -426,9 +426,9 @@ class ElasticMembership:
             RuntimeError: the others continue without this replica, or there were not enough
                 replicas for longer than the timeout.
         """
-        if self._agreed is not None:
-            view, self._agreed = self._agreed, None
-            return view
+        if (agreed := self._agreed) is not None:
+            self._agreed = None
+            return agreed
         self._tell(flights=flight, step=step)
         end_s = time.monotonic() + self._timeout.total_seconds()
         while True:

@@ -185,8 +185,11 @@ class FragmentMessage:
             decode_all(self._codec, self._layout.section(message, "payload"), row)
         return values_MN
 
-    def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M)."""
+    def average(self, messages: Tensor, padding: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M).
+
+        The last `padding` values become zero: not every codec keeps zeros.
+        """
         # chunk by chunk, so that decoded values of all replicas are never in memory at once
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
@@ -201,6 +204,8 @@ class FragmentMessage:
             rows_MV = buffer_MV[:, :count]
             for payload, row in zip(payloads, rows_MV, strict=True):
                 self._codec.decode(payload, self._numel, chunk, row)
+            if (stop := self._numel - padding) < chunk.stop:
+                rows_MV[:, max(stop - chunk.start, 0) :].zero_()
 
             _average(rows_MV, out=mean[chunk])
             for i, row in enumerate(rows_MV):  # row by row: BLAS is slow for so wide a matrix
@@ -389,7 +394,8 @@ class FragmentExchange:
         """Average the shard that this replica owns; return the resulting message and its error."""
         summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
         counted = finite_messages(received, summary.nonfinite)
-        mean, gram_KK = self._up.average(counted)
+        end = (self.route.shard + 1) * self._shard
+        mean, gram_KK = self._up.average(counted, padding=max(end - self.numel, 0))
         # K < M if replicas are left out, but all messages must have the same size
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 

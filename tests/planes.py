@@ -26,7 +26,7 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 codes of 2 or 4 bits: as many equal rows as fit in a byte, the first one lowest."""
+    """Pack uint8 codes of 2 or 4 bits: as many equal rows as codes in a byte, the first lowest."""
     rows = 8 // bits
     padded = np.zeros(-(-codes.numel() // (8 * rows)) * 8 * rows, dtype=np.uint8)
     padded[: codes.numel()] = codes.cpu().numpy()

@@ -54,10 +54,10 @@ fp32 scales over three octaves; an encoder would have to try all of them."""
 HOW_TO_READ_TIMES = """\
 One thread; medians of operations that take turns; ratio to copying the same fp32 values between two
 buffers. All operations write to existing buffers, except for the copy into new memory, whose pages
-the system must allocate; this is why a thread keeps its scratch memory. On a CPU, int8, fp4 and int2
-are loops compiled by numba. Without numba they are torch operations, where each step of the arithmetic
-is a pass over scratch memory that stays in the cache: eleven passes to encode fp4 and six to decode
-it, each at a fraction of a copy, because memory is hardly slower than cache here."""
+the system must allocate; this is why a thread keeps its scratch memory. On a CPU, int8, fp4 and
+int2 are loops compiled by numba. Without numba they are torch operations, where each step of the
+arithmetic is a pass over scratch memory that stays in the cache: eleven passes to encode fp4 and
+six to decode it, each at a fraction of a copy, because memory is hardly slower than cache here."""
 
 
 def operations(values: Tensor) -> dict[str, Callable[[], object]]:

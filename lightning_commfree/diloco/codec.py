@@ -15,9 +15,10 @@ int2        2.06          to one of four levels per block; error feedback
 topk        0.223         the 64 largest of 4096 values, in two bits each; error feedback
 ==========  ============  =====================================================================
 
-Int8, fp4 and int2 have one scale per *block* of consecutive values (`quantize`). Values are processed in
-*chunks* of complete blocks, so that intermediate results stay in cache. If numba is installed, CPUs
-use `quantize_numba`, which is two to four times faster on one thread and gives the same results.
+Int8, fp4 and int2 have one scale per *block* of consecutive values (`quantize`). Values are
+processed in *chunks* of complete blocks, so that intermediate results stay in cache. If numba is
+installed, CPUs use `quantize_numba` for them, which is two to four times faster on one thread and
+gives the same results.
 
 *Error feedback* (arXiv:1901.09847) keeps what a codec has lost, the residual, in the replica's own
 state and adds it to the fragment's next outer gradient. Coarse codecs (1 or 2 bits, top-k) converge

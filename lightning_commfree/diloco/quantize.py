@@ -19,14 +19,14 @@ Int8 uses the same blocks with an fp32 scale, the largest magnitude / 127, and r
 ties to even. A block whose largest magnitude is below 2^-118 becomes zero, and a NaN or Inf makes
 its block NaN here too.
 
-*Two bits* (`encode_two_bits`) are a sign and one of two magnitudes, low and high times a bf16 scale.
-A value gets the high one if it exceeds the root mean square of its block, and the scale is then the
-least-squares fit of the codes to the values. So what is decoded is never longer than the values,
-and error feedback converges for any values. For Gaussian values, magnitudes of 1 and 3 have nearly
-the least error of any four levels: 34.5 % of the norm, against 34.3 % for Lloyd and Max's levels.
-MuLoCo's statistical quantization (arXiv:2505.23725) sends the mean of each of four bins instead, 16
-bytes per tensor. Magnitudes below 2^-118 are zero and those from 2^120 on NaN, as above, but zeros
-in a block with other values become +-1.
+*Two bits* (`encode_two_bits`) are a sign and one of two magnitudes, low and high times a bf16
+scale. A value gets the high one if it exceeds the root mean square of its block, and the scale is
+then the least-squares fit of the codes to the values. So the decoded values never have a larger
+norm than the values, and error feedback converges for any values. For Gaussian values, magnitudes
+of 1 and 3 have nearly the least error of any four levels: 34.5 % of the norm, against 34.3 % for
+Lloyd's and Max's levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the
+means of four bins per tensor, in fp32. Magnitudes below 2^-118 are zero and those from 2^120 on
+NaN, as above, but zeros in a block with other values become the low level.
 
 Sums must not depend on the order of their terms, which differs between devices. So they are sums of
 whole numbers below 2^24, which are exact in fp32: magnitudes are rounded to 8 bits relative to the

@@ -67,7 +67,9 @@ def on_host(step: str) -> Questions:
 # The second message of an exchange by shards says what the headers of the first one said.
 SHARDS = {Question("thread", "comm/background.py wait", "wait")}
 # The error of the second rounding, which was made on the host.
-SECOND_ERROR = {Question("after step", "diloco/exchange.py _add_losses", "copy up")}
+SECOND_ERROR = {
+    Question(step, "diloco/exchange.py _add_losses", "copy up") for step in ("after step", "finish")
+}
 # The global copy lives in host memory. It is made there, and so the mean is formed there; landings
 # take it up, and the end of a fit makes it the local copy.
 OFFLOADED = {

@@ -212,7 +212,7 @@ def same(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> l
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_equals_the_twin_after_every_step(name: str, size: int) -> None:
-    """With two fragments in flight, by gathering and in two phases, and a mean in fp4 at the end."""
+    """With two fragments in flight, on both routes, and with the mean in fp4 at the end."""
     wire = WIRES[name]
     played = in_threads(size, lambda channel: play(channel, name))
     _, two_phase, in_flight = played[0]
@@ -296,7 +296,7 @@ def test_a_newcomer_starts_without_a_residual() -> None:
 
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_the_bytes_are_those_of_the_formulas(name: str, size: int) -> None:
-    """The bytes that leave a worker, counted block by block; the ledger is in `test_fragment_exchange`."""
+    """Those that leave a worker; `test_fragment_exchange` has the ledger of real ranks."""
     wire = WIRES[name]
 
     def replica(channel: ThreadChannel) -> tuple[int, int]:

@@ -46,14 +46,15 @@ def through_the_wire(name: str, values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [
+    ("name", "bits"),
+    [
         ("fp32", 32.0),
         ("bf16", 16.0),
         ("int8", 8.125),
         ("fp4", 4.03125),
         ("int2", 2.0625),
         ("topk", 0.22265625),
-    ]
+    ],
 )
 def test_bits_a_value_are_those_of_the_table(name: str, bits: float) -> None:
     numel = 1024 * BLOCK
@@ -84,7 +85,7 @@ def test_encode_fills_the_payload_and_nothing_else(name: str, numel: int) -> Non
 @pytest.mark.parametrize("numel", ODD_NUMELS)
 @pytest.mark.parametrize("name", NAMES)
 def test_decode_gives_fp32_of_the_same_length_and_is_a_fixed_point(name: str, numel: int) -> None:
-    """What has been on the wire once goes over it again unchanged, up to scales that are rounded."""
+    """What has been on the wire once goes over it again unchanged, up to rounded scales."""
     values = torch.randn(numel)
     decoded = through_the_wire(name, values)
     assert (decoded.dtype, decoded.shape) == (torch.float32, values.shape)
@@ -225,7 +226,15 @@ def test_a_gpu_forms_the_same_mean(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"), [("fp32", 0.0), ("bf16", 2.0**-8), ("int8", 0.02), ("fp4", 0.22), ("int2", 0.36), ("topk", 0.95)]
+    ("name", "limit"),
+    [
+        ("fp32", 0.0),
+        ("bf16", 2.0**-8),
+        ("int8", 0.02),
+        ("fp4", 0.22),
+        ("int2", 0.36),
+        ("topk", 0.95),
+    ],
 )
 def test_relative_rms_error_grows_as_the_bits_fall(name: str, limit: float) -> None:
     values = torch.randn(64 * BLOCK)

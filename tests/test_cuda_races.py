@@ -64,7 +64,6 @@ RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
     "diloco": (partial(diloco, 2), STAGED),
     "diloco, 3 replicas": (partial(diloco, 3), STAGED),
     "diloco, int2, 3 replicas": (partial(diloco, 3, wire_dtype="int2"), STAGED),
-    "diloco, topk": (partial(diloco, 2, wire_dtype="topk"), STAGED),
     "diloco, outer_device": (partial(diloco, 2, outer_device="cpu"), STAGED),
     "diloco, 2 ranks": (partial(diloco, 2, ranks=2), WITHIN),
     "diloco, 2 ranks, 3 replicas": (partial(diloco, 3, ranks=2), WITHIN),

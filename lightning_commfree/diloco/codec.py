@@ -58,7 +58,7 @@ _CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks pay more for tor
 _DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
 _MAX_TOPK_CHUNK = 2**12  # positions have 12 bits
 _INT2_LEVELS = 1, 3  # magnitudes, in units of the scale
-_TOPK_LEVELS = 2, 3  # closer, because selected values are all large
+_TOPK_LEVELS = 3, 4  # closer, because selected values are all large
 
 
 def num_blocks(numel: int) -> int:

@@ -62,13 +62,13 @@ def topk_by_hand(codec: TopKCodec, values: Tensor) -> tuple[Tensor, Tensor]:
         order = sorted(range(len(chunk)), key=lambda i: (-abs(chunk[i]), i))
         order = [i for i in order if chunk[i] != 0][: codec.keep] or [0]
         order += order[:1] * (codec.keep - len(order))
-        scale, of_chunk = two_bits(chunk[order], 2, 3)
+        scale, of_chunk = two_bits(chunk[order], 3, 4)
         scales.append(scale)
         positions += order
         codes += of_chunk
         rounded = torch.tensor(scale).bfloat16().float()
         for i, code in zip(order, of_chunk, strict=True):
-            decoded[start + i] = torch.tensor([-3.0, -2.0, 2.0, 3.0])[code] * rounded
+            decoded[start + i] = torch.tensor([-4.0, -3.0, 3.0, 4.0])[code] * rounded
     low = torch.tensor([i % 256 for i in positions], dtype=torch.uint8)
     high = torch.tensor([i // 256 for i in positions], dtype=torch.uint8)
     packed = pack_codes(torch.tensor(codes, dtype=torch.uint8), 2)

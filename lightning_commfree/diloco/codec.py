@@ -373,7 +373,7 @@ class TopKCodec:
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         selected = self._num_chunks(numel) * self.keep
         sizes = [2 * self._num_chunks(numel), selected, packed_size(selected, 4)]
-        scales, low, high, packed = payload.split([*sizes, packed_size(selected, 2)])
+        scales, low, high, packed = torch.split(payload, [*sizes, packed_size(selected, 2)])
         return scales.view(torch.bfloat16), low, high, packed
 
 

@@ -6,6 +6,7 @@ Replicas are threads: the exchange's own code runs on each, only the transport i
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ from lightning_commfree.diloco import (
     TopKCodec,
     split_into_fragments,
 )
-from lightning_commfree.diloco.codec import BLOCK, decode_all
+from lightning_commfree.diloco.codec import BLOCK, Int2Codec, decode_all
 from lightning_commfree.diloco.exchange import TAG
 from tests.diloco.serial import SerialDiLoCo
-from tests.diloco.training import DEFAULTS, NESTEROV
+from tests.diloco.training import AVERAGING, DEFAULTS, NESTEROV, alone
 from tests.lion.threads import ThreadChannel, in_threads
 
 STEPS, SYNC_EVERY, OVERLAP_STEPS, MIX = 18, 4, 3, 0.5
@@ -317,6 +318,58 @@ def test_the_bytes_are_those_of_the_formulas(name: str, size: int) -> None:
     for per_cycle, sent in in_threads(size, replica):
         assert per_cycle == expected
         assert sent == 2 * expected
+
+
+class Slopes(nn.Module):
+    """A quadratic loss whose curvature spans three orders of magnitude."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.curvature = torch.logspace(-3, 0, 4 * BLOCK)
+        self.optimum = torch.randn(4 * BLOCK, generator=generator) / self.curvature.sqrt()
+        self.x = nn.Parameter(torch.zeros(4 * BLOCK))
+
+    @torch.no_grad()
+    def inner_steps(self) -> None:
+        """Thirty steps of gradient descent at once."""
+        self.x += (self.optimum - self.x) * (1 - (1 - 0.02 * self.curvature) ** 30)
+
+
+def loss_after(cycles: int, wire: Any, **more: Any) -> float:
+    """Of a single replica, whose exchanges are rounded as all are."""
+    module = Slopes()
+    settings = {**DEFAULTS, "sync_every": 1, "overlap_steps": 0, "wire_dtype": wire, **more}
+    diloco = StreamingDiLoCo(
+        module,
+        split_into_fragments(module, 1, "strided"),
+        DiLoCoSettings(**settings),
+        FixedMembership(alone()),
+    )
+    for _ in range(cycles):
+        module.inner_steps()
+        diloco.after_step()
+    diloco.close()
+    return float((module.curvature * (module.x.detach() - module.optimum) ** 2).sum())
+
+
+@pytest.mark.parametrize("mix", [0.0, 0.5])
+@pytest.mark.parametrize("outer_lr", [0.4, 0.8])
+def test_the_default_weight_is_stable_with_outer_momentum_and_1_is_not(
+    outer_lr: float, mix: float
+) -> None:
+    outer = partial(torch.optim.SGD, lr=outer_lr, momentum=0.9, nesterov=True)
+    loss = partial(loss_after, 200, mix=mix, outer_optimizer=outer)
+    exact = loss("fp32")
+    assert loss("int2") < 2 * exact
+    assert not loss(Int2Codec(error_feedback=1.0)) < 100 * exact
+
+
+def test_without_outer_momentum_1_is_the_best_weight() -> None:
+    loss = partial(loss_after, 100, mix=0.0, outer_optimizer=AVERAGING)
+    exact = loss("fp32")
+    losses = [loss(Int2Codec(error_feedback=weight)) for weight in (0.0, 0.5, 1.0)]
+    assert exact < losses[2] < losses[1] < losses[0]
 
 
 def rounded(size: int) -> int:

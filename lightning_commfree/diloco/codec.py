@@ -236,9 +236,13 @@ class Int2Codec:
         error_feedback: as in `Codec`.
     """
 
-    name: str = "int2"
     compiled: bool = True
     error_feedback: float = _FEEDBACK
+
+    @property
+    def name(self) -> str:
+        """Name that contains the weight, which must be the same on all replicas."""
+        return f"int2(error_feedback={self.error_feedback})"
 
     def num_bytes(self, numel: int) -> int:
         """Return two bytes per block, and a quarter per value, rounded up to whole words."""

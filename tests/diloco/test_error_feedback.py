@@ -376,8 +376,14 @@ def rounded(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def test_topk_settings_change_the_bytes_and_the_fingerprint() -> None:
-    wires = TopKCodec(), TopKCodec(keep=128), TopKCodec(chunk=1024), TopKCodec(error_feedback=0.9)
+def test_settings_of_a_codec_change_the_bytes_and_the_fingerprint() -> None:
+    wires: tuple[Codec, ...] = (
+        TopKCodec(),
+        TopKCodec(keep=128),
+        TopKCodec(chunk=1024),
+        TopKCodec(error_feedback=0.9),
+    )
+    wires += Int2Codec(), Int2Codec(error_feedback=0.9)
     prints = {DiLoCoSettings(**changes(wire)).fingerprint()["wire_dtype"] for wire in wires}
     assert len(prints) == len(wires)
     assert wires[1].num_bytes(8192) == 2 * (2 + 128 + 64 + 32)

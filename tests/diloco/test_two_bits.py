@@ -151,7 +151,7 @@ def test_the_error_on_normal_values_is_the_one_in_the_docstring() -> None:
         residual = torch.empty_like(values)
         codec.encode(values, torch.empty(codec.num_bytes(len(values)), dtype=torch.uint8), residual)
         errors[codec.name] = float(residual.norm() / values.norm())
-    assert errors["int2"] == pytest.approx(0.345, abs=0.001)
+    assert errors[Int2Codec().name] == pytest.approx(0.345, abs=0.001)
     assert errors[TopKCodec().name] == pytest.approx(0.93, abs=0.01)
 
 

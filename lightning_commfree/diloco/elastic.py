@@ -37,6 +37,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import Route, View
 from lightning_commfree.comm.membership import TOO_LATE, ElasticMembership, Member
+from lightning_commfree.diloco.codec import Codec
 from lightning_commfree.diloco.exchange import (
     MAX_WEIGHT,
     Flight,
@@ -196,7 +197,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
                     continue
                 delivery = self._decoder(message, p)
                 break
-            exchange = cheaper_exchange(found, self.codec, *self._sizes(p), self._inline)
+            codec = self._codec(residual is None)
+            exchange = cheaper_exchange(found, codec, *self._sizes(p), self._inline)
             arrived, error = None, None
             try:
                 arrived = exchange.launch(values, header, residual).wait()
@@ -215,6 +217,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 "flight": flight,
                 "members": list(found.members),
                 "two_phase": exchange.route.two_phase,
+                "corrects": residual is not None,
                 "arrived": delivery.arrived,
             }
             self.views.append((flight, found.members))
@@ -249,6 +252,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
             super()._take_mean(p, mean)
             self.landed += 1
         self._trained_since[p] = self.step
+
+    def _codec(self, is_last: bool) -> Codec:
+        """Return the codec of values without error feedback, or with it."""
+        return self._last_codec if is_last else self.codec
 
     def _sizes(self, p: int) -> tuple[int, int]:
         fragment = self.fragments[p]
@@ -323,7 +330,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         channel = Channel([0], 0, self._membership.ledger)
         channel.rank = members.index(slot) if slot in members else -1
         route = Route(View(-1, members, channel), message["two_phase"])
-        exchange = FragmentExchange(route, self.codec, *self._sizes(p), self._inline)
+        codec = self._codec(not message["corrects"])
+        exchange = FragmentExchange(route, codec, *self._sizes(p), self._inline)
         return Delivery(exchange, message["arrived"])
 
     # -- joining

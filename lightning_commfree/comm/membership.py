@@ -23,6 +23,7 @@ rendezvous (`Rendezvous`), and how a joiner gets what it needs (`StateTransfer`)
 from __future__ import annotations
 
 import hashlib
+import logging
 import socket
 import threading
 import time
@@ -40,6 +41,8 @@ from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.member_watch import MemberWatch
 from lightning_commfree.comm.replica_ranks import ReplicaRanks
 from lightning_commfree.comm.sockets import CloseOnFork
+
+_log = logging.getLogger(__name__)
 
 NEW = "new"  # wants to found the job, or to join it
 JOINING = "joining"  # fetches state, and is not part of a view yet
@@ -328,12 +331,11 @@ class ElasticMembership:
             if decision.members:
                 self._refuse_late(quorum.number, decision.members)
                 if self.record.replica in [m.replica for m in decision.members]:
-                    try:
-                        self._agreed = self._open(quorum, decision)
-                    except RuntimeError:
-                        self._tell(status=NEW)
-                        continue
-                    return True
+                    self._agreed = self._open(quorum, decision)
+                    if self._agreed is not None:
+                        return True
+                    self._tell(status=NEW)
+                    continue
             self._wait_until(end_s, decision.reason or "other replicas have begun without this one")
 
     @contextmanager
@@ -357,10 +359,11 @@ class ElasticMembership:
         finally:
             done.set()
 
-    def enter(self, flights: int) -> bool:
-        """Ask to take part in flight number `flights`; return whether this replica is in its view.
+    def enter(self, flights: int) -> int | None:
+        """Ask to take part in flight number `flights`.
 
-        If not, the members have begun that flight without it.
+        Returns None if this replica is in its view, or else the flight to ask for next: the members
+        have begun the one before that without this replica.
 
         Raises:
             RuntimeError: the job has ended, all slots are taken, or no member is left.
@@ -371,11 +374,11 @@ class ElasticMembership:
             decision = decide(quorum, self.limits)
             self._refuse_joiner(quorum, decision)
             if self.record.replica in [m.replica for m in decision.members]:
-                with suppress(RuntimeError):
-                    self._agreed = self._open(quorum, decision)
-                    return True
-            elif decision.members or any(m.flights > flights for m in decision.established):
-                return False
+                self._agreed = self._open(quorum, decision)
+                if self._agreed is not None:
+                    return None
+            elif decision.members:
+                return max(m.flights for m in decision.established) + 1
             time.sleep(_ASK_AGAIN_S)
 
     @property
@@ -423,9 +426,9 @@ class ElasticMembership:
             RuntimeError: the others continue without this replica, or there were not enough
                 replicas for longer than the timeout.
         """
-        if self._agreed is not None:
-            view, self._agreed = self._agreed, None
-            return view
+        if (agreed := self._agreed) is not None:
+            self._agreed = None
+            return agreed
         self._tell(flights=flight, step=step)
         end_s = time.monotonic() + self._timeout.total_seconds()
         while True:
@@ -444,8 +447,8 @@ class ElasticMembership:
             if self.record.status in _GONE:
                 raise RuntimeError("This replica has left the job.")
             if decision.members:
-                with suppress(RuntimeError):  # a member died: ask again
-                    return self._open(quorum, decision)
+                if (view := self._open(quorum, decision)) is not None:
+                    return view
                 continue
             if decision.restarted:
                 self._tell(number=_NEVER)
@@ -518,11 +521,10 @@ class ElasticMembership:
             )
         time.sleep(_ASK_AGAIN_S)
 
-    def _open(self, quorum: Quorum, decision: Decision) -> View:
+    def _open(self, quorum: Quorum, decision: Decision) -> View | None:
         """Connect the members of the next view, or return the current one if it is the same.
 
-        Raises:
-            RuntimeError: not all members connected.
+        Returns None if not all members have connected: a replica may have died meanwhile.
         """
         self.view_members = decision.members
         names = [m.replica for m in decision.members]
@@ -542,14 +544,13 @@ class ElasticMembership:
             broken=True,
         )
         _reap(self._view.channel)
-        channel, error = None, None
+        channel = None
         try:
             channel = self._connect(name, decision.members[0].store, rank, len(slots))
-        except RuntimeError as raised:
-            error = raised
-        if not self.ranks.all(channel is not None):
-            raise error or RuntimeError("Another rank of this replica could not connect.")
-        assert channel is not None
+        except RuntimeError as error:
+            _log.warning("The members in slots %s could not connect: %s", list(slots), error)
+        if not self.ranks.all(channel is not None) or channel is None:
+            return None
         channel.peers = MemberWatch(self.rendezvous, names, self._heartbeat_timeout_s)
         self._view = View(quorum.number, slots, channel)
         self._tell(broken=False)

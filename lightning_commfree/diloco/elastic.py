@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import Route, View
 from lightning_commfree.comm.membership import TOO_LATE, ElasticMembership, Member
+from lightning_commfree.diloco.codec import Codec
 from lightning_commfree.diloco.exchange import (
     MAX_WEIGHT,
     Flight,
@@ -49,6 +51,7 @@ from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.02  # how often a joiner asks a member for new messages
 _KEPT_CYCLES = 2  # of messages
@@ -194,13 +197,15 @@ class ElasticDiLoCo(StreamingDiLoCo):
                     continue
                 delivery = self._decoder(message, p)
                 break
-            exchange = cheaper_exchange(found, self.codec, *self._sizes(p), self._inline)
+            codec = self._codec(residual is None)
+            exchange = cheaper_exchange(found, codec, *self._sizes(p), self._inline)
             arrived, error = None, None
             try:
                 arrived = exchange.launch(values, header, residual).wait()
             except RuntimeError as raised:
                 error = raised
             if not self._membership.ranks.all(error is None):
+                _log.warning("An exchange with slots %s failed: %s", list(found.members), error)
                 self._membership.failed()
                 failures.append(found.members)
                 if failures.count(found.members) == _MAX_FAILURES:
@@ -212,6 +217,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 "flight": flight,
                 "members": list(found.members),
                 "two_phase": exchange.route.two_phase,
+                "corrects": residual is not None,
                 "arrived": delivery.arrived,
             }
             self.views.append((flight, found.members))
@@ -246,6 +252,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
             super()._take_mean(p, mean)
             self.landed += 1
         self._trained_since[p] = self.step
+
+    def _codec(self, is_last: bool) -> Codec:
+        """Return the codec of values without error feedback, or with it."""
+        return self._last_codec if is_last else self.codec
 
     def _sizes(self, p: int) -> tuple[int, int]:
         fragment = self.fragments[p]
@@ -320,7 +330,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         channel = Channel([0], 0, self._membership.ledger)
         channel.rank = members.index(slot) if slot in members else -1
         route = Route(View(-1, members, channel), message["two_phase"])
-        exchange = FragmentExchange(route, self.codec, *self._sizes(p), self._inline)
+        codec = self._codec(not message["corrects"])
+        exchange = FragmentExchange(route, codec, *self._sizes(p), self._inline)
         return Delivery(exchange, message["arrived"])
 
     # -- joining
@@ -336,10 +347,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
                     continue
                 # the ranks of a replica may have got snapshots of different flights
                 there = self._replay(donor, max(membership.ranks.gather(self.landed)))
-            while there and not membership.enter(self.landed):
-                # the members have begun that flight
+            while there and (later := membership.enter(self.landed)) is not None:
                 with membership.asking():
-                    there = self._replay(donor, self.landed + 1)
+                    there = self._replay(donor, later)
             if there:
                 break
             gone.add(donor.replica)

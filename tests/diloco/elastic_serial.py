@@ -19,6 +19,7 @@ class Replica:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     since: list[int]  # by fragment, the step of the last landing
+    residuals: dict[int, Tensor] = field(default_factory=dict)  # by fragment
     in_flight: dict[int, tuple[int, list[Tensor]]] = field(default_factory=dict)  # by fragment
 
 
@@ -43,6 +44,8 @@ class ElasticTwin:
     through: Callable[[Tensor], Tensor]  # the wire, for a flat fragment
     rounds_twice: Callable[[int, int], bool]  # whether (members, values) go in two phases
     weight_of: Callable[[int], int] = lambda slot: 1  # of an inner step
+    feedback: float = 0.0  # weight of a rounding error in the next message
+    through_last: Callable[[Tensor], Tensor] | None = None  # in the last round, if not `through`
 
     def __post_init__(self) -> None:
         start = self.make_module()
@@ -70,6 +73,7 @@ class ElasticTwin:
             self.land_due(step, step)
         self.land_due(steps + self.overlap_steps, steps)
         for p, names in enumerate(self.fragments):
+            self.feedback, self.through = 0.0, self.through_last or self.through
             mean = self.mean(log, p, steps)
             for replica in self.replicas.values():
                 put(replica.module, names, self.split(p, joined(self.outer[p]) - mean))
@@ -131,7 +135,13 @@ class ElasticTwin:
 
     def delta(self, p: int, replica: Replica) -> Tensor:
         parameters = [replica.module.get_parameter(name) for name in self.fragments[p]]
-        return self.through(joined(self.outer[p]) - joined(parameters))
+        delta = joined(self.outer[p]) - joined(parameters)
+        if not self.feedback:
+            return self.through(delta)
+        delta += replica.residuals.get(p, torch.zeros_like(delta)) * self.feedback
+        sent = self.through(delta)
+        replica.residuals[p] = delta - sent
+        return sent
 
     def split(self, p: int, values: Tensor) -> list[Tensor]:
         pieces = values.split([outer.numel() for outer in self.outer[p]])

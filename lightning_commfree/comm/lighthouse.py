@@ -3,7 +3,7 @@
 Of torchft, three parts are used: the lighthouse itself, its client's `quorum`, and `ManagerServer`,
 whose thread sends heartbeats in Rust, so that a busy interpreter does not look dead. A heartbeat
 takes 363 bytes with all headers and acknowledgments, so a replica sends 0.4 kB/s
-(`tests/comm/test_lighthouse.py` counts it); a quorum takes about 1 kB per replica.
+(`tests/comm/test_elastic_network.py` counts it); a quorum takes about 1 kB per replica.
 
 What the lighthouse does, as far as others rely on it:
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -52,6 +52,7 @@ from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import save_on_sigterm_only, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
+from lightning_commfree.strategies.unwrappable import Unwrappable
 
 # set to a level above INFO by users who do not want the summary at the end of a fit
 _logger = logging.getLogger("lightning_commfree")
@@ -80,6 +81,7 @@ class ReplicaStrategy(DDPStrategy):
     settings: Any
     liveness = True
     session_type: type[FitSession[Any]] = LocalWeightsSession
+    model: Any
     _trainers_accelerator: Any = None
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
@@ -229,6 +231,8 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         self.inside.prepare(self)
+        if self.model is self.lightning_module:  # not wrapped by DDP
+            self.model = Unwrappable(self.module)
 
     @override
     def on_train_start(self) -> None:
@@ -354,18 +358,14 @@ class ReplicaStrategy(DDPStrategy):
         # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             warn_unsaved("Ctrl-C interrupted the ranks in the middle of different steps")
-        if "object has no attribute 'module'" in str(exception):
-            rank_zero_warn(
-                f"With `{type(self).__name__}`, `trainer.model` may be the LightningModule itself,"
-                " as on a single device, rather than a wrapper with a `module` attribute. Use"
-                " `trainer.lightning_module`, which works with every strategy."
-            )
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
         session, self.session = self.session, OutsideOfFit()
         session.end()
+        if type(self.model) is Unwrappable:
+            self.model = self.lightning_module
         if self.lightning_module is not None and on_meta(self.lightning_module):
             # An error ended the fit before the model had values. Lightning moves it to the CPU,
             # which would raise another error and hide the first.

@@ -325,6 +325,16 @@ class Sparse(Uneven):
         self.words = nn.Embedding(10, 6, sparse=True)
 
 
+class SparseCall(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = torch.arange(len(x))
+        return super().forward(x) + nn.functional.embedding(words, self.words.weight, sparse=True)
+
+
 class Mixed(Uneven):
     """Frozen parameters and other units may have other dtypes."""
 
@@ -343,6 +353,7 @@ def refused(rank: int, size: int) -> list[str]:
         (Uneven(), "16-true"),
         (Empty(), "32-true"),
         (Sparse(), "32-true"),
+        (SparseCall(), "32-true"),
         (Mixed(), "32-true"),
     ):
         strategy = StreamingDiLoCoStrategy(**{**SETTINGS, "inside": "fsdp"})
@@ -355,12 +366,13 @@ def refused(rank: int, size: int) -> list[str]:
 
 
 def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
-    for early, wrapped, fp16, empty, sparse, mixed in run_ranks(refused, 2, tmp_path):
+    for early, wrapped, fp16, empty, sparse, called, mixed in run_ranks(refused, 2, tmp_path):
         assert "was created before `fit`" in early
         assert "'head' is already compiled" in wrapped
         assert "does not support precision='16-true'" in fp16
         assert "cannot train 'embed.none', which is empty" in empty
         assert "cannot train 'words.weight', which has sparse gradients" in sparse
+        assert "cannot train a parameter with sparse gradients. Use `sparse=False`" in called
         assert "'embed.weight' (torch.float64) and 'head.weight' (torch.float32)" in mixed
 
 

@@ -21,6 +21,7 @@ from lightning_commfree.comm.job import Mesh, replica_mesh
 from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
+    SPARSE,
     FSDPSettings,
     accumulating,
     apply_fsdp,
@@ -168,6 +169,8 @@ class FullyShard(ShardedReplica):
                     " `trainer.strategy.grad_norm()`; for one tensor, `tensor.full_tensor()` on all"
                     " ranks of the replica."
                 ) from error
+            if "'Sparse" in str(error):  # torch: no kernel for "the 'SparseCPU' backend"
+                raise TypeError(SPARSE) from None
             raise
 
     @override

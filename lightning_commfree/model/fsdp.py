@@ -150,11 +150,6 @@ def apply_fsdp(
 
 
 _CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
-SPARSE = (
-    f"{_CANNOT_TRAIN} a parameter with sparse gradients. Use `sparse=False` where the model calls"
-    " `nn.functional.embedding`."
-)
-"""The error for sparse gradients that `apply_fsdp` could not foresee."""
 
 
 def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,7 @@ CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"wire_dtype": "fp32"},
     "fp4": {"wire_dtype": "fp4"},
+    "topk": {"wire_dtype": "topk"},
     "clipped": {
         "wire_dtype": "fp32",
         "evaluate": "mean",
@@ -163,7 +165,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lion, clipped": {"kind": Voter, "trainer": CLIPPED},
 }
-SAVED = ("fp32", "fp4", "majority")
+SAVED = ("fp32", "fp4", "topk", "majority")
 MIDDLE = 14  # a fragment has just left
 
 
@@ -175,6 +177,7 @@ def compare(rank: int, size: int, folder: Path) -> Any:
             played[inside, name] = fit(rank, size, place, inside=inside, **changes)
     for name, saved_by, inside in (
         ("fp4", "fsdp", "fsdp"),
+        ("topk", "fsdp", "fsdp"),
         ("majority", "fsdp", "fsdp"),
         ("majority", "ddp", "fsdp"),
         ("majority", "fsdp", "ddp"),
@@ -230,7 +233,7 @@ def test_lion_clips_by_the_norm_of_the_whole(played: Any) -> None:
 def test_all_ranks_end_with_the_same_weights(played: Any) -> None:
     first = played[0][0]
     for rank in played[0]:
-        for name in ("fp4", "clipped", "majority"):
+        for name in ("fp4", "topk", "clipped", "majority"):
             assert_same(rank["fsdp", name]["final"], first["fsdp", name]["final"], name)
         assert_same(rank["fsdp", "majority"]["local"], first["fsdp", "majority"]["local"])
 
@@ -265,7 +268,7 @@ def test_checkpoints_are_those_of_ddp(played: Any, name: str) -> None:
         assert_same(ours["optimizer_states"], ddp["optimizer_states"])
 
 
-@pytest.mark.parametrize("name", ["fp4", "majority"])
+@pytest.mark.parametrize("name", ["fp4", "topk", "majority"])
 def test_a_resume_is_exact(played: Any, name: str) -> None:
     for rank in played[0]:
         straight, resumed = rank["fsdp", name], rank["resumed", name, "fsdp", "fsdp"]
@@ -353,7 +356,6 @@ def refused(rank: int, size: int) -> list[str]:
         (Uneven(), "16-true"),
         (Empty(), "32-true"),
         (Sparse(), "32-true"),
-        (SparseCall(), "32-true"),
         (Mixed(), "32-true"),
     ):
         strategy = StreamingDiLoCoStrategy(**{**SETTINGS, "inside": "fsdp"})
@@ -365,14 +367,27 @@ def refused(rank: int, size: int) -> list[str]:
     return texts
 
 
+def train_sparsely(rank: int, size: int) -> str:
+    strategy = StreamingDiLoCoStrategy(**{**SETTINGS, "inside": "fsdp"})
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=1)
+    with warnings.catch_warnings(record=True) as said, suppress(RuntimeError):
+        warnings.simplefilter("always")
+        trainer.fit(SparseCall(), loader(8))
+    return " ".join(str(one.message) for one in said)
+
+
+def test_sparse_gradients_that_torch_cannot_scatter_are_explained(tmp_path: Path) -> None:
+    said, _ = run_ranks(train_sparsely, 2, tmp_path)
+    assert "cannot train a parameter with sparse gradients. Use `sparse=False` where" in said
+
+
 def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
-    for early, wrapped, fp16, empty, sparse, called, mixed in run_ranks(refused, 2, tmp_path):
+    for early, wrapped, fp16, empty, sparse, mixed in run_ranks(refused, 2, tmp_path):
         assert "was created before `fit`" in early
         assert "'head' is already compiled" in wrapped
         assert "does not support precision='16-true'" in fp16
         assert "cannot train 'embed.none', which is empty" in empty
         assert "cannot train 'words.weight', which has sparse gradients" in sparse
-        assert "cannot train a parameter with sparse gradients. Use `sparse=False`" in called
         assert "'embed.weight' (torch.float64) and 'head.weight' (torch.float32)" in mixed
 
 

@@ -205,6 +205,8 @@ class Channel:
         """Destroy the process groups; pending results are lost."""
         # before the groups: a peer whose connection breaks can then read that this rank has left
         self.peers.close(self._owns_monitor)
+        if self.peers.ended:  # else destroying a group waits for a hung rank until the timeout
+            self._sockets.disconnect()
         for group in (None if self._keeps_group else self.group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

@@ -1,0 +1,249 @@
+"""The cells of the ladder: sizes, settings, learning rates, and the order of the runs.
+
+Every run of a size takes the same tokens in the same steps, whatever its method. The batch grows
+with the square root of the size (in arXiv:2503.09799 it grows too), so that larger models have more
+steps, and with them more cycles of H steps.
+
+Learning rates are rungs of half an octave. The rate of DDP is tuned for each model at the two
+smallest sizes, with seed 1; a larger size takes the rung of the one before, less one for each
+doubling of the width. M replicas have 1/sqrt(M) of DDP's rate, a rung less per doubling of M: their
+batches are smaller by M. At the smallest size M = 4 is tuned as well, to show what the rule costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.common.ladder import LossAt, best_rung, rungs_to_run
+from benchmarks.size_ladder.corpus import SEPARATOR, SPLITS
+
+VOCABULARY = 512
+BLOCK = 64  # tokens
+MODELS = ("gpt2", "llama")
+REPLICAS = (1, 2, 4, 8)
+OVERLAP = 5  # as on the bandwidth page
+FIRST_RUNGS = (-1, 0, 1)  # of DDP's search
+SEARCHED = ("0.04M", "0.2M")  # sizes at which it is made
+LONG = 100  # tokens per parameter of the longer runs
+SHORT = 20
+
+
+@dataclass(frozen=True)
+class Size:
+    """A rung of the ladder: width and layers of both models, and blocks of tokens per step."""
+
+    width: int
+    layers: int
+    blocks: int
+
+    def parameters(self, model: str) -> int:
+        """Return the number of trainable parameters."""
+        width, inside = self.width, self.inside
+        if model == "gpt2":
+            block = 12 * width**2 + 13 * width
+            return (VOCABULARY + BLOCK) * width + self.layers * block + 2 * width
+        block = 3 * width**2 + 3 * width * inside + 2 * width  # keys and values have half the heads
+        return VOCABULARY * width + self.layers * block + width
+
+    @property
+    def inside(self) -> int:
+        """Width of Llama's MLP: 8/3 of the model's, rounded up to a multiple of 8."""
+        return -(-8 * self.width // 24) * 8
+
+
+SIZES: Mapping[str, Size] = {
+    "0.04M": Size(32, 2, 16),
+    "0.2M": Size(64, 3, 32),
+    "0.8M": Size(128, 4, 64),
+    "3M": Size(256, 4, 128),
+}
+NAMES = tuple(SIZES)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. With `replicas` 0 it is DDP, and the settings of DiLoCo have their defaults.
+
+    Attributes:
+        model: of `MODELS`.
+        size: of `SIZES`.
+        seed: of weights and order of the data.
+        rung: of the inner learning rate; see `lr_of`.
+        replicas: M, or 0 for DDP.
+        sync_every: H.
+        tokens_per_parameter: length of the run.
+        wire: `wire_dtype`.
+        optimizer: a file in conf/optimizer.
+        outer_lr: of the outer SGD.
+        momentum: of the outer SGD, Nesterov's.
+        mix: weight of the local weights at landing.
+    """
+
+    model: str
+    size: str
+    seed: int
+    rung: int
+    replicas: int = 0
+    sync_every: int = 100
+    tokens_per_parameter: int = SHORT
+    wire: str = "fp4"
+    optimizer: str = "adamw"
+    outer_lr: float = 0.4
+    momentum: float = 0.9
+    mix: float = 0.5
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        size = SIZES[self.size]
+        tokens = self.tokens_per_parameter * size.parameters(self.model)
+        return round(tokens / (size.blocks * BLOCK))
+
+    def overrides(self, corpus: Path, cache: Path) -> list[str]:
+        """Return the overrides for `recipes.pretrain`; everything else has its default."""
+        size = SIZES[self.size]
+        words = [
+            f"model={self.model}_tiny",
+            "data=text",
+            *(f"data.corpus.{name}={corpus}/{name}.txt" for name in SPLITS),
+            f"data.corpus.document_separator={SEPARATOR!r}",
+            f"tokenizer.vocab_size={VOCABULARY}",
+            f"data.block_size={BLOCK}",
+            f"data.batch_size={size.blocks}",  # of all replicas together
+            f"trainer.max_steps={self.steps}",
+            f"trainer.devices={max(self.replicas, 1)}",
+            f"optimizer={self.optimizer}",
+            f"optimizer.lr={lr_of(self.rung)}",
+            f"seed={self.seed}",
+            f"cache_dir={cache}",
+        ]
+        if self.model == "gpt2":
+            words += [f"model.n_embd={size.width}", f"model.n_layer={size.layers}"]
+        else:
+            words += [
+                f"model.hidden_size={size.width}",
+                f"model.intermediate_size={size.inside}",
+                f"model.num_hidden_layers={size.layers}",
+            ]
+        if not self.replicas:
+            return [*words, "strategy=ddp"]
+        nesterov = str(self.momentum > 0).lower()  # torch requires momentum for Nesterov
+        return [
+            *words,
+            "strategy=streaming_diloco",
+            f"strategy.sync_every={self.sync_every}",
+            f"strategy.overlap_steps={OVERLAP}",
+            f"strategy.wire_dtype={self.wire}",
+            f"strategy.mix={self.mix}",
+            "strategy.outer_optimizer={_target_: torch.optim.SGD, _partial_: true,"
+            f" lr: {self.outer_lr}, momentum: {self.momentum}, nesterov: {nesterov}}}",
+        ]
+
+
+Losses = Mapping[Cell, float]
+
+
+def lr_of(rung: int) -> float:
+    """Return the learning rate of a rung."""
+    return round(0.008 * 2 ** (rung / 2), 5)
+
+
+def ddp_rung(losses: Losses, model: str, size: str) -> int | None:
+    """Return the rung of DDP's learning rate; None while a run of its search is missing."""
+    if size in SEARCHED:
+        return best_rung(_loss_at(losses, Cell(model, size, 1, 0)), FIRST_RUNGS)
+    before = ddp_rung(losses, model, NAMES[NAMES.index(size) - 1])
+    return None if before is None else before - 1  # each of these sizes has twice the width
+
+
+def search(losses: Losses, cell: Cell, first: tuple[int, ...] = FIRST_RUNGS) -> list[Cell]:
+    """Return the runs that tune a cell's learning rate, as far as the losses determine them."""
+    return [replace(cell, rung=rung) for rung in rungs_to_run(_loss_at(losses, cell), first)]
+
+
+def rule_search(losses: Losses, model: str) -> list[Cell]:
+    """Return the runs that tune M = 4 at the smallest size; nothing before DDP is tuned."""
+    rung = ddp_rung(losses, model, NAMES[0])
+    if rung is None:
+        return []
+    return search(losses, Cell(model, NAMES[0], 1, 0, 4), (rung - 3, rung - 2, rung - 1))
+
+
+def _loss_at(losses: Losses, cell: Cell) -> LossAt:
+    return lambda rung: losses.get(replace(cell, rung=rung))
+
+
+def row(losses: Losses, cell: Cell) -> Cell | None:
+    """Return a cell with the learning rate of its model, size and M; None while unknown."""
+    rung = ddp_rung(losses, cell.model, cell.size)
+    if rung is None:
+        return None
+    return replace(cell, rung=rung - max(cell.replicas, 1).bit_length() + 1)
+
+
+def reference(cell: Cell) -> Cell:
+    """Return the DDP run on the same tokens, with the learning rate left open."""
+    return Cell(
+        cell.model,
+        cell.size,
+        cell.seed,
+        0,
+        tokens_per_parameter=cell.tokens_per_parameter,
+        optimizer=cell.optimizer,
+    )
+
+
+def grid(
+    size: str,
+    seed: int,
+    sync_every: int = 100,
+    tokens_per_parameter: int = SHORT,
+    replicas: tuple[int, ...] = (4, 2, 8, 1),
+) -> Iterator[Cell]:
+    """Yield DDP and DiLoCo for each M, of one size and seed, with learning rates left open."""
+    for model in MODELS:
+        settings = {"tokens_per_parameter": tokens_per_parameter}
+        yield Cell(model, size, seed, 0, **settings)
+        for m in replicas:
+            yield Cell(model, size, seed, 0, m, sync_every, **settings)
+
+
+def open_cells(seeds: int) -> Iterator[Cell]:
+    """Yield the cells in the order in which they are run, with learning rates left open."""
+    every = range(1, seeds + 1)
+    small, middle, large, largest = NAMES
+    for size in (small, middle):
+        for seed in every:
+            yield from grid(size, seed)
+    for seed in every:
+        yield from grid(small, seed, sync_every=30)
+        yield from grid(small, seed, tokens_per_parameter=LONG)
+    for seed in every:
+        yield from (replace(cell, wire="fp32") for cell in grid(small, seed) if cell.replicas)
+    for seed in every:
+        yield from grid(middle, seed, sync_every=30)
+    for seed in every:
+        yield from grid(large, seed)
+    for seed in every:
+        yield from grid(large, seed, sync_every=30)
+    for seed in every:
+        yield from grid(middle, seed, tokens_per_parameter=LONG)
+    for seed in every:
+        yield from grid(largest, seed)
+
+
+def planned(losses: Losses, seeds: int) -> Iterator[Cell]:
+    """Yield the runs in order, as far as the losses determine them."""
+    searched: set[str] = set()
+    for cell in open_cells(seeds):
+        if cell.size not in searched:
+            searched.add(cell.size)
+            for model in MODELS if cell.size in SEARCHED else ():
+                yield from search(losses, Cell(model, cell.size, 1, 0))
+        with_lr = row(losses, cell)
+        if with_lr is not None:
+            yield with_lr
+    for model in MODELS:
+        yield from rule_search(losses, model)

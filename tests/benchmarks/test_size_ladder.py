@@ -1,0 +1,267 @@
+"""The size ladder: played replicas equal real processes, runs resume bit for bit, plan and page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from torch import Tensor
+
+from benchmarks.common.pretraining import batches
+from benchmarks.size_ladder import __main__ as size_ladder
+from benchmarks.size_ladder import corpus
+from benchmarks.size_ladder.cells import (
+    MODELS,
+    NAMES,
+    SIZES,
+    Cell,
+    lr_of,
+    planned,
+    reference,
+    row,
+)
+from benchmarks.size_ladder.page import page_lines, trend
+from benchmarks.size_ladder.played import PlayedReplicas, Run, Stopped, take_steps
+from benchmarks.size_ladder.records import Records
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import FixedMembership
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.diloco import DiLoCoSettings, StreamingDiLoCo, split_into_fragments
+from recipes.training.evaluation import token_loss
+from recipes.training.language_model import LanguageModel
+from recipes.training.pretraining import build_data, build_module
+from tests.world import run_ranks
+
+STEPS = 9
+BLOCKS = 12  # per step: equal shares for 2 and 3 replicas
+SMALL = [
+    "data=synthetic",
+    "data.corpus.train_characters=6000",
+    "data.corpus.validation_characters=1000",
+    "optimizer.warmup_steps=2",
+    "data.block_size=16",
+    "model.n_embd=16",
+    "model.n_layer=1",
+    f"data.batch_size={BLOCKS}",
+    f"trainer.max_steps={STEPS}",
+    "tokenizer=bytes",
+    "strategy.sync_every=4",  # fragment 0 leaves after 4 and 8, fragment 1 after 6
+    "strategy.overlap_steps=3",  # both are in flight at times, and one at the end
+]
+Weights = list[Tensor]
+
+
+def weights_of(module: torch.nn.Module) -> Weights:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def settings_of(config: dict[str, Any]) -> DiLoCoSettings:
+    settings = instantiate(config["strategy"], _convert_="all").settings
+    assert isinstance(settings, DiLoCoSettings)
+    return settings
+
+
+def played(config: dict[str, Any], size: int) -> tuple[list[Weights], list[Weights], float]:
+    """Return each replica's weights after the last step and after the fit, and the final loss."""
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_data(config)
+    module = build_module(config, data)
+    modules = [module, *(deepcopy(module) for _ in range(size - 1))]
+    made = [module.configure_optimizers() for module in modules]
+    diloco = PlayedReplicas(modules, settings_of(config))
+    for batch in batches(data, STEPS):
+        take_steps(modules, made, batch, config["trainer"]["gradient_clip_val"])
+        diloco.after_steps()
+    local = [weights_of(module) for module in modules]
+    diloco.finish()
+    diloco.close()
+    loss = token_loss(module, data.val_dataloader())
+    return local, [weights_of(module) for module in modules], loss
+
+
+def real_rank(rank: int, size: int, config: dict[str, Any]) -> tuple[Weights, Weights]:
+    """Train as one of several processes; return the weights before and after the end of the fit."""
+    pl.seed_everything(config["seed"], verbose=False)
+    blocks = config["data"]["batch_size"] // size
+    data = build_data({**config, "data": {**config["data"], "batch_size": blocks}})
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": size, "rank": rank})
+    module = build_module(config, data)
+    made = module.configure_optimizers()
+    settings = settings_of(config)
+    fragments = split_into_fragments(module, None, settings.fragment_pattern)
+    channel = Channel(range(size), rank, Ledger(), dist.group.WORLD)
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    for batch in batches(data, STEPS):
+        take_steps([module], [made], batch, config["trainer"]["gradient_clip_val"])
+        diloco.after_step()
+    local = weights_of(module)
+    diloco.finish()
+    diloco.close()
+    return local, weights_of(module)
+
+
+# two replicas gather, three exchange by shards
+@pytest.mark.parametrize(("wire", "size"), [("fp32", 2), ("fp4", 3)])
+def test_played_replicas_equal_real_processes_bit_for_bit(
+    wire: str, size: int, compose_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    config = compose_config(*SMALL, f"strategy.wire_dtype={wire}")
+    local, final, _ = played(config, size)
+    for rank, theirs in enumerate(run_ranks(real_rank, size, tmp_path, config)):
+        for ours, real in zip((local[rank], final[rank]), theirs, strict=True):
+            assert all(map(torch.equal, ours, real))
+    assert not any(map(torch.equal, local[0], local[1]))
+    assert not any(map(torch.equal, local[0], final[0]))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_a_run_stopped_after_every_step_ends_with_the_same_loss(
+    size: int, compose_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    config = compose_config(*SMALL)
+    checkpoint = tmp_path / "run.pt"
+    whole = Run(config, size, checkpoint).losses()
+    if size:
+        assert whole["validation_loss"] == played(config, size)[-1]  # before it an outer round
+        assert whole["outer_step_loss"] != whole["validation_loss"]
+    for step in range(1, STEPS + 1):
+        run = Run(config, size, checkpoint)
+        assert run.step == step - 1
+        with pytest.raises(Stopped):
+            run.losses(until=0)
+    assert Run(config, size, checkpoint).losses() == whole
+    assert not checkpoint.exists()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("size", NAMES)
+def test_the_formula_counts_the_parameters(
+    model: str, size: str, compose_config: Callable[..., dict[str, Any]]
+) -> None:
+    cell = Cell(model, size, 1, 0, 4)
+    config = compose_config(*cell.overrides(Path("c"), Path("k")))
+    made = instantiate(config["model"], _convert_="all", vocab_size=config["tokenizer"]["vocab_size"])
+    module = LanguageModel(made.to_dict(), on_meta=True)
+    assert sum(p.numel() for p in module.parameters()) == SIZES[size].parameters(model)
+    assert SIZES[size].blocks % 8 == 0  # equal shares for 8 replicas
+
+
+def loss_of(cell: Cell) -> float:
+    """DDP is best at rung 1; the gap is 1 % per doubling of M at 0.04M and half of it above."""
+    if not cell.replicas:
+        return 4.0 + abs(cell.rung - 1) / 10 + cell.seed / 1000
+    share = 1.0 if cell.size == "0.04M" else 0.5
+    percent = share * (cell.replicas.bit_length() - 1) + (cell.seed - 2) / 100
+    return (4.0 + cell.seed / 1000) * (1 + percent / 100)
+
+
+def filled(path: Path, sizes: tuple[str, ...]) -> Records:
+    records = Records(path)
+    while True:
+        missing = [c for c in planned(records.losses, 3) if c not in records.losses]
+        cells = [cell for cell in missing if cell.size in sizes]
+        if not cells:
+            return records
+        losses = {"validation_loss": loss_of(cells[0]), "outer_step_loss": 5.0}
+        records.add(cells[0], losses, 1.0, ["- commit: `abc`"])
+
+
+def test_the_plan_tunes_ddp_and_the_page_judges(tmp_path: Path, recipe: Path) -> None:
+    records = filled(tmp_path / "r.jsonl", ("0.04M", "0.2M"))
+    grid = [cell for cell in records.losses if cell.seed == 3 and cell.size == "0.2M"]
+    assert {(cell.replicas, cell.rung) for cell in grid} == {(0, 1), (1, 1), (2, 0), (4, -1), (8, -2)}
+    large = row(records.losses, Cell("llama", "0.8M", 1, 0, 4))
+    assert large is not None
+    assert large.rung == 1 - 1 - 2
+    assert trend(records.losses, 4) == ("shrinks", pytest.approx(-1.0), pytest.approx(0, abs=0.01))
+    page = "\n".join(page_lines(records, "r.png"))
+    assert "**Found, M = 4, H = 100:** +2.00 ± 0.01 % at 0.04M, +1.00 ± 0.01 % at 0.2M" in page
+    assert "Target at 0.2M, +0.5 %: met." in page
+    assert "The gap shrinks with size (-1.00" in page
+    again = Records(tmp_path / "r.jsonl")
+    assert (again.losses, again.made_by) == (records.losses, [["- commit: `abc`"]])
+
+
+def test_a_trend_within_the_noise_is_flat(tmp_path: Path) -> None:
+    records = filled(tmp_path / "r.jsonl", ("0.04M", "0.2M"))
+    noisy = {
+        cell: loss * (1 + (cell.seed - 2) * cell.replicas / 100)
+        for cell, loss in records.losses.items()
+    }
+    assert trend(noisy, 4)[0] == "flat"
+    assert trend({}, 4) is None
+
+
+def test_ddp_is_compared_on_the_same_tokens() -> None:
+    cell = Cell("gpt2", "0.2M", 2, -1, 8, 30, 100, "fp32", outer_lr=0.8)
+    assert reference(cell) == Cell("gpt2", "0.2M", 2, 0, tokens_per_parameter=100)
+    assert reference(cell).steps == cell.steps == 9124
+    assert lr_of(2) == 2 * lr_of(0)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Build a tiny corpus in place of the package's; return its folder."""
+    words = "the quick brown fox jumps over the lazy dog and runs away again".split()
+    sentences = [" ".join(words[i % 13 :] + words[: i % 13]) + f" {i}" for i in range(3000)]
+    entry: dict[str, Any] = {"package": "p", "version": "1", "license": "free"}
+    for name, part in (("train", sentences[:2500]), ("validation", sentences[2500:])):
+        text = corpus.SEPARATOR.join(part).encode()
+        (tmp_path / f"{name}.txt").write_bytes(text)
+        digest = corpus.hashlib.sha256(text).hexdigest()
+        entry[name] = {"documents": len(part), "bytes": len(text), "sha256": digest}
+    path = tmp_path / "corpus.json"
+    path.write_text(json.dumps(entry))
+    monkeypatch.setattr(corpus, "RECIPE", path)
+    monkeypatch.setattr("benchmarks.size_ladder.page.RECIPE", path)
+    return tmp_path
+
+
+def test_a_true_run_writes_records_and_page(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell("gpt2", "0.04M", 1, 0, 2, 30, 1)
+    ddp = reference(cell)
+    monkeypatch.setattr(size_ladder, "planned", lambda losses, seeds: [ddp, cell])
+    monkeypatch.setattr("benchmarks.size_ladder.page.row", lambda losses, cell: cell)
+    options = ["--work", str(recipe), "--records", str(recipe / "r.jsonl")]
+    size_ladder.main([*options, "--page", str(recipe / "r.md")])
+    losses = Records(recipe / "r.jsonl").losses
+    assert set(losses) == {ddp, cell}
+    assert f"{losses[ddp]:.4f} | {losses[cell]:.4f}" in (recipe / "r.md").read_text()
+    assert (recipe / "r.png").stat().st_size > 0
+    before = (recipe / "r.jsonl").read_text()
+    size_ladder.main([*options, "--page", str(recipe / "r.md"), "--until", "00:00"])
+    assert (recipe / "r.jsonl").read_text() == before
+    (recipe / "train.txt").write_text("another text")
+    with pytest.raises(SystemExit, match=r"is missing or not the corpus"):
+        size_ladder.main(options)
+
+
+def test_the_corpus_keeps_paragraphs_once_and_no_code(tmp_path: Path) -> None:
+    page = """<html><head><title>a title of some words</title></head><nav><p>menu of many words
+    here</p></nav><p>First <b>words</b> of the page.</p><pre>int code = with many words;</pre>
+    <ul><li>An item with five words.</li><li>too short</li></ul></html>"""
+    (tmp_path / "a.html").write_text(page)
+    (tmp_path / "b.html").write_text(page.replace("An item", "Another item"))
+    (tmp_path / "translations").mkdir()
+    (tmp_path / "x" / "translations").mkdir(parents=True)
+    (tmp_path / "x" / "translations" / "c.html").write_text(page)
+    split = corpus.documents(corpus.pages(tmp_path))
+    found = split["train"] + split["validation"]
+    assert sorted(found) == [
+        "Another item with five words.\n",
+        "First words of the page.\n\nAn item with five words.\n",
+    ]
+
+

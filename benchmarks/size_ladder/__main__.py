@@ -22,9 +22,11 @@ from benchmarks.common.page import provenance, write_page
 from benchmarks.common.pretraining import composed
 from benchmarks.size_ladder import corpus
 from benchmarks.size_ladder.cells import Cell, planned
+from benchmarks.size_ladder.outer import RadialDiLoCo
 from benchmarks.size_ladder.page import draw_page, page_lines
 from benchmarks.size_ladder.played import Run, Stopped
 from benchmarks.size_ladder.records import Records
+from lightning_commfree.diloco import StreamingDiLoCo
 
 RECORDS = Path(__file__).with_name("records.jsonl")
 PAGE = Path(__file__).with_name("result.md")
@@ -82,7 +84,8 @@ def start(cell: Cell, work: Path) -> Run:
     """Return a cell's run, continued from its checkpoint if there is one."""
     name = hashlib.sha256(repr(cell).encode()).hexdigest()[:16]
     config = composed(cell.overrides(work, work / "cache"))
-    return Run(config, cell.replicas, work / f"{name}.pt")
+    algorithm = RadialDiLoCo if cell.radial else StreamingDiLoCo
+    return Run(config, cell.replicas, work / f"{name}.pt", algorithm)
 
 
 if __name__ == "__main__":

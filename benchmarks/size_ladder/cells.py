@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.ladder import LossAt, best_rung, rungs_to_run
 from benchmarks.size_ladder.corpus import SEPARATOR, SPLITS
@@ -28,6 +29,18 @@ FIRST_RUNGS = (-1, 0, 1)  # of DDP's search
 SEARCHED = ("0.04M", "0.2M")  # sizes at which it is made
 LONG = 100  # tokens per parameter of the longer runs
 SHORT = 20
+# changes of the outer step that are tried at the smallest size; the first three by the rule of
+# arXiv:2503.09799, Figure 7, that the outer learning rate grows with M
+TRIALS: tuple[dict[str, Any], ...] = (
+    {"outer_lr": 0.6},
+    {"outer_lr": 0.8},
+    {"outer_lr": 1.0},
+    {"outer_lr": 0.8, "momentum": 0.5},
+    {"outer_lr": 1.0, "momentum": 0.5, "mix": 0.0},
+    {"restart_every": 4},
+    {"restart_every": 4, "outer_lr": 0.8},
+    {"radial": True},
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +92,8 @@ class Cell:
         outer_lr: of the outer SGD.
         momentum: of the outer SGD, Nesterov's.
         mix: weight of the local weights at landing.
+        restart_every: outer steps between two restarts of the momentum; 0: never.
+        radial: average norms and directions apart.
     """
 
     model: str
@@ -93,6 +108,18 @@ class Cell:
     outer_lr: float = 0.4
     momentum: float = 0.9
     mix: float = 0.5
+    restart_every: int = 0
+    radial: bool = False
+
+    @property
+    def outer(self) -> tuple[Any, ...]:
+        """The settings of the outer step."""
+        return tuple(getattr(self, name) for name in OUTER)
+
+    @property
+    def default(self) -> Cell:
+        """The cell with the default outer step."""
+        return replace(self, **dict(zip(OUTER, DEFAULT_OUTER, strict=True)))
 
     @property
     def steps(self) -> int:
@@ -129,7 +156,11 @@ class Cell:
             ]
         if not self.replicas:
             return [*words, "strategy=ddp"]
-        nesterov = str(self.momentum > 0).lower()  # torch requires momentum for Nesterov
+        sgd = f"_partial_: true, lr: {self.outer_lr}, momentum: {self.momentum}, nesterov: true"
+        if self.restart_every:
+            target = f"benchmarks.size_ladder.outer.RestartedSGD, restart_every: {self.restart_every}"
+        else:
+            target = "torch.optim.SGD"
         return [
             *words,
             "strategy=streaming_diloco",
@@ -137,11 +168,12 @@ class Cell:
             f"strategy.overlap_steps={OVERLAP}",
             f"strategy.wire_dtype={self.wire}",
             f"strategy.mix={self.mix}",
-            "strategy.outer_optimizer={_target_: torch.optim.SGD, _partial_: true,"
-            f" lr: {self.outer_lr}, momentum: {self.momentum}, nesterov: {nesterov}}}",
+            f"strategy.outer_optimizer={{_target_: {target}, {sgd}}}",
         ]
 
 
+OUTER = ("outer_lr", "momentum", "mix", "restart_every", "radial")
+DEFAULT_OUTER = Cell("", "", 0, 0).outer
 Losses = Mapping[Cell, float]
 
 
@@ -214,14 +246,19 @@ def open_cells(seeds: int) -> Iterator[Cell]:
     """Yield the cells in the order in which they are run, with learning rates left open."""
     every = range(1, seeds + 1)
     small, middle, large, largest = NAMES
-    for size in (small, middle):
-        for seed in every:
-            yield from grid(size, seed)
+    for seed in every:
+        yield from grid(small, seed)
     for seed in every:
         yield from grid(small, seed, sync_every=30)
-        yield from grid(small, seed, tokens_per_parameter=LONG)
+    yield from grid(middle, 1)
+    yield from trials(small, 1)
     for seed in every:
+        yield from grid(middle, seed)
+    for seed in every:
+        yield from grid(small, seed, tokens_per_parameter=LONG)
         yield from (replace(cell, wire="fp32") for cell in grid(small, seed) if cell.replicas)
+    for seed in every:
+        yield from trials(small, seed)
     for seed in every:
         yield from grid(middle, seed, sync_every=30)
     for seed in every:
@@ -232,6 +269,14 @@ def open_cells(seeds: int) -> Iterator[Cell]:
         yield from grid(middle, seed, tokens_per_parameter=LONG)
     for seed in every:
         yield from grid(largest, seed)
+
+
+def trials(size: str, seed: int) -> Iterator[Cell]:
+    """Yield the trials of the outer step for 4 and 8 replicas, with learning rates left open."""
+    for trial in TRIALS:
+        cells = grid(size, seed, replicas=(8, 4))
+        yield from (replace(cell, **trial) for cell in cells if cell.replicas)
+
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:

@@ -20,6 +20,7 @@ from benchmarks.size_ladder.cells import (
     LONG,
     MODELS,
     NAMES,
+    OUTER,
     OVERLAP,
     REPLICAS,
     SEARCHED,
@@ -246,7 +247,7 @@ def _sizes() -> list[str]:
 def _cells(losses: Losses) -> list[Cell]:
     """Return the measured DiLoCo cells with default outer step, seed 1 and open learning rate."""
     found = {replace(cell, seed=1, rung=0) for cell in losses if cell.replicas}
-    defaults = [cell for cell in found if _outer_of(cell) == _outer_of(Cell("", "", 1, 0))]
+    defaults = [cell for cell in found if cell == cell.default]
     # the searches have other rates than the table
     shown = [cell for cell in defaults if gaps(losses, cell)]
     return sorted(shown, key=_order)
@@ -254,11 +255,7 @@ def _cells(losses: Losses) -> list[Cell]:
 
 def _order(cell: Cell) -> tuple[int | str | float, ...]:
     place = NAMES.index(cell.size), cell.tokens_per_parameter, cell.sync_every, cell.replicas
-    return *place, cell.model, cell.optimizer, cell.wire, *_outer_of(cell)
-
-
-def _outer_of(cell: Cell) -> tuple[float, float, float]:
-    return cell.outer_lr, cell.momentum, cell.mix
+    return *place, cell.model, cell.optimizer, cell.wire, *cell.outer
 
 
 def _table(records: Records, cells: Sequence[Cell]) -> list[str]:
@@ -303,25 +300,19 @@ def _wires(losses: Losses) -> list[str]:
 def _outer(records: Records) -> list[str]:
     losses = records.losses
     found = {replace(cell, seed=1, rung=0) for cell in losses if cell.replicas}
-    changed = [cell for cell in found if _outer_of(cell) != _outer_of(Cell("", "", 1, 0))]
+    changed = [cell for cell in found if cell != cell.default]
     lines = [
-        "| size | tokens per parameter | H | M | model | outer lr, momentum, mix | gap |"
+        f"| size | tokens per parameter | H | M | model | {', '.join(OUTER)} | gap |"
         " less than the defaults' |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for cell in sorted(changed, key=_order):
         gap = gaps(losses, cell)
-        default = Cell("", "", 1, 0)
-        usual = gaps(
-            losses,
-            replace(
-                cell, outer_lr=default.outer_lr, momentum=default.momentum, mix=default.mix
-            ),
-        )
+        usual = gaps(losses, cell.default)
         less = [a - b for a, b in zip(usual, gap, strict=False)]
         lines.append(
             f"| {cell.size} | {cell.tokens_per_parameter} | {cell.sync_every} | {cell.replicas}"
-            f" | {cell.model} | {', '.join(map(str, _outer_of(cell)))}"
+            f" | {cell.model} | {', '.join(map(str, cell.outer))}"
             f" | {mean_text(gap, '+.2f', ' %')} | {mean_text(less, '+.2f', ' %')} |"
         )
     return lines if len(lines) > 2 else ["Not run yet."]

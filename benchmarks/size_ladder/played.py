@@ -95,9 +95,15 @@ class PlayedReplicas:
         modules: one per replica, with equal weights.
         settings: of `StreamingDiLoCo`, with one rank per replica and an overlap of at least a step:
             the first replica would otherwise wait for the others, which take their step later.
+        algorithm: of each replica.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], settings: DiLoCoSettings) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        settings: DiLoCoSettings,
+        algorithm: type[StreamingDiLoCo] = StreamingDiLoCo,
+    ) -> None:
         assert settings.replica_size == 1, "one module per replica"
         assert settings.overlap_steps > 0 or len(modules) == 1, "an overlap of 0 would block"
         fragments = split_into_fragments(
@@ -105,9 +111,7 @@ class PlayedReplicas:
         )
         board = Board(len(modules))
         self.replicas = [
-            StreamingDiLoCo(
-                module, fragments, settings, FixedMembership(PlayedChannel(board, rank))
-            )
+            algorithm(module, fragments, settings, FixedMembership(PlayedChannel(board, rank)))
             for rank, module in enumerate(modules)
         ]
 
@@ -169,9 +173,16 @@ class Run:
             Trainer, only `max_steps` and `gradient_clip_val` are used.
         replicas: M, or 0 for DDP, whose ranks together take the gradient of the global batch.
         checkpoint: file for the state of an unfinished run.
+        algorithm: of the replicas.
     """
 
-    def __init__(self, config: Config, replicas: int, checkpoint: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        replicas: int,
+        checkpoint: Path,
+        algorithm: type[StreamingDiLoCo] = StreamingDiLoCo,
+    ) -> None:
         pl.seed_everything(config["seed"], workers=True, verbose=False)
         self._trainer, self._checkpoint = config["trainer"], checkpoint
         self.data = build_data(config)
@@ -181,7 +192,7 @@ class Run:
         self.diloco = None
         if replicas:
             settings = instantiate(config["strategy"], _convert_="all").settings
-            self.diloco = PlayedReplicas(self.modules, settings)
+            self.diloco = PlayedReplicas(self.modules, settings, algorithm)
         self.step = 0
         if checkpoint.exists():
             self._load(torch.load(checkpoint, weights_only=False))
@@ -221,7 +232,7 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         losses = {}
         if self.diloco is not None:
-            self._save()
+            self._save()  # the outer round changes everything that `finish` needs
             self.diloco.outer_round()
             losses["outer_step_loss"] = token_loss(self.modules[0], self.data.val_dataloader())
             self._load(torch.load(self._checkpoint, weights_only=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from copy import deepcopy
@@ -218,7 +219,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, part in (("train", sentences[:2500]), ("validation", sentences[2500:])):
         text = corpus.SEPARATOR.join(part).encode()
         (tmp_path / f"{name}.txt").write_bytes(text)
-        digest = corpus.hashlib.sha256(text).hexdigest()
+        digest = hashlib.sha256(text).hexdigest()
         entry[name] = {"documents": len(part), "bytes": len(text), "sha256": digest}
     path = tmp_path / "corpus.json"
     path.write_text(json.dumps(entry))

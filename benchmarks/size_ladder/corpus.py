@@ -60,7 +60,7 @@ class _Paragraphs(HTMLParser):
     @override
     def handle_data(self, data: str) -> None:
         if not self._ignored:
-            self._words.append(data)
+            self._words.append(data.replace("¶", ""))  # the link beside a heading
 
     def _end(self) -> None:
         words = "".join(self._words).split()

@@ -25,10 +25,9 @@ from benchmarks.size_ladder.cells import Cell, planned
 from benchmarks.size_ladder.outer import RadialDiLoCo
 from benchmarks.size_ladder.page import draw_page, page_lines
 from benchmarks.size_ladder.played import Run, Stopped
-from benchmarks.size_ladder.records import Records
+from benchmarks.size_ladder.records import RECORDS, Records
 from lightning_commfree.diloco import StreamingDiLoCo
 
-RECORDS = Path(__file__).with_name("records.jsonl")
 PAGE = Path(__file__).with_name("result.md")
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from benchmarks.size_ladder.cells import Cell
 
+RECORDS = Path(__file__).with_name("records.jsonl")
+
 
 class Records:
     """The finished runs of a file.

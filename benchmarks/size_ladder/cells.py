@@ -158,7 +158,9 @@ class Cell:
             return [*words, "strategy=ddp"]
         sgd = f"_partial_: true, lr: {self.outer_lr}, momentum: {self.momentum}, nesterov: true"
         if self.restart_every:
-            target = f"benchmarks.size_ladder.outer.RestartedSGD, restart_every: {self.restart_every}"
+            target = (
+                f"benchmarks.size_ladder.outer.RestartedSGD, restart_every: {self.restart_every}"
+            )
         else:
             target = "torch.optim.SGD"
         return [
@@ -276,7 +278,6 @@ def trials(size: str, seed: int) -> Iterator[Cell]:
     for trial in TRIALS:
         cells = grid(size, seed, replicas=(8, 4))
         yield from (replace(cell, **trial) for cell in cells if cell.replicas)
-
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:

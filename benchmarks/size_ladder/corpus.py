@@ -1,10 +1,9 @@
 """Build the corpus: `python -m benchmarks.size_ladder.corpus`.
 
-The text is the English documentation in one Debian package: what stands in paragraphs, lists,
-definitions and headings of its HTML pages, without code and navigation. A paragraph that occurs
-more than once is kept once. A page is a document; one in 64, by the hash of its path, is held out
-for validation. The package is downloaded with apt; the text stays out of git, and `corpus.json`
-names its hash.
+The text is the English documentation in three Debian packages: paragraphs, lists, definitions and
+headings of their HTML pages, without code and navigation. A paragraph that occurs more than once is
+kept once. A page is a document; one in 32, by the hash of its path, is held out for validation. The
+packages are downloaded with apt; the text stays out of git, and `corpus.json` has its hash.
 """
 
 from __future__ import annotations
@@ -21,13 +20,16 @@ from typing import Any
 
 from typing_extensions import override
 
-PACKAGE = "linux-doc-6.1"
-LICENSE = "GPL-2.0 with exceptions per file (/usr/share/doc/linux-doc-6.1/copyright)"
+PACKAGES = {  # and their licenses; details are in /usr/share/doc/PACKAGE/copyright
+    "linux-doc-6.1": "GPL-2.0",
+    "python3.11-doc": "PSF-2.0",
+    "postgresql-doc-15": "PostgreSQL",
+}
 FOLDER = Path("outputs/size_ladder")
 RECIPE = Path(__file__).with_name("corpus.json")
 SEPARATOR = "\f\n"  # between documents; not in the text, whose white space is collapsed
 SPLITS = ("train", "validation")
-HELD_OUT = 64  # one page in so many
+HELD_OUT = 32  # one page in so many
 MIN_WORDS = 4  # of a paragraph; shorter ones are mostly names in tables and indexes
 
 _TEXT = {"p", "li", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "td"}
@@ -100,23 +102,22 @@ def documents(found: Iterator[tuple[str, list[str]]]) -> dict[str, list[str]]:
 
 
 def build(folder: Path) -> dict[str, Any]:
-    """Download the package and write train.txt and validation.txt; return the recipe."""
+    """Download the packages and write train.txt and validation.txt; return the recipe."""
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["apt-get", "download", PACKAGE], cwd=folder, check=True)
-    archive = max(folder.glob(f"{PACKAGE}_*.deb"), key=lambda path: path.stat().st_mtime)
-    subprocess.run(["dpkg-deb", "-x", archive.name, "package"], cwd=folder, check=True)
-    fields = ["dpkg-deb", "-f", archive.name, "Version"]
-    version = subprocess.run(fields, cwd=folder, check=True, capture_output=True, text=True)
-    recipe: dict[str, Any] = {
-        "package": PACKAGE,
-        "version": version.stdout.strip(),
-        "license": LICENSE,
-    }
-    for name, found in documents(pages(folder / "package")).items():
-        text = SEPARATOR.join(found).encode()
+    recipe: dict[str, Any] = {"packages": []}
+    for package, license_ in PACKAGES.items():
+        subprocess.run(["apt-get", "download", package], cwd=folder, check=True)
+        archive = max(folder.glob(f"{package}_*.deb"), key=lambda path: path.stat().st_mtime)
+        subprocess.run(["dpkg-deb", "-x", archive.name, "packages"], cwd=folder, check=True)
+        command = ["dpkg-deb", "-f", archive.name, "Version"]
+        found = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+        version = found.stdout.strip()
+        recipe["packages"].append({"name": package, "version": version, "license": license_})
+    for name, texts in documents(pages(folder / "packages")).items():
+        text = SEPARATOR.join(texts).encode()
         (folder / f"{name}.txt").write_bytes(text)
         recipe[name] = {
-            "documents": len(found),
+            "documents": len(texts),
             "bytes": len(text),
             "sha256": hashlib.sha256(text).hexdigest(),
         }

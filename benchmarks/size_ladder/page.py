@@ -216,9 +216,12 @@ def opening(losses: Losses, picture: str) -> list[str]:
 def _corpus() -> list[str]:
     recipe = json.loads(RECIPE.read_text())
     train, validation = (recipe[name] for name in ("train", "validation"))
+    packages = ", ".join(
+        f"{package['name']} {package['version']} ({package['license']})"
+        for package in recipe["packages"]
+    )
     return [
-        f"- text: the documentation in Debian's {recipe['package']} {recipe['version']}"
-        f" ({recipe['license']}), by `python -m benchmarks.size_ladder.corpus`:"
+        f"- text: the documentation in Debian's {packages}, by `python -m benchmarks.size_ladder.corpus`:"
         f" {train['bytes'] / 1e6:.1f} MB in {train['documents']:,} documents for training,"
         f" {validation['bytes'] / 1e6:.1f} MB in {validation['documents']:,} for validation; SHA-256"
         f" of the training text {train['sha256'][:16]}"

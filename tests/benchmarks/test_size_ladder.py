@@ -151,7 +151,9 @@ def test_the_formula_counts_the_parameters(
 ) -> None:
     cell = Cell(model, size, 1, 0, 4)
     config = compose_config(*cell.overrides(Path("c"), Path("k")))
-    made = instantiate(config["model"], _convert_="all", vocab_size=config["tokenizer"]["vocab_size"])
+    made = instantiate(
+        config["model"], _convert_="all", vocab_size=config["tokenizer"]["vocab_size"]
+    )
     module = LanguageModel(made.to_dict(), on_meta=True)
     assert sum(p.numel() for p in module.parameters()) == SIZES[size].parameters(model)
     assert SIZES[size].blocks % 8 == 0  # equal shares for 8 replicas
@@ -180,7 +182,13 @@ def filled(path: Path, sizes: tuple[str, ...]) -> Records:
 def test_the_plan_tunes_ddp_and_the_page_judges(tmp_path: Path, recipe: Path) -> None:
     records = filled(tmp_path / "r.jsonl", ("0.04M", "0.2M"))
     grid = [cell for cell in records.losses if cell.seed == 3 and cell.size == "0.2M"]
-    assert {(cell.replicas, cell.rung) for cell in grid} == {(0, 1), (1, 1), (2, 0), (4, -1), (8, -2)}
+    assert {(cell.replicas, cell.rung) for cell in grid} == {
+        (0, 1),
+        (1, 1),
+        (2, 0),
+        (4, -1),
+        (8, -2),
+    }
     large = row(records.losses, Cell("llama", "0.8M", 1, 0, 4))
     assert large is not None
     assert large.rung == 1 - 1 - 2
@@ -206,7 +214,7 @@ def test_a_trend_within_the_noise_is_flat(tmp_path: Path) -> None:
 def test_ddp_is_compared_on_the_same_tokens() -> None:
     cell = Cell("gpt2", "0.2M", 2, -1, 8, 30, 100, "fp32", outer_lr=0.8)
     assert reference(cell) == Cell("gpt2", "0.2M", 2, 0, tokens_per_parameter=100)
-    assert reference(cell).steps == cell.steps == 9124
+    assert reference(cell).steps == cell.steps == 9128
     assert lr_of(2) == 2 * lr_of(0)
 
 
@@ -215,7 +223,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Build a tiny corpus in place of the package's; return its folder."""
     words = "the quick brown fox jumps over the lazy dog and runs away again".split()
     sentences = [" ".join(words[i % 13 :] + words[: i % 13]) + f" {i}" for i in range(3000)]
-    entry: dict[str, Any] = {"package": "p", "version": "1", "license": "free"}
+    entry: dict[str, Any] = {"packages": [{"name": "p", "version": "1", "license": "free"}]}
     for name, part in (("train", sentences[:2500]), ("validation", sentences[2500:])):
         text = corpus.SEPARATOR.join(part).encode()
         (tmp_path / f"{name}.txt").write_bytes(text)
@@ -228,9 +236,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_true_run_writes_records_and_page(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_true_run_writes_records_and_page(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell("gpt2", "0.04M", 1, 0, 2, 30, 1)
     ddp = reference(cell)
     monkeypatch.setattr(size_ladder, "planned", lambda losses, seeds: [ddp, cell])
@@ -264,5 +270,3 @@ def test_the_corpus_keeps_paragraphs_once_and_no_code(tmp_path: Path) -> None:
         "Another item with five words.\n",
         "First words of the page.\n\nAn item with five words.\n",
     ]
-
-

@@ -232,64 +232,50 @@ def reference(cell: Cell) -> Cell:
 def grid(
     size: str,
     seed: int,
-    sync_every: int = 100,
     tokens_per_parameter: int = SHORT,
     replicas: tuple[int, ...] = (4, 2, 8, 1),
+    **settings: Any,
 ) -> Iterator[Cell]:
     """Yield DDP and DiLoCo for each M, of one size and seed, with learning rates left open."""
     for model in MODELS:
-        settings = {"tokens_per_parameter": tokens_per_parameter}
-        yield Cell(model, size, seed, 0, **settings)
-        for m in replicas:
-            yield Cell(model, size, seed, 0, m, sync_every, **settings)
+        ddp = Cell(model, size, seed, 0, tokens_per_parameter=tokens_per_parameter)
+        yield ddp
+        yield from (replace(ddp, replicas=m, **settings) for m in replicas)
 
 
 def open_cells(seeds: int) -> Iterator[Cell]:
     """Yield the cells in the order in which they are run, with learning rates left open."""
-    every = range(1, seeds + 1)
+
+    def of_seeds(size: str, **settings: Any) -> Iterator[Cell]:
+        return (cell for seed in range(1, seeds + 1) for cell in grid(size, seed, **settings))
+
     small, middle, large, largest = NAMES
-    for seed in every:
-        yield from grid(small, seed)
-    for seed in every:
-        yield from grid(small, seed, sync_every=30)
+    yield from of_seeds(small)
+    yield from of_seeds(small, sync_every=30)
     yield from grid(middle, 1)
-    yield from trials(small, 1)
-    for seed in every:
-        yield from grid(middle, seed)
-    for seed in every:
-        yield from grid(small, seed, tokens_per_parameter=LONG)
-        yield from (replace(cell, wire="fp32") for cell in grid(small, seed) if cell.replicas)
-    for seed in every:
-        yield from trials(small, seed)
-    for seed in every:
-        yield from grid(middle, seed, sync_every=30)
-    for seed in every:
-        yield from grid(large, seed)
-    for seed in every:
-        yield from grid(large, seed, sync_every=30)
-    for seed in every:
-        yield from grid(middle, seed, tokens_per_parameter=LONG)
-    for seed in every:
-        yield from grid(largest, seed)
-
-
-def trials(size: str, seed: int) -> Iterator[Cell]:
-    """Yield the trials of the outer step for 4 and 8 replicas, with learning rates left open."""
     for trial in TRIALS:
-        cells = grid(size, seed, replicas=(8, 4))
-        yield from (replace(cell, **trial) for cell in cells if cell.replicas)
+        yield from grid(small, 1, replicas=(8, 4), **trial)
+    yield from of_seeds(middle)
+    yield from of_seeds(small, tokens_per_parameter=LONG)
+    yield from of_seeds(small, wire="fp32")
+    for trial in TRIALS:
+        yield from of_seeds(small, replicas=(8, 4), **trial)
+    yield from of_seeds(middle, sync_every=30)
+    yield from of_seeds(large)
+    yield from of_seeds(large, sync_every=30)
+    yield from of_seeds(middle, tokens_per_parameter=LONG)
+    yield from of_seeds(largest)
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:
     """Yield the runs in order, as far as the losses determine them."""
     searched: set[str] = set()
     for cell in open_cells(seeds):
-        if cell.size not in searched:
+        if cell.size in SEARCHED and cell.size not in searched:
             searched.add(cell.size)
-            for model in MODELS if cell.size in SEARCHED else ():
+            for model in MODELS:
                 yield from search(losses, Cell(model, cell.size, 1, 0))
+                yield from rule_search(losses, model)
         with_lr = row(losses, cell)
         if with_lr is not None:
             yield with_lr
-    for model in MODELS:
-        yield from rule_search(losses, model)

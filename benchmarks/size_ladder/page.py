@@ -69,9 +69,9 @@ HOW_TO_READ = f"""\
 Validation loss in nats per token over the whole validation split, of the weights with which a fit
 ends (the mean of the replicas' weights). The gap is the percent above the DDP run of the same seed,
 which takes the same tokens in the same steps; ± is the standard deviation over seeds. Settings are
-the defaults of `StreamingDiLoCoStrategy`, with the overlap of the bandwidth page ({OVERLAP}). "Outer
-step" is the gap if the fit ended with an outer step instead of the mean. Replicas are played in one
-process by the library's own code, bit for bit equal to separate processes
+the defaults of `StreamingDiLoCoStrategy`, with the overlap of the bandwidth page ({OVERLAP}).
+"Outer step" is the gap if the fit ended with an outer step instead of the mean. Replicas are played
+in one process by the library's own code, bit for bit equal to separate processes
 (`tests/benchmarks/test_size_ladder.py`)."""
 
 
@@ -221,10 +221,11 @@ def _corpus() -> list[str]:
         for package in recipe["packages"]
     )
     return [
-        f"- text: the documentation in Debian's {packages}, by `python -m benchmarks.size_ladder.corpus`:"
-        f" {train['bytes'] / 1e6:.1f} MB in {train['documents']:,} documents for training,"
-        f" {validation['bytes'] / 1e6:.1f} MB in {validation['documents']:,} for validation; SHA-256"
-        f" of the training text {train['sha256'][:16]}"
+        f"- text: the documentation in Debian's {packages}, by"
+        f" `python -m benchmarks.size_ladder.corpus`: {train['bytes'] / 1e6:.1f} MB in"
+        f" {train['documents']:,} documents for training, {validation['bytes'] / 1e6:.1f} MB in"
+        f" {validation['documents']:,} for validation; SHA-256 of the training text"
+        f" {train['sha256'][:16]}"
     ]
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,8 +220,21 @@ def test_ddp_is_compared_on_the_same_tokens() -> None:
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Build a tiny corpus in place of the package's; return its folder."""
-    words = "the quick brown fox jumps over the lazy dog and runs away again".split()
-    sentences = [" ".join(words[i % 13 :] + words[: i % 13]) + f" {i}" for i in range(3000)]
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "and",
+        "runs",
+        "on",
+    ]
+    sentences = [" ".join(words[i % 12 :] + words[: i % 12]) + f" {i}" for i in range(3000)]
     entry: dict[str, Any] = {"packages": [{"name": "p", "version": "1", "license": "free"}]}
     for name, part in (("train", sentences[:2500]), ("validation", sentences[2500:])):
         text = corpus.SEPARATOR.join(part).encode()

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from benchmarks.size_ladder.cells import (
     reference,
     row,
 )
+from benchmarks.size_ladder.outer import RadialDiLoCo, RestartedSGD
 from benchmarks.size_ladder.page import page_lines, trend
 from benchmarks.size_ladder.played import PlayedReplicas, Run, Stopped, take_steps
 from benchmarks.size_ladder.records import Records
@@ -141,6 +143,60 @@ def test_a_run_stopped_after_every_step_ends_with_the_same_loss(
             run.losses(until=0)
     assert Run(config, size, checkpoint).losses() == whole
     assert not checkpoint.exists()
+
+
+def test_a_restart_forgets_the_momentum_and_survives_a_checkpoint() -> None:
+    def weights_after(restart_every: int, save_after: int) -> list[float]:
+        weight, found = torch.nn.Parameter(torch.zeros(())), []
+        make = partial(
+            RestartedSGD, restart_every=restart_every, lr=0.4, momentum=0.9, nesterov=True
+        )
+        sgd = make([weight])
+        for step in range(4):
+            weight.grad = torch.ones(())
+            sgd.step()
+            found.append(weight.item())
+            if step == save_after:
+                state = deepcopy(sgd.state_dict())
+                sgd = make([weight])
+                sgd.load_state_dict(state)
+        return found
+
+    never = [-0.76, -1.844, -3.2196, -4.85764]
+    assert weights_after(100, save_after=-1) == pytest.approx(never)
+    every_third = [-0.76, -1.844, -3.2196, -3.2196 - 0.76]
+    for save_after in (-1, 1, 2):
+        assert weights_after(3, save_after) == pytest.approx(every_third)
+
+
+def test_radial_averaging_gives_the_mean_the_norm_of_its_parts(
+    compose_config: Callable[..., dict[str, Any]],
+) -> None:
+    config = compose_config(*SMALL, "strategy.wire_dtype=fp32", "strategy.overlap_steps=1")
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_data(config)
+    module = build_module(config, data)
+    modules = [module, deepcopy(module)]
+    diloco = PlayedReplicas(modules, settings_of(config), RadialDiLoCo)
+    first = diloco.replicas[0].fragments[0]
+    before = first.global_copy.clone()
+    with torch.no_grad():
+        for module in modules:
+            for parameter in module.parameters():
+                parameter.add_(torch.randn_like(parameter))
+    parts = [replica.fragments[0].outer_gradient() for replica in diloco.replicas]
+    for _ in range(5):  # fragment 0 leaves after step 4
+        diloco.after_steps()
+    mean = sum(parts) / 2
+    radius = (parts[0].norm() + parts[1].norm()) / 2
+    assert mean.norm() < 0.8 * radius
+    # the first step of Nesterov SGD: lr (1 + momentum) times the gradient
+    expected = before - 0.4 * 1.9 * mean * radius / mean.norm()
+    torch.testing.assert_close(first.global_copy, expected, rtol=1e-5, atol=1e-6)
+    local = torch.stack([replica.fragments[0].local_values() for replica in diloco.replicas])
+    diloco.finish()  # the mean of the local weights, not scaled
+    torch.testing.assert_close(first.local_values(), local.mean(0), rtol=1e-5, atol=1e-6)
+    diloco.close()
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -135,7 +135,7 @@ def gaps(losses: Losses, cell: Cell) -> list[float]:
     for seed in sorted({run.seed for run in losses}):
         ours = row(losses, replace(cell, seed=seed))
         theirs = row(losses, reference(replace(cell, seed=seed)))
-        if ours in losses and theirs in losses:
+        if ours is not None and theirs is not None and {ours, theirs} <= losses.keys():
             found.append(100 * (losses[ours] / losses[theirs] - 1))
     return found
 

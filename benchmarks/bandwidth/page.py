@@ -42,8 +42,8 @@ def opening(raw: Mapping[str, Any], picture: str) -> list[str]:
         "",
     ]
     loss = (
-        "The loss at the same settings (two replicas, H = 100, overlap 5, fp4) is on the page of [the"
-        " size ladder](../size_ladder/result.md)."
+        "The loss at the same settings (two replicas, H = 100, overlap 5, fp4) is on the page of"
+        " [the size ladder](../size_ladder/result.md)."
     )
     found = figures_by_row(raw["records"], HEADLINE_RATE)
     none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))

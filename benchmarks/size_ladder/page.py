@@ -41,6 +41,7 @@ from benchmarks.size_ladder.records import Records
 TITLE = "How far is the loss of Streaming DiLoCo from DDP's, and does the gap shrink with size?"
 TARGETS = {2: 0.5, 4: 1.5, 8: 2.5}  # percent above DDP at the largest size, H = 100
 WIRE_TARGET = 0.3  # percent, fp4 above fp32
+RUNS = 3 * len(MODELS)  # three seeds of each model
 SIGMAS = 2.0  # a difference counts if it exceeds so many standard errors
 # arXiv:2501.18512, Tables 5 and 6 (C4, 20 tokens per parameter, FP4 with overlap), loss by millions
 # of parameters: DDP; (M, H): (2, 30), (2, 100), (4, 30), (4, 100)
@@ -158,10 +159,9 @@ def pooled_deviation(losses: Losses) -> float | None:
     return math.sqrt(squares / sum(len(found) - 1 for found in groups))
 
 
-def complete_sizes(losses: Losses, replicas: int, seeds: int = 3) -> list[str]:
-    """Return the sizes at which M replicas were run with H = 100, both models and all seeds."""
-    needed = seeds * len(MODELS)
-    return [size for size in NAMES if len(of_both(losses, size, replicas)) >= needed]
+def complete_sizes(losses: Losses, replicas: int) -> list[str]:
+    """Return the sizes at which M replicas were run with H = 100, both models and three seeds."""
+    return [size for size in NAMES if len(of_both(losses, size, replicas)) >= RUNS]
 
 
 def trend(losses: Losses, replicas: int) -> tuple[str, float, float] | None:
@@ -187,30 +187,39 @@ def opening(losses: Losses, picture: str) -> list[str]:
         " the same tokens. How much higher, and is it less for larger models?",
         "",
     ]
-    for m in REPLICAS:
-        sizes = complete_sizes(losses, m)
-        if not sizes:
-            lines.append(f"- M = {m}: not run yet.")
-            continue
-        texts = [f"{mean_text(of_both(losses, size, m), '+.2f', ' %')} at {size}" for size in sizes]
-        largest = statistics.mean(of_both(losses, sizes[-1], m))
-        verdict = ""
-        if m in TARGETS:
-            told = "met" if largest <= TARGETS[m] else "missed"
-            verdict = f" Target at {sizes[-1]}, +{TARGETS[m]} %: {told}."
-        found = trend(losses, m)
-        if found is not None:
-            verdict += f" The gap {'is flat' if found[0] == 'flat' else found[0]} with size"
-            verdict += f" ({found[1]:+.2f} ± {found[2]:.2f} points)."
-        lines.append(f"- **Found, M = {m}, H = 100:** {', '.join(texts)} from DDP.{verdict}")
+    lines += [_finding(losses, m) for m in REPLICAS]
     s = pooled_deviation(losses)
     if s is not None:
         lines.append(
             f"- One run's gap has a standard deviation of s = {s:.2f} %. With three seeds of two"
-            f" models, gaps above {SIGMAS * s / math.sqrt(6):.2f} % differ from 0, and differences"
-            f" above {SIGMAS * s * math.sqrt(2 / 6):.2f} % are resolved."
+            f" models, gaps above {SIGMAS * s / math.sqrt(RUNS):.2f} % differ from 0, and"
+            f" differences above {SIGMAS * s * math.sqrt(2 / RUNS):.2f} % are resolved."
         )
     return [*lines, "", f"![gap to DDP over model size]({picture})"]
+
+
+def _finding(losses: Losses, replicas: int) -> str:
+    """Return the gap of M replicas by size, and the verdicts that the runs so far allow."""
+    complete = complete_sizes(losses, replicas)
+    texts = []
+    for size in NAMES:
+        found = of_both(losses, size, replicas)
+        if found:
+            runs = "" if size in complete else f" ({len(found)} of {RUNS} runs, no verdict)"
+            texts.append(f"{mean_text(found, '+.2f', ' %')} at {size}{runs}")
+    if not texts:
+        return f"- M = {replicas}: not run yet."
+    line = f"- **Found, M = {replicas}, H = 100:** {', '.join(texts)} from DDP."
+    if complete and replicas in TARGETS:
+        largest = statistics.mean(of_both(losses, complete[-1], replicas))
+        told = "met" if largest <= TARGETS[replicas] else "missed"
+        line += f" Target at {complete[-1]}, +{TARGETS[replicas]} %: {told}."
+    found_trend = trend(losses, replicas)
+    if found_trend is not None:
+        verdict, difference, error = found_trend
+        line += f" The gap {'is flat' if verdict == 'flat' else verdict} with size"
+        line += f" ({difference:+.2f} ± {error:.2f} points)."
+    return line
 
 
 def _corpus() -> list[str]:
@@ -395,7 +404,8 @@ def draw_page(records: Records, path: Path) -> None:
                     label=f"paper, M = {m}, H = {every}",
                 )
     axes.set(xscale="log", xlabel="parameters", ylabel="loss above DDP (%)")
-    axes.set_title(f"{SHORT} tokens per parameter; bars: standard deviation over seeds and models")
+    title = f"{SHORT} tokens per parameter; bars: standard deviation over seeds and models"
+    axes.set_title(title, fontsize=9)
     figure.legend(fontsize=7, loc="outside right upper")
     figure.savefig(path, dpi=120)
 

@@ -4,16 +4,17 @@ Every run of a size takes the same tokens in the same steps, whatever its method
 with the square root of the size (in arXiv:2503.09799 it grows too), so that larger models have more
 steps, and with them more cycles of H steps.
 
-Learning rates are rungs of half an octave. The rate of DDP is tuned for each model at the two
-smallest sizes, with seed 1; a larger size takes the rung of the one before, less one for each
-doubling of the width. M replicas have 1/sqrt(M) of DDP's rate, a rung less per doubling of M: their
-batches are smaller by M. At the smallest size M = 4 is tuned as well, to show what the rule costs.
+Learning rates are rungs of half an octave. At the two smallest sizes the rate is tuned for each
+model and M, with seed 1, H = 100 and the default outer step, like DDP's; the best rung has a worse
+one on both sides. A larger size takes the rungs of the one before, less one for each doubling of
+the width. H, length, wire and outer step keep the rate of their model, size and M.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ BLOCK = 64  # tokens
 MODELS = ("gpt2", "llama")
 REPLICAS = (1, 2, 4, 8)
 OVERLAP = 5  # as on the bandwidth page
-FIRST_RUNGS = (-1, 0, 1)  # of DDP's search
-SEARCHED = ("0.04M", "0.2M")  # sizes at which it is made
+FIRST_RUNGS = (-1, 0, 1)  # of a search
+SEARCHED = ("0.04M", "0.2M")  # sizes at which learning rates are tuned
 LONG = 100  # tokens per parameter of the longer runs
 SHORT = 20
 # changes of the outer step that are tried at the smallest size; the first three by the rule of
@@ -184,37 +185,33 @@ def lr_of(rung: int) -> float:
     return round(0.008 * 2 ** (rung / 2), 5)
 
 
-def ddp_rung(losses: Losses, model: str, size: str) -> int | None:
-    """Return the rung of DDP's learning rate; None while a run of its search is missing."""
-    if size in SEARCHED:
-        return best_rung(_loss_at(losses, Cell(model, size, 1, 0)), FIRST_RUNGS)
-    before = ddp_rung(losses, model, NAMES[NAMES.index(size) - 1])
-    return None if before is None else before - 1  # each of these sizes has twice the width
-
-
-def search(losses: Losses, cell: Cell, first: tuple[int, ...] = FIRST_RUNGS) -> list[Cell]:
+def search(losses: Losses, cell: Cell) -> list[Cell]:
     """Return the runs that tune a cell's learning rate, as far as the losses determine them."""
-    return [replace(cell, rung=rung) for rung in rungs_to_run(_loss_at(losses, cell), first)]
-
-
-def rule_search(losses: Losses, model: str) -> list[Cell]:
-    """Return the runs that tune M = 4 at the smallest size; nothing before DDP is tuned."""
-    rung = ddp_rung(losses, model, NAMES[0])
-    if rung is None:
-        return []
-    return search(losses, Cell(model, NAMES[0], 1, 0, 4), (rung - 3, rung - 2, rung - 1))
-
-
-def _loss_at(losses: Losses, cell: Cell) -> LossAt:
-    return lambda rung: losses.get(replace(cell, rung=rung))
+    tuned = _tuned(cell)
+    rungs = rungs_to_run(_loss_at(losses, tuned), FIRST_RUNGS)
+    return [replace(tuned, rung=rung) for rung in rungs]
 
 
 def row(losses: Losses, cell: Cell) -> Cell | None:
     """Return a cell with the learning rate of its model, size and M; None while unknown."""
-    rung = ddp_rung(losses, cell.model, cell.size)
-    if rung is None:
-        return None
-    return replace(cell, rung=rung - max(cell.replicas, 1).bit_length() + 1)
+    rung = _rung(losses, cell)
+    return None if rung is None else replace(cell, rung=rung)
+
+
+def _rung(losses: Losses, cell: Cell) -> int | None:
+    if cell.size in SEARCHED:
+        return best_rung(_loss_at(losses, _tuned(cell)), FIRST_RUNGS)
+    before = _rung(losses, replace(cell, size=NAMES[NAMES.index(cell.size) - 1]))
+    return None if before is None else before - 1  # each of these sizes has twice the width
+
+
+def _tuned(cell: Cell) -> Cell:
+    """Return the cell whose learning rate this one takes."""
+    return Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=cell.optimizer)
+
+
+def _loss_at(losses: Losses, cell: Cell) -> LossAt:
+    return lambda rung: losses.get(replace(cell, rung=rung))
 
 
 def reference(cell: Cell) -> Cell:
@@ -273,9 +270,8 @@ def planned(losses: Losses, seeds: int) -> Iterator[Cell]:
     for cell in open_cells(seeds):
         if cell.size in SEARCHED and cell.size not in searched:
             searched.add(cell.size)
-            for model in MODELS:
-                yield from search(losses, Cell(model, cell.size, 1, 0))
-                yield from rule_search(losses, model)
+            for m, model in product((0, 4, 2, 8, 1), MODELS):
+                yield from search(losses, Cell(model, cell.size, 1, 0, m))
         with_lr = row(losses, cell)
         if with_lr is not None:
             yield with_lr

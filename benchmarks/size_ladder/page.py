@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,7 +17,6 @@ from benchmarks.common.page import result_page
 from benchmarks.common.runs import MISSING, mean_text
 from benchmarks.size_ladder.cells import (
     BLOCK,
-    FIRST_RUNGS,
     LONG,
     MODELS,
     NAMES,
@@ -32,7 +32,6 @@ from benchmarks.size_ladder.cells import (
     lr_of,
     reference,
     row,
-    rule_search,
     search,
 )
 from benchmarks.size_ladder.corpus import RECIPE
@@ -114,8 +113,9 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "## Learning rates",
         "",
-        "Validation loss with seed 1. DDP's best rate has a worse one on both sides. M = 4 shows"
-        " how far the rule (DDP's rate over the square root of M) is from the best.",
+        "Validation loss with seed 1, H = 100. The best rate has a worse one on both sides and is"
+        " used by all runs of its model, size and M. A larger size takes those of the one before,"
+        " divided by 1.4 for each doubling of the width.",
         "",
         *_lr_table(losses),
     ]
@@ -241,15 +241,13 @@ def _corpus() -> list[str]:
 def _sizes() -> list[str]:
     lines = [
         "| size | model | parameters | width | layers | tokens per step |"
-        f" steps, {SHORT} tokens per parameter | steps, {LONG} |",
+        f" steps (cycles of H = 100), {SHORT} tokens per parameter | {LONG} |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, size in SIZES.items():
         for model in MODELS:
-            steps = [
-                f"{Cell(model, name, 1, 0, tokens_per_parameter=long).steps:,}"
-                for long in (SHORT, LONG)
-            ]
+            cells = (Cell(model, name, 1, 0, tokens_per_parameter=long) for long in (SHORT, LONG))
+            steps = [f"{cell.steps:,} ({cell.steps // 100})" for cell in cells]
             lines.append(
                 f"| {name} | {model} | {size.parameters(model):,} | {size.width} | {size.layers}"
                 f" | {size.blocks * BLOCK:,} | {' | '.join(steps)} |"
@@ -346,14 +344,15 @@ def _paper_gaps(millions: int) -> list[float]:
 
 
 def _lr_table(losses: Losses) -> list[str]:
-    lines = ["| size | model | method | learning rate: loss |", "|---|---|---|---|"]
-    for size in SEARCHED:
-        for model in MODELS:
-            ddp = search(losses, Cell(model, size, 1, 0), FIRST_RUNGS)
-            lines.append(f"| {size} | {model} | DDP | {_rates(losses, ddp)} |")
-    for model in MODELS:
-        found = rule_search(losses, model)
-        lines.append(f"| {NAMES[0]} | {model} | M = 4 | {_rates(losses, found)} |")
+    lines = ["| size | model | method | learning rate: loss | best |", "|---|---|---|---|---|"]
+    for size, model, m in product(SEARCHED, MODELS, (0, *REPLICAS)):
+        cell = Cell(model, size, 1, 0, m)
+        best = row(losses, cell)
+        lines.append(
+            f"| {size} | {model} | {f'M = {m}' if m else 'DDP'}"
+            f" | {_rates(losses, search(losses, cell))}"
+            f" | {MISSING if best is None else lr_of(best.rung)} |"
+        )
     return lines
 
 

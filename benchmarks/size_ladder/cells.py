@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -266,12 +265,9 @@ def open_cells(seeds: int) -> Iterator[Cell]:
 
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:
     """Yield the runs in order, as far as the losses determine them."""
-    searched: set[str] = set()
     for cell in open_cells(seeds):
-        if cell.size in SEARCHED and cell.size not in searched:
-            searched.add(cell.size)
-            for m, model in product((0, 4, 2, 8, 1), MODELS):
-                yield from search(losses, Cell(model, cell.size, 1, 0, m))
+        if cell.size in SEARCHED:
+            yield from search(losses, cell)
         with_lr = row(losses, cell)
         if with_lr is not None:
             yield with_lr

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.common.pretraining import Config, batches
+from benchmarks.last_round.simulated import take_steps
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import DiLoCoSettings, StreamingDiLoCo, split_into_fragments
 from recipes.training.evaluation import token_loss
-from recipes.training.language_model import LanguageModel
 from recipes.training.pretraining import build_data, build_module
 
 TIMEOUT_S = 120.0  # for a message of another replica
@@ -265,28 +265,6 @@ class Run:
         ):
             made["optimizer"].load_state_dict(optimizer)
             _scheduler(made).load_state_dict(scheduler)
-
-
-def take_steps(
-    modules: Sequence[LanguageModel], made: Sequence[Any], batch: Tensor, clip: float | None
-) -> None:
-    """Take an inner step on every replica.
-
-    Args:
-        modules: one per replica.
-        made: their optimizers and schedules, as returned by `configure_optimizers`.
-        batch: int64, shape (blocks of all replicas, block_size + 1). Replica m takes blocks m,
-            m + M, and so on, like `DistributedSampler`.
-        clip: largest norm of a replica's gradient; None: no clipping.
-    """
-    assert len(batch) % len(modules) == 0, "all replicas need batches of the same size"
-    for m, (module, of_module) in enumerate(zip(modules, made, strict=True)):
-        of_module["optimizer"].zero_grad()
-        module.loss(batch[m :: len(modules)]).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), clip)
-        of_module["optimizer"].step()
-        _scheduler(of_module).step()
 
 
 def _scheduler(made: Any) -> Any:

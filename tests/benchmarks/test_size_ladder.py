@@ -19,6 +19,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from benchmarks.common.pretraining import batches
+from benchmarks.last_round.simulated import take_steps
 from benchmarks.size_ladder import __main__ as size_ladder
 from benchmarks.size_ladder import corpus
 from benchmarks.size_ladder.cells import (
@@ -33,7 +34,7 @@ from benchmarks.size_ladder.cells import (
 )
 from benchmarks.size_ladder.outer import RadialDiLoCo, RestartedSGD
 from benchmarks.size_ladder.page import draw_page, page_lines, trend
-from benchmarks.size_ladder.played import PlayedReplicas, Run, Stopped, take_steps
+from benchmarks.size_ladder.played import PlayedReplicas, Run, Stopped
 from benchmarks.size_ladder.records import Records
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import FixedMembership

@@ -229,12 +229,14 @@ def grid(
     size: str,
     seed: int,
     tokens_per_parameter: int = SHORT,
+    optimizer: str = "adamw",
     replicas: tuple[int, ...] = (4, 2, 8, 1),
     **settings: Any,
 ) -> Iterator[Cell]:
     """Yield DDP and DiLoCo for each M, of one size and seed, with learning rates left open."""
+    common: dict[str, Any] = {"tokens_per_parameter": tokens_per_parameter, "optimizer": optimizer}
     for model in MODELS:
-        ddp = Cell(model, size, seed, 0, tokens_per_parameter=tokens_per_parameter)
+        ddp = Cell(model, size, seed, 0, **common)
         yield ddp
         yield from (replace(ddp, replicas=m, **settings) for m in replicas)
 

@@ -29,7 +29,8 @@ FIRST_RUNGS = (-1, 0, 1)  # of a search
 SEARCHED = ("0.04M", "0.2M")  # sizes at which learning rates are tuned
 LONG = 100  # tokens per parameter of the longer runs
 SHORT = 20
-# changes of the outer step that are tried at the smallest size; the first three by the rule of
+# changes of the outer step that are tried at the smallest size, in short and long runs, because a
+# short run has 8 cycles; the first three follow the rule of
 # arXiv:2503.09799, Figure 7, that the outer learning rate grows with M
 TRIALS: tuple[dict[str, Any], ...] = (
     {"outer_lr": 0.6},
@@ -257,7 +258,7 @@ def open_cells(seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, tokens_per_parameter=LONG)
     yield from of_seeds(small, wire="fp32")
     for trial in TRIALS:
-        yield from of_seeds(small, replicas=(8, 4), **trial)
+        yield from grid(small, 1, tokens_per_parameter=LONG, replicas=(8, 4), **trial)
     yield from of_seeds(middle, sync_every=30)
     yield from of_seeds(large)
     yield from of_seeds(large, sync_every=30)

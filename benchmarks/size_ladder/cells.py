@@ -25,7 +25,7 @@ BLOCK = 64  # tokens
 MODELS = ("gpt2", "llama")
 REPLICAS = (1, 2, 4, 8)
 OVERLAP = 5  # as on the bandwidth page
-FIRST_RUNGS = (-1, 0, 1)  # of a search
+FIRST_RUNGS = (-1, 0, 1)  # of DDP's search; those of M replicas are a rung lower per doubling of M
 SEARCHED = ("0.04M", "0.2M")  # sizes at which learning rates are tuned
 LONG = 100  # tokens per parameter of the longer runs
 SHORT = 20
@@ -188,7 +188,7 @@ def lr_of(rung: int) -> float:
 def search(losses: Losses, cell: Cell) -> list[Cell]:
     """Return the runs that tune a cell's learning rate, as far as the losses determine them."""
     tuned = _tuned(cell)
-    rungs = rungs_to_run(_loss_at(losses, tuned), FIRST_RUNGS)
+    rungs = rungs_to_run(_loss_at(losses, tuned), _first_rungs(cell))
     return [replace(tuned, rung=rung) for rung in rungs]
 
 
@@ -200,7 +200,7 @@ def row(losses: Losses, cell: Cell) -> Cell | None:
 
 def _rung(losses: Losses, cell: Cell) -> int | None:
     if cell.size in SEARCHED:
-        return best_rung(_loss_at(losses, _tuned(cell)), FIRST_RUNGS)
+        return best_rung(_loss_at(losses, _tuned(cell)), _first_rungs(cell))
     before = _rung(losses, replace(cell, size=NAMES[NAMES.index(cell.size) - 1]))
     return None if before is None else before - 1  # each of these sizes has twice the width
 
@@ -208,6 +208,11 @@ def _rung(losses: Losses, cell: Cell) -> int | None:
 def _tuned(cell: Cell) -> Cell:
     """Return the cell whose learning rate this one takes."""
     return Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=cell.optimizer)
+
+
+def _first_rungs(cell: Cell) -> list[int]:
+    doublings = max(cell.replicas, 1).bit_length() - 1
+    return [rung - doublings for rung in FIRST_RUNGS]
 
 
 def _loss_at(losses: Losses, cell: Cell) -> LossAt:

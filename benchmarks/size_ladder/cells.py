@@ -262,6 +262,8 @@ def open_cells(seeds: int) -> Iterator[Cell]:
     yield from of_seeds(middle)
     yield from of_seeds(small, tokens_per_parameter=LONG)
     yield from of_seeds(small, wire="fp32")
+    yield from of_seeds(small, wire="int2")
+    yield from of_seeds(small, sync_every=30, wire="topk")
     for trial in TRIALS:
         yield from grid(small, 1, tokens_per_parameter=LONG, replicas=(8, 4), **trial)
     yield from of_seeds(middle, sync_every=30)

@@ -97,7 +97,7 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         *_table(records, [cell for cell in _cells(losses) if cell.wire == "fp4"]),
         "",
-        "## fp32 wire",
+        "## Other wires",
         "",
         *_wires(losses),
         "",
@@ -296,13 +296,16 @@ def _row(records: Records, cell: Cell) -> str:
 
 
 def _wires(losses: Losses) -> list[str]:
-    lines = ["| size | M | model | wire | gap | fp4 against it |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| size | H | M | model | wire | gap | fp4 against it |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for cell in _cells(losses):
         if cell.wire != "fp4":
             fp4, theirs = gaps(losses, replace(cell, wire="fp4")), gaps(losses, cell)
             more = [a - b for a, b in zip(fp4, theirs, strict=False)]
             lines.append(
-                f"| {cell.size} | {cell.replicas} | {cell.model} | {cell.wire}"
+                f"| {cell.size} | {cell.sync_every} | {cell.replicas} | {cell.model} | {cell.wire}"
                 f" | {mean_text(theirs, '+.2f', ' %')} | {mean_text(more, '+.2f', ' %')} |"
             )
     return lines if len(lines) > 2 else ["Not run yet."]

@@ -113,8 +113,8 @@ def real_rank(rank: int, size: int, config: dict[str, Any]) -> tuple[Weights, We
     return local, weights_of(module)
 
 
-# two replicas gather, three exchange by shards
-@pytest.mark.parametrize(("wire", "size"), [("fp32", 2), ("fp4", 3)])
+# two replicas gather, three exchange by shards; int2 has error feedback
+@pytest.mark.parametrize(("wire", "size"), [("fp32", 2), ("fp4", 3), ("int2", 3)])
 def test_played_replicas_equal_real_processes_bit_for_bit(
     wire: str, size: int, compose_config: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -127,11 +127,11 @@ def test_played_replicas_equal_real_processes_bit_for_bit(
     assert not any(map(torch.equal, local[0], final[0]))
 
 
-@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize(("size", "wire"), [(0, "fp4"), (1, "fp4"), (3, "int2")])
 def test_a_run_stopped_after_every_step_ends_with_the_same_loss(
-    size: int, compose_config: Callable[..., dict[str, Any]], tmp_path: Path
+    size: int, wire: str, compose_config: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    config = compose_config(*SMALL)
+    config = compose_config(*SMALL, f"strategy.wire_dtype={wire}")
     checkpoint = tmp_path / "run.pt"
     whole = Run(config, size, checkpoint).losses()
     if size:

@@ -236,15 +236,15 @@ def grid(
     seed: int,
     tokens_per_parameter: int = SHORT,
     optimizer: str = "adamw",
-    replicas: tuple[int, ...] = (4, 2, 8, 1),
+    replicas: tuple[int, ...] = (4, 2, 1, 8),
     **settings: Any,
 ) -> Iterator[Cell]:
     """Yield DDP and DiLoCo for each M, of one size and seed, with learning rates left open."""
     common: dict[str, Any] = {"tokens_per_parameter": tokens_per_parameter, "optimizer": optimizer}
-    for model in MODELS:
-        ddp = Cell(model, size, seed, 0, **common)
-        yield ddp
-        yield from (replace(ddp, replicas=m, **settings) for m in replicas)
+    ddps = [Cell(model, size, seed, 0, **common) for model in MODELS]
+    yield from ddps
+    for m in replicas:
+        yield from (replace(ddp, replicas=m, **settings) for ddp in ddps)
 
 
 def open_cells(seeds: int) -> Iterator[Cell]:
@@ -258,14 +258,14 @@ def open_cells(seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, sync_every=30)
     yield from grid(middle, 1)
     for trial in TRIALS:
-        yield from grid(small, 1, replicas=(8, 4), **trial)
+        yield from grid(small, 1, replicas=(4, 8), **trial)
     yield from of_seeds(middle)
     yield from of_seeds(small, tokens_per_parameter=LONG)
     yield from of_seeds(small, wire="fp32")
     yield from of_seeds(small, wire="int2")
     yield from of_seeds(small, sync_every=30, wire="topk")
     for trial in TRIALS:
-        yield from grid(small, 1, tokens_per_parameter=LONG, replicas=(8, 4), **trial)
+        yield from grid(small, 1, tokens_per_parameter=LONG, replicas=(4, 8), **trial)
     yield from of_seeds(middle, sync_every=30)
     yield from of_seeds(large)
     yield from of_seeds(large, sync_every=30)

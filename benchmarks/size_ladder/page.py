@@ -205,8 +205,10 @@ def _finding(losses: Losses, replicas: int) -> str:
     for size in NAMES:
         found = of_both(losses, size, replicas)
         if found:
-            runs = "" if size in complete else f" ({len(found)} of {RUNS} runs, no verdict)"
-            texts.append(f"{mean_text(found, '+.2f', ' %')} at {size}{runs}")
+            cycles = [Cell(model, size, 1, 0).steps // 100 for model in MODELS]
+            runs = "" if size in complete else f"; {len(found)} of {RUNS} runs, no verdict"
+            gap = mean_text(found, "+.2f", " %")
+            texts.append(f"{gap} at {size} ({min(cycles)} cycles of H{runs})")
     if not texts:
         return f"- M = {replicas}: not run yet."
     line = f"- **Found, M = {replicas}, H = 100:** {', '.join(texts)} from DDP."
@@ -350,6 +352,8 @@ def _lr_table(losses: Losses) -> list[str]:
     lines = ["| size | model | method | learning rate: loss | best |", "|---|---|---|---|---|"]
     for size, model, m in product(SEARCHED, MODELS, (0, *REPLICAS)):
         cell = Cell(model, size, 1, 0, m)
+        if losses.keys().isdisjoint(search(losses, cell)):
+            continue
         best = row(losses, cell)
         lines.append(
             f"| {size} | {model} | {f'M = {m}' if m else 'DDP'}"

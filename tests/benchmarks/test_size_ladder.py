@@ -255,11 +255,11 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     assert trend(records.losses, 4) == ("shrinks", pytest.approx(-1.0), pytest.approx(0, abs=0.01))
     page = "\n".join(page_lines(records, "r.png"))
     draw_page(records, tmp_path / "r.png")
-    assert "**Found, M = 4, H = 100:** +2.00 ± 0.01 % at 0.04M, +1.00 ± 0.01 % at 0.2M" in page
+    assert "**Found, M = 4, H = 100:** +2.00 ± 0.01 % at 0.04M (7 cycles of H), +1.00" in page
     assert "Target at 0.2M, +0.5 %: met." in page
     assert "The gap shrinks with size (-1.00" in page
     few = "\n".join(page_lines(filled(tmp_path / "few.jsonl", ("0.04M",), 31), "r.png"))
-    assert "+1.99 ± 0.00 % at 0.04M (2 of 6 runs, no verdict) from DDP." in few
+    assert "+1.99 ± 0.00 % at 0.04M (7 cycles of H; 2 of 6 runs, no verdict) from DDP." in few
     assert "Target" not in few.split("## Provenance")[0]
     assert records.made_by == [["- commit: `abc`"]]
 

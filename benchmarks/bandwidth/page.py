@@ -41,6 +41,10 @@ def opening(raw: Mapping[str, Any], picture: str) -> list[str]:
         " bytes while it computes.",
         "",
     ]
+    loss = (
+        "The loss at the same settings (two replicas, H = 100, overlap 5, fp4) is on the page of"
+        " [the size ladder](../size_ladder/result.md)."
+    )
     found = figures_by_row(raw["records"], HEADLINE_RATE)
     none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))
     if isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures):
@@ -53,7 +57,7 @@ def opening(raw: Mapping[str, Any], picture: str) -> list[str]:
         ]
     else:
         lines += [f"**Found:** nothing yet; a row of the headline at {HEADLINE_RATE} is missing."]
-    return [*lines, "", f"![milliseconds per step, by link and method]({picture})"]
+    return [*lines, "", loss, "", f"![milliseconds per step, by link and method]({picture})"]
 
 
 def draw(records: Sequence[dict[str, Any]], rates: Sequence[str], path: Path) -> None:

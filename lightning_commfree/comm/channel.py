@@ -139,7 +139,8 @@ class Channel:
                 group = downward = None
                 if len(ranks) > 1:
                     make = partial(dist.new_group, list(ranks), timeout=timeout, backend=backend)
-                    with nullcontext() if backend == "nccl" else _without_bound_device():
+                    splits = backend == "nccl" == dist.get_backend()
+                    with nullcontext() if splits else _without_bound_device():
                         group = make()
                         downward = make() if full_duplex and backend == "gloo" else None
                 if rank in ranks:
@@ -311,11 +312,11 @@ def _all_to_all(
 
 @contextmanager
 def _without_bound_device() -> Iterator[None]:
-    """Keep `new_group` from splitting a CUDA communicator when it creates gloo groups.
+    """Keep `new_group` from splitting the default group, unless both groups are nccl's.
 
-    Lightning binds the default group to a device. Ranks outside a new group then participate in a
-    split of the default group, which only nccl supports; with a gloo default group on a CUDA device
-    it fails.
+    Lightning binds the default group to a device. torch then splits the new group from it, and
+    ranks outside the new group take part in the split. Only nccl supports that: it fails if the
+    default group on a CUDA device is gloo's, whatever the new group is.
     """
     default = dist.group.WORLD
     assert default is not None, "the process group is initialized"

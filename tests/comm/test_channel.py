@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel, Pending
@@ -311,3 +314,24 @@ def test_a_stream_that_waits_for_nccl_is_counted(monkeypatch: pytest.MonkeyPatch
         channel._pending([Work()], result, "b").wait()
     assert dict(ledger.seconds_by_tag) == {"a": 0.5, "b": 0.25}
     assert dict(ledger.seconds_by_phase) == {START: 0.5, STEPS: 0.25}
+
+
+@pytest.mark.parametrize(("default", "backend"), product(["gloo", "nccl"], repeat=2))
+def test_only_nccl_groups_are_split_from_the_default_group(
+    default: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning binds its group to the device; torch would give gloo's as the parent to nccl."""
+    device, bound = torch.device("cuda", 0), []
+    world = SimpleNamespace(bound_device_id=device)
+
+    def new_group(*_: Any, **__: Any) -> object:
+        bound.append(world.bound_device_id)
+        return object()
+
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", world)
+    monkeypatch.setattr(dist, "get_backend", lambda: default)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(Channel, "_start_monitor", lambda *_: None)
+    Channel.open([[0, 1]], 0, Ledger(), backend, device=device)
+    assert bound == [device if default == backend == "nccl" else None]
+    assert world.bound_device_id == device

@@ -115,6 +115,7 @@ class Channel:
         parent: Channel | None = None,
         full_duplex: bool = False,
         liveness: bool = True,
+        urgent: bool = False,
     ) -> Channel:
         """Create the process groups and return this rank's channel; collective over all ranks.
 
@@ -131,14 +132,17 @@ class Channel:
                 None: start a heartbeat.
             full_duplex: create a second gloo group, for large transfers over a slow link.
             liveness: whether errors name the lost ranks; off on all ranks if any rank passes False.
+            urgent: whether nccl's kernels have priority over the model's, which would otherwise
+                occupy the device first.
         """
         mine = None
+        options = _urgent_options(timeout) if urgent and backend == "nccl" else None
         sockets = CloseOnFork()
         with sockets.opening():
             for ranks in groups:
                 group = downward = None
                 if len(ranks) > 1:
-                    make = partial(dist.new_group, list(ranks), timeout=timeout, backend=backend)
+                    make = partial(dist.new_group, list(ranks), timeout, backend, options)
                     splits = backend == "nccl" == dist.get_backend()
                     with nullcontext() if splits else _without_bound_device():
                         group = make()
@@ -172,9 +176,16 @@ class Channel:
         if self._is_alone():
             return Pending(lambda: tensor.unsqueeze(0))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
-        # Not `dist.all_gather`: when a peer dies during it, gloo frees memory that its other
-        # connections still send from, and the process aborts. An exchange sends as many bytes and
-        # needs as much memory, because gloo gathers into a copy of its own.
+        if self.device.type == "cuda":
+            received = tensor.new_empty(self.size, *tensor.shape)
+            with self.peers.launching(tag):
+                work = dist.all_gather_into_tensor(
+                    received, tensor.contiguous(), group=self.group, async_op=True
+                )
+            return self._pending([work], received, tag)
+        # Not gloo's own: when a peer dies during it, gloo frees memory that its other connections
+        # still send from, and the process aborts. An exchange sends as many bytes and needs as much
+        # memory, because gloo gathers into a copy of its own.
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -308,6 +319,13 @@ def _all_to_all(
     return dist.all_to_all_single(
         received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
     )
+
+
+def _urgent_options(timeout: timedelta | None) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # else `new_group` warns that it overrides the default
+    return options
 
 
 @contextmanager

@@ -137,9 +137,10 @@ class ReplicaChannels:
             return cls(world, world, Channel([rank], rank, inner))
 
         def fast(axis: str, counted: Ledger) -> Channel:
-            groups = mesh.groups(axis)
+            groups, backend, device = mesh.groups(axis), info.backend, info.device
+            urgent = axis == TENSOR  # the model's kernels wait for its sums
             return Channel.open(
-                groups, rank, counted, info.backend, timeout, info.device, parent=world
+                groups, rank, counted, backend, timeout, device, parent=world, urgent=urgent
             )
 
         if fast_between:  # within first: all ranks must create groups in the same order

@@ -93,8 +93,41 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
     ]
 
 
+class FlatMomenta:
+    """A bucket's momentum buffers in one tensor, which takes fewer passes over memory.
+
+    The parameters' states hold views of it, so that checkpoints have one buffer per parameter.
+    """
+
+    def __init__(self) -> None:
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    def of(self, members: list[LionParam]) -> Tensor | None:
+        """Return the buffers of `members`, shape (N,), and put views of it into their states.
+
+        None if the compiled loops compute this bucket, or if the buffers' dtypes differ.
+        """
+        held = [member.state["momentum"] for member in members]
+        if _loops(held[0]) or len({momentum.dtype for momentum in held}) > 1:
+            return None
+        if [*map(id, held)] != [*map(id, self._views)]:  # at first, and when states were loaded
+            self._flat = torch.cat([momentum.view(-1) for momentum in held])
+            parts = torch.split(self._flat, [momentum.numel() for momentum in held])
+            shapes = [momentum.shape for momentum in held]
+            self._views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            for member, view in zip(members, self._views, strict=True):
+                member.state["momentum"] = view
+        return self._flat
+
+
 def cast_ballot(
-    bucket: Bucket, members: list[LionParam], valid: Tensor, flags: int, digest: Tensor | int
+    bucket: Bucket,
+    members: list[LionParam],
+    valid: Tensor,
+    flags: int,
+    digest: Tensor | int,
+    momenta: Tensor | None = None,
 ) -> Tensor:
     """Compute a worker's ballot for one bucket, without changing any state.
 
@@ -104,6 +137,7 @@ def cast_ballot(
         valid: uint8, shape (bucket.plane_bytes,): bits that are not padding.
         flags: as in `write_header`.
         digest: as in `write_header`.
+        momenta: from `FlatMomenta`, if any.
 
     Returns:
         A single buffer with the header, plane c > 0 and plane c != 0: uint8, on the parameters'
@@ -119,7 +153,7 @@ def cast_ballot(
     voters: list[Tensor | int] = []  # numbers of nonzero directions
 
     for run in _runs(members, _gradients(bucket, members), bucket.starts):
-        if loops := _loops(run):
+        if loops := _loops(run[0].momentum):
             for part in run:
                 beta, gradient = part.group["betas"][0], part.values.float()
                 found, finite = loops.cast(part.momentum, gradient, beta, planes, part.start)
@@ -127,10 +161,7 @@ def cast_ballot(
                 marks[part.position] |= HAS_GRADIENT if finite else HAS_GRADIENT + NONFINITE
             continue
 
-        betas = [part.group["betas"][0] for part in run]
-        directions, by_part = _weighted_gradients(run, betas)
-        torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
-
+        directions, by_part = _directions(run, momenta)
         signs = _positive_and_nonzero(directions)
         pack_bits_part(signs, run[0].start, planes)
         voters.append(signs[1].sum())
@@ -142,6 +173,21 @@ def cast_ballot(
 
     write_header(header, flags, bucket.numel, voters, digest)
     return buffer
+
+
+def _directions(run: list[_Part], momenta: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    """Return b1 m + (1 - b1) g as one tensor and as one view per part."""
+    betas = [part.group["betas"][0] for part in run]
+    if momenta is None or len({*betas}) > 1:
+        directions, by_part = _weighted_gradients(run, betas)
+        torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
+        return directions, by_part
+
+    sizes = [part.values.numel() for part in run]
+    directions = momenta[run[0].start : run[0].start + sum(sizes)] * betas[0]
+    by_part = [*torch.split(directions, sizes)]
+    torch._foreach_add_(by_part, _gradient_parts(run, betas))
+    return directions, by_part
 
 
 def _positive_and_nonzero(directions: Tensor) -> Tensor:
@@ -204,31 +250,41 @@ def take_step(
 def _update_values(run: list[_Part], delta: PackedDelta) -> None:
     rates = [float(part.group["lr"]) for part in run]
     kept = [1 - lr * float(part.group["weight_decay"]) for part, lr in zip(run, rates, strict=True)]
-    if loops := _loops(run):
+    if loops := _loops(run[0].momentum):
         for part, lr, keep in zip(run, rates, kept, strict=True):
             loops.update_values(part.values, *delta, part.start, keep, lr)
         return
 
     values = [part.values for part in run]
     sizes = [chunk.numel() for chunk in values]
-    deltas = delta.read(run[0].start, values[0].new_empty(sum(sizes)))
-    by_part = torch.split(deltas, sizes)
+    common = rates[0] if len({*rates}) == 1 else 1.0  # read with Delta, in the same pass
+    scaled = delta.read(run[0].start, values[0].new_empty(sum(sizes)), common)
+    by_part = torch.split(scaled, sizes)
     torch._foreach_mul_(values, kept)
-    torch._foreach_mul_(by_part, rates)
+    if len({*rates}) > 1:
+        torch._foreach_mul_(by_part, rates)
     torch._foreach_sub_(values, by_part)
 
 
 def _update_momenta(run: list[_Part]) -> None:
     betas = [part.group["betas"][1] for part in run]
-    if loops := _loops(run):
+    if loops := _loops(run[0].momentum):
         for part, beta in zip(run, betas, strict=True):
             loops.update_momentum(part.momentum, part.values.float(), beta)
         return
 
     momenta = [part.momentum for part in run]
-    _, by_part = _weighted_gradients(run, betas)
     torch._foreach_mul_(momenta, betas)
-    torch._foreach_add_(momenta, by_part)
+    torch._foreach_add_(momenta, _gradient_parts(run, betas))
+
+
+def _gradient_parts(run: list[_Part], betas: list[float]) -> list[Tensor]:
+    """Return (1 - b) g in the momentum's precision, as one tensor per part."""
+    gradients = [part.values for part in run]
+    if all(gradient.dtype == run[0].momentum.dtype for gradient in gradients):
+        return [*torch._foreach_mul(gradients, [1 - beta for beta in betas])]
+    # converted first, because the product must not be rounded to the gradient's dtype
+    return _weighted_gradients(run, betas)[1]
 
 
 def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
@@ -299,9 +355,8 @@ def _continues(run: list[_Part], part: _Part, size: int) -> bool:
     return fits and same_dtype and part.position == run[-1].position + 1
 
 
-def _loops(run: list[_Part]) -> ModuleType | None:
-    """Return the compiled loops if they support these values, else None."""
-    momentum = run[0].momentum
+def _loops(momentum: Tensor) -> ModuleType | None:
+    """Return the compiled loops if they support the parameter of this buffer, else None."""
     if momentum.device.type == "cpu" and momentum.dtype == torch.float32:
         return load_loops("lightning_commfree.lion.worker_numba", "Lion's steps")
     return None

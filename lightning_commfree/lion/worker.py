@@ -7,9 +7,10 @@
 The arithmetic is in fp32 (fp64 for fp64 parameters) for any gradient dtype, and every operation
 rounds once: no fused multiply-add is used, so the result does not depend on device or layout.
 
-On a GPU, all parameters of a bucket are computed by the same few kernels. On a CPU, the compiled
-loops in `worker_numba` are used if numba is installed; otherwise, the same torch operations run on
-chunks that fit into the cache.
+On a GPU, each parameter is computed by three Triton kernels (`worker_triton`), or without Triton,
+all parameters of a bucket by the same few torch operations. On a CPU, the compiled loops in
+`worker_numba` are used if numba is installed; otherwise, the same torch operations run on chunks
+that fit into the cache.
 
 Momentum buffers are not exchanged and drift apart, unless `average_momenta` (after
 arXiv:2411.16462) averages them periodically.
@@ -29,7 +30,7 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.compiled import load_loops
+from lightning_commfree.comm.compiled import load_kernels, load_loops
 from lightning_commfree.comm.exchange import Route, View, ordered_sum
 from lightning_commfree.lion.ballot import (
     HAS_GRADIENT,
@@ -151,14 +152,17 @@ def cast_ballot(
     header, planes = buffer[:head], buffer[head:].view(2, -1)
     marks = marks_of(header, len(members))
     voters: list[Tensor | int] = []  # numbers of nonzero directions
+    # the compiled loops count these, and mark a parameter if a direction is not finite
+    totals = torch.zeros(1 + len(members), dtype=torch.int64, device=valid.device)
+    looped: list[int] = []  # positions of the parameters
 
     for run in _runs(members, _gradients(bucket, members), bucket.starts):
         if loops := _loops(run[0].momentum):
             for part in run:
-                beta, gradient = part.group["betas"][0], part.values.float()
-                found, finite = loops.cast(part.momentum, gradient, beta, planes, part.start)
-                voters.append(found)
-                marks[part.position] |= HAS_GRADIENT if finite else HAS_GRADIENT + NONFINITE
+                beta, sick = part.group["betas"][0], totals[1 + part.position :][:1]
+                place = planes, part.start
+                loops.cast(part.momentum, part.values, beta, *place, totals[:1], sick)
+                looped.append(part.position)
             continue
 
         directions, by_part = _directions(run, momenta)
@@ -171,6 +175,12 @@ def cast_ballot(
         both = HAS_GRADIENT + NONFINITE  # the latter is subtracted where the values are finite
         of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
 
+    if looped:
+        voters.append(totals[0])
+        given = torch.zeros(len(members), dtype=torch.uint8)
+        given[looped] = HAS_GRADIENT
+        marks.bitwise_or_(given.to(marks.device, non_blocking=True))
+        marks.add_(totals[1:], alpha=NONFINITE)
     write_header(header, flags, bucket.numel, voters, digest)
     return buffer
 
@@ -270,7 +280,7 @@ def _update_momenta(run: list[_Part]) -> None:
     betas = [part.group["betas"][1] for part in run]
     if loops := _loops(run[0].momentum):
         for part, beta in zip(run, betas, strict=True):
-            loops.update_momentum(part.momentum, part.values.float(), beta)
+            loops.update_momentum(part.momentum, part.values, beta)
         return
 
     momenta = [part.momentum for part in run]
@@ -357,8 +367,10 @@ def _continues(run: list[_Part], part: _Part, size: int) -> bool:
 
 def _loops(momentum: Tensor) -> ModuleType | None:
     """Return the compiled loops if they support the parameter of this buffer, else None."""
-    if momentum.device.type == "cpu" and momentum.dtype == torch.float32:
+    if momentum.dtype == torch.float32 and momentum.device.type == "cpu":
         return load_loops("lightning_commfree.lion.worker_numba", "Lion's steps")
+    if momentum.dtype == torch.float32 and momentum.device.type == "cuda":
+        return load_kernels("lightning_commfree.lion.worker_triton", "Lion's steps")
     return None
 
 

@@ -49,7 +49,7 @@ def diloco(
 ) -> None:
     within = StreamChannel(walk, ranks) if ranks > 1 else None
     training = Training(patch, size, CPU, walk=walk, within=within)
-    training.run(wire_dtype="fp4", replica_size=ranks, **settings)
+    training.run(**{"wire_dtype": "fp4", "replica_size": ranks, **settings})
 
 
 def lion(walk: RaceWalk, patch: pytest.MonkeyPatch, **settings: Any) -> None:
@@ -74,6 +74,7 @@ RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
     "upload": (upload, (WAIT_EVENT, RECORD_STREAM)),
     "diloco": (partial(diloco, 2), LANDED),
     "diloco, 3 replicas": (partial(diloco, 3), LANDED),
+    "diloco, int2, 3 replicas": (partial(diloco, 3, wire_dtype="int2"), LANDED),
     "diloco, outer_device": (partial(diloco, 2, outer_device="cpu"), STAGED),
     "diloco, 2 ranks": (partial(diloco, 2, ranks=2), WITHIN),
     "diloco, 2 ranks, 3 replicas": (partial(diloco, 3, ranks=2), WITHIN),

@@ -36,12 +36,13 @@ from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.exchange import Membership, View
-from lightning_commfree.diloco.codec import codec_of, warm_up
+from lightning_commfree.diloco.codec import CODECS, codec_of, warm_up
 from lightning_commfree.diloco.exchange import (
     JOINED_BITS,
     TAG,
     Arrival,
     Flight,
+    FragmentExchange,
     Header,
     fragment_exchanges,
     mean_cosine,
@@ -128,6 +129,9 @@ class StreamingDiLoCo:
         within: Channel | None = None,
     ) -> None:
         self.settings, self.codec = settings, codec_of(settings.wire_dtype)
+        # Rounds with no next one, at the end and for an evaluation, cannot make up for their error.
+        self._last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
+        self._feedback = float(self.codec.error_feedback)
         self._module, self._membership, self._within = module, membership, within
         self.step = 0
         self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
@@ -145,7 +149,8 @@ class StreamingDiLoCo:
         # so that the first launch and landing are as fast as later ones
         tensors = [tensor for f in self.fragments for tensor in (f.global_copy, *f.local)]
         for device in {self.view.channel.device, *(tensor.device for tensor in tensors)}:
-            warm_up(self.codec, device)
+            for codec in (self.codec, self._last_codec):
+                warm_up(codec, device)
 
     # -- a step
 
@@ -206,7 +211,7 @@ class StreamingDiLoCo:
                 outer = fragment.global_copy.to(values.device, non_blocking=True)
                 fragment.subtract_from(outer, values)
                 if residual is not None:  # error feedback
-                    values[: fragment.parameter_numel] += residual
+                    values[: fragment.parameter_numel] += residual.mul_(self._feedback)
                 self.flights[p] = self._send(p, values, stop, residual, outer=outer)
 
     def land(self, p: int) -> bool:
@@ -277,8 +282,9 @@ class StreamingDiLoCo:
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         hashed = self._digest(p, outer) if tag == TAG else 0
         header = Header(stop, self.step, hashed, nonfinite, self._joined_hash)
-        keep, device = self._membership.changes, self.fragments[p].global_copy.device
-        return Flight.launch(self._exchanges[p], values, header, residual, tag, keep, device)
+        exchange, keep = self._exchange(p, residual), self._membership.changes
+        device = self.fragments[p].global_copy.device
+        return Flight.launch(exchange, values, header, residual, tag, keep, device)
 
     def _receive(self, p: int) -> Arrival:
         """Wait for a fragment's messages, decode and check them, and record a `Landing`."""
@@ -318,7 +324,7 @@ class StreamingDiLoCo:
                 view = self._membership.after_failure(flight.exchange.route.view, error)
                 self._background.close()  # it refuses further tasks after a failed one
                 self._enter(view)
-                self.flights[p] = flight.relaunch(self._exchanges[p])
+                self.flights[p] = flight.relaunch(self._exchange(p, flight.residual))
 
     def _check(self, arrival: Arrival, p: int) -> None:
         names = self.fragments[p].fragment.parameters
@@ -332,7 +338,14 @@ class StreamingDiLoCo:
     def _open_exchanges(self) -> None:
         """Choose the cheaper route for each fragment in the current view."""
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
-        self._exchanges = fragment_exchanges(self.view, self.codec, sizes, self._background)
+        codecs = self.codec, self._last_codec
+        self._exchanges, self._last_exchanges = fragment_exchanges(
+            self.view, codecs, sizes, self._background
+        )
+
+    def _exchange(self, p: int, residual: Tensor | None) -> FragmentExchange:
+        """Return the exchange of a fragment for values with error feedback, or without."""
+        return (self._last_exchanges if residual is None else self._exchanges)[p]
 
     def _digest(self, p: int, outer: Tensor | None) -> Tensor | int:
         """Return the global copy's hash if hashes are compared in this launch, else 0."""
@@ -386,7 +399,7 @@ class StreamingDiLoCo:
         )
 
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
-        settings, feedback = self.settings, self.codec.error_feedback
+        settings, feedback = self.settings, self.codec.error_feedback > 0
         factory, device = settings.outer_optimizer, settings.outer_device
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 

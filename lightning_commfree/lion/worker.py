@@ -152,12 +152,14 @@ def cast_ballot(
     header, planes = buffer[:head], buffer[head:].view(2, -1)
     marks = marks_of(header, len(members))
     voters: list[Tensor | int] = []  # numbers of nonzero directions
-    # the compiled loops count these, and mark a parameter if a direction is not finite
-    totals = torch.zeros(1 + len(members), dtype=torch.int64, device=valid.device)
-    looped: list[int] = []  # positions of the parameters
+    # of the compiled loops: the same number, then 1 for each parameter with a nonfinite direction
+    totals: Tensor | None = None
+    looped: list[int] = []  # positions of their parameters
 
     for run in _runs(members, _gradients(bucket, members), bucket.starts):
         if loops := _loops(run[0].momentum):
+            if totals is None:
+                totals = torch.zeros(1 + len(members), dtype=torch.int64, device=valid.device)
             for part in run:
                 beta, sick = part.group["betas"][0], totals[1 + part.position :][:1]
                 place = planes, part.start
@@ -175,7 +177,7 @@ def cast_ballot(
         both = HAS_GRADIENT + NONFINITE  # the latter is subtracted where the values are finite
         of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
 
-    if looped:
+    if totals is not None:
         voters.append(totals[0])
         given = torch.zeros(len(members), dtype=torch.uint8)
         given[looped] = HAS_GRADIENT

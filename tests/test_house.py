@@ -251,8 +251,10 @@ def test_another_user_of_torch_distributed_is_found(tmp_path: Path, line: str) -
 
 # `data_position` keeps numpy's random numbers
 OPTIONAL = ("compiled.py", "quantize_numba.py", "worker_numba.py", "data_position.py")
-# what the caller has: it passes a class of transformers, which brings the other one; or its Trainer
+# what the caller has: it passes a class of transformers, which brings the other one; its Trainer;
+# or a torch for CUDA, which brings Triton
 GIVEN = {
+    "worker_triton.py": {"triton"},
     "meta_init.py": {"transformers", "safetensors"},
     "host.py": {"pytorch_lightning", "lightning_fabric"},
 }

@@ -111,7 +111,13 @@ class ReplicaStrategy(DDPStrategy):
         self._log: FitLog | None = None
         self._evaluation: SharedEvaluation
         self._drift: DriftCheck | None = None
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
+        self.ranks = Ranks(
+            self,
+            ddp_kwargs.get("timeout", DEFAULT_TIMEOUT),
+            ddp_kwargs.get("process_group_backend"),
+            inside.mesh,
+            self._open_channels,
+        )
         self._launch_method = ddp_kwargs.get("start_method", "popen")
         self._clean_launcher: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")

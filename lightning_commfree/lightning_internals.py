@@ -168,6 +168,10 @@ EVALUATION = Feature(
     ),
 )
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
+WORLD = Feature(
+    "gloo between machines for Lightning's own collectives (set `NCCL_SOCKET_IFNAME` for GPUs)",
+    ("strategy._process_group_backend",),
+)
 FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))
 
 
@@ -457,6 +461,12 @@ def is_compiled(module: pl.LightningModule) -> bool:
 def validation_seconds(trainer: pl.Trainer) -> float | None:
     """Return the time between validation runs; None if their interval is in batches."""
     return getattr(trainer, "_val_check_time_interval", None)
+
+
+def set_world_backend(strategy: Any, backend: str) -> None:
+    """Set the backend of the process group that the strategy will initialize, if possible."""
+    if hasattr(strategy, "_process_group_backend"):
+        strategy._process_group_backend = backend
 
 
 def set_ddp_group(strategy: Any, group: Any | None) -> None:

@@ -267,8 +267,10 @@ OPTIONAL = (
     "quantize_numba.py",
     "worker_numba.py",
 )
-# what the caller has: it passes a class of transformers, which brings the other one; or its Trainer
+# what the caller has: it passes a class of transformers, which brings the other one; its Trainer;
+# or a torch for CUDA, which brings Triton
 GIVEN = {
+    "worker_triton.py": {"triton"},
     "meta_init.py": {"transformers", "safetensors"},
     "host.py": {"pytorch_lightning", "lightning_fabric"},
 }

@@ -357,6 +357,11 @@ class PeerWatch:
             while not all(map(has_ended, works)):
                 self._check_wait(time.monotonic() - start)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended with an error (a lost rank, or one that all ranks raise)."""
+        return self.monitor is not None and bool(self.monitor.verdict)
+
     def close(self, owner: bool) -> None:
         """Interrupt the waits of other threads, and close the monitor if `owner`."""
         self._closed = True

@@ -139,7 +139,7 @@ _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
 class CloseOnFork:
-    """Set of TCP sockets to close in forked children."""
+    """Set of TCP sockets, which are closed in forked children."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor, to detect one that was reused
@@ -156,12 +156,24 @@ class CloseOnFork:
                 util.register_after_fork(self, CloseOnFork._close)
             self._inodes |= new
 
+    def disconnect(self) -> None:
+        """End the connections of the registered sockets in this process, which stay open files."""
+        for descriptor in self._still_open():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+                if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo would abort
+                    copy.shutdown(socket.SHUT_RDWR)
+
     def _close(self) -> None:
         """Close the registered sockets in a forked child; the parent's remain open."""
+        for descriptor in self._still_open():
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _still_open(self) -> Iterator[int]:
         for descriptor, inode in self._inodes.items():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
-                    os.close(descriptor)
+                    yield descriptor
 
 
 def tcp_sockets() -> dict[int, int]:

@@ -427,7 +427,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """Apply a landing; return whether a replica requested a stop."""
         p = message["flight"] % len(self.fragments)
         exchange, arrived = self._decoder(message, p)
-        arrival = exchange.read(arrived, self.fragments[p].global_copy.device)
+        arrival = exchange.decode(arrived, self.fragments[p].global_copy.device)()
         self._outer_step(p, arrival.mean)
         self._keep(message)
         return arrival.stop

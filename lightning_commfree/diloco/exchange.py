@@ -16,13 +16,16 @@ A message has four sections:
 4. *buffers*: averaged buffers, always in fp32, because a rounded variance could become zero.
 
 On CUDA, encoding and the copy to host memory run on a side stream, and a background thread waits
-for them and sends the message.
+for them and sends the message. When the messages of the others have arrived, that thread uploads
+them and starts to decode them on the side stream, so that a landing only has to wait for an event
+on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -232,8 +235,7 @@ class FragmentMessage:
                 rows_MV[:, max(stop - chunk.start, 0) :].zero_()
 
             _average(rows_MV, weights, out=mean[chunk])
-            for i, row in enumerate(rows_MV):  # row by row: BLAS is slow for so wide a matrix
-                gram_MM[i, i:] += rows_MV[i:] @ row
+            _add_products(rows_MV, gram_MM)
 
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
@@ -243,6 +245,18 @@ class FragmentMessage:
         mean = _average(rows_ME, weights, out=torch.empty_like(rows_ME[0]))
         # values that are equal on all replicas stay as they are, to the last bit, even Inf
         return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
+
+
+def _add_products(rows_MN: Tensor, gram_MM: Tensor) -> None:
+    """Add the rows' inner products to the upper triangle of `gram_MM`."""
+    # one by one: BLAS is slow for so wide a matrix, and some versions for CUDA compute each element
+    # of a product with a vector in a single thread block
+    for i, row in enumerate(rows_MN):
+        if row.device.type == "cpu":
+            gram_MM[i, i:] += rows_MN[i:] @ row
+        else:
+            for j, other in enumerate(rows_MN[i:], start=i):
+                gram_MM[i, j] += torch.dot(other, row)
 
 
 def _average(rows_MN: Tensor, weights: Sequence[int] | None, out: Tensor) -> Tensor:
@@ -275,7 +289,8 @@ class Arrival(NamedTuple):
     def shared_within(self, within: Channel) -> Arrival:
         """Combine the flags and inner products of a replica's ranks; collective within it."""
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
-        mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(within.device)
+        parts = flags.float(), self.gram.flatten()
+        mine = torch.cat([part.to(within.device, non_blocking=True) for part in parts])
         rows = on_host(within.all_gather(mine, WITHIN_TAG).wait(), within.peers)
 
         anywhere = rows[:, : len(flags)].any(dim=0).tolist()
@@ -286,20 +301,32 @@ class Arrival(NamedTuple):
         flagged = stop, drifted, steps_differ, joined_differ
         return Arrival(self.mean, *flagged, self.nonfinite, gram)
 
-    @property
-    def norm(self) -> float:
-        """Euclidean norm of the mean outer gradient."""
-        return float(self.gram.sum().clamp(min=0).sqrt()) / len(self.gram)
 
-    @property
-    def cosine(self) -> float:
-        """Mean cosine similarity of the outer gradients over all pairs of replicas; 1 if K = 1."""
-        norms_M = self.gram.diagonal().sqrt()
-        cosines_MM = self.gram / torch.outer(norms_M, norms_M).clamp(min=1e-30)
+def norm_of_mean(gram_KK: Tensor) -> float:
+    """Return the Euclidean norm of the mean of K outer gradients with these inner products."""
+    return float(gram_KK.sum().clamp(min=0).sqrt()) / len(gram_KK)
 
-        size = len(norms_M)
-        pairs = size * (size - 1)
-        return float((cosines_MM.sum() - cosines_MM.trace()) / pairs) if pairs else 1.0
+
+def mean_cosine(gram_KK: Tensor) -> float:
+    """Return the mean cosine similarity of K outer gradients over all pairs; 1 if K = 1."""
+    norms_K = gram_KK.diagonal().sqrt()
+    cosines_KK = gram_KK / torch.outer(norms_K, norms_K).clamp(min=1e-30)
+
+    size = len(norms_K)
+    pairs = size * (size - 1)
+    return float((cosines_KK.sum() - cosines_KK.trace()) / pairs) if pairs else 1.0
+
+
+@dataclass(eq=False)
+class Decoding:
+    """Decoding of messages on `device`, begun when they arrive if the values sent are on CUDA.
+
+    Attributes:
+        finish: returns the result, for use on the caller's current stream; None until they arrive.
+    """
+
+    device: torch.device
+    finish: Callable[[], Arrival] | None = None
 
 
 # -- exchanges
@@ -340,7 +367,12 @@ class FragmentExchange:
         return self.route.bytes_up(self._up.num_bytes) + self.route.bytes_down(self._down.num_bytes)
 
     def launch(
-        self, values: Tensor, header: Header, residual: Tensor | None = None, tag: str = TAG
+        self,
+        values: Tensor,
+        header: Header,
+        residual: Tensor | None = None,
+        tag: str = TAG,
+        decoding: Decoding | None = None,
     ) -> Pending[Tensor]:
         """Send this replica's values.
 
@@ -349,27 +381,37 @@ class FragmentExchange:
             header: metadata to send with them.
             residual: fp32, shape (N,); filled with the codec's rounding error.
             tag: ledger tag.
+            decoding: filled by the background thread when the messages arrive.
 
         Returns:
-            The received messages, still encoded, on the channel's device. `read` decodes them, and
+            The received messages, still encoded, on the channel's device. `decode` reads them, and
             checkpoints may contain them.
         """
         losses: list[Tensor] = []  # error of the second rounding, in the shard of this replica
+
+        def send_and_decode(messages: Callable[[], Tensor]) -> Tensor:
+            received = exchange(messages)
+            if decoding is not None:
+                decoding.finish = self.decode(received, decoding.device)
+            return received
 
         def exchange(messages: Callable[[], Tensor]) -> Tensor:
             received = self.route.up(messages(), tag).wait()
             if not self.route.two_phase:
                 return received  # decoded when it lands, on the device of the global copy
             reduced, lost = self._reduce(received, residual is not None)
-            if lost is not None:
-                losses.append(lost)
+            if lost is not None and residual is not None:
+                goes_up = residual.is_cuda and not lost.is_cuda
+                losses.append(lost.pin_memory() if goes_up else lost)
             return self.route.down(reduced, tag).wait()
 
         if values.device != self.route.view.channel.device:
             staged = self.background.staging.stage(
                 lambda: self._write(values, header, residual), header.on_device(values)
             )
-            pending = self.background.submit(lambda: exchange(staged), tag, staged, values.device)
+            pending = self.background.submit(
+                lambda: send_and_decode(staged), tag, staged, values.device
+            )
         else:
             messages = self._write(values, header, residual)
             if self.in_thread or self.route.two_phase:
@@ -384,23 +426,39 @@ class FragmentExchange:
         kept = residual
         return pending.then(lambda arrived: self._add_losses(arrived, losses, kept))
 
-    def read(self, arrived: Tensor, device: torch.device) -> Arrival:
-        """Decode received messages on `device`."""
-        if not self.route.two_phase:
-            summary = summarize_headers(self._up.headers(arrived, self.route.view.channel.peers))
-            on_device = counted_messages(arrived, summary.counted).to(device)
-            weights = [summary.weights[m] for m in summary.counted]
-            mean, gram_KK = self._up.average(on_device, weights)
-            buffers = self._up.average_buffers(on_device, weights)
-            return Arrival(_concatenate(mean, buffers), *summary[:-1], gram_KK)
+    def decode(self, arrived: Tensor, device: torch.device) -> Callable[[], Arrival]:
+        """Start decoding received messages on `device`; the host does not wait for CUDA.
 
-        summary = merge_summaries(self._down.headers(arrived, self.route.view.channel.peers))
-        on_device = arrived.to(device)
-        values = self._down.values(on_device).view(-1)[: self.numel]
-        mean = _concatenate(values, self._down.buffers(on_device).flatten()[: self.num_buffers])
-        size = len(summary.counted)
-        gram_KK = self._down.gram(on_device).sum(0)[: size**2].view(size, size)
-        return Arrival(mean, *summary[:-1], gram_KK)
+        Returns:
+            A function that returns the result, for use on the caller's current stream.
+        """
+        peers = self.route.view.channel.peers
+        if self.route.two_phase:
+            summary = merge_summaries(self._down.headers(arrived, peers))
+            work = partial(self._read_reduced, len(summary.counted))
+        else:
+            summary = summarize_headers(self._up.headers(arrived, peers))
+            work = partial(self._average, summary)
+        finish = self.background.staging.upload(arrived, device, work)
+
+        def arrival() -> Arrival:
+            mean, gram_KK = finish()
+            return Arrival(mean, *summary[:-1], gram_KK)
+
+        return arrival
+
+    def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean of all replicas' values, fp32, shape (N + E,), and inner products."""
+        counted = counted_messages(messages, summary.counted)
+        weights = [summary.weights[m] for m in summary.counted]
+        mean, gram_KK = self._up.average(counted, weights)
+        return _concatenate(mean, self._up.average_buffers(counted, weights)), gram_KK
+
+    def _read_reduced(self, size: int, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same from the messages of the owners; `size` is K."""
+        values = self._down.values(messages).view(-1)[: self.numel]
+        mean = _concatenate(values, self._down.buffers(messages).flatten()[: self.num_buffers])
+        return mean, self._down.gram(messages).sum(0)[: size**2].view(size, size)
 
     def _write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
         """Create one message per shard: uint8, shape (S, message bytes)."""
@@ -442,7 +500,7 @@ class FragmentExchange:
         start = self.route.shard * self._shard
         for loss in losses:
             shard = residual[start : start + self._shard]
-            shard += loss[: len(shard)].to(shard.device)
+            shard += loss[: len(shard)].to(shard.device, non_blocking=True)
         return arrived
 
 
@@ -497,6 +555,7 @@ class Flight:
     exchange: FragmentExchange
     pending: Pending[Tensor]  # `FragmentExchange.launch`
     launched_s: float = field(default_factory=perf_counter)
+    decoding: Decoding | None = None
 
     def seconds(self) -> float:
         """Return the time since the launch in seconds."""
@@ -504,7 +563,9 @@ class Flight:
 
     def receive(self, device: torch.device, within: Channel | None) -> Arrival:
         """Wait for the messages, decode them, and combine the results of a replica's ranks."""
-        arrival = self.exchange.read(self.pending.wait(), device)
+        arrived = self.pending.wait()
+        finish = None if self.decoding is None else self.decoding.finish
+        arrival = (finish or self.exchange.decode(arrived, device))()
         if within is not None and within.size > 1:
             arrival = arrival.shared_within(within)
         return arrival

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from lightning_utilities.core.imports import module_available
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from lightning_commfree.host import CombinedLoader, pl
 from lightning_commfree.lightning_internals import (
@@ -77,9 +78,38 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 def loader_generators(loaders: Iterable[object]) -> list[torch.Generator]:
     """Return the loaders' own random number generators, without duplicates."""
-    # samplers' generators are not included: each kind of sampler keeps its own elsewhere
+    # those of samplers are not included: a sampler may have more state of its own
     given = (getattr(loader, "generator", None) for loader in loaders)
     return list(dict.fromkeys(one for one in given if isinstance(one, torch.Generator)))
+
+
+def samplers_with_generators(loader: object) -> list[str]:
+    """Return class names of a loader's samplers that have a random number generator of their own.
+
+    No checkpoint contains such a generator. Omitted are samplers that share the loader's generator,
+    which is saved, and those with `set_epoch`, which derive their order from the epoch.
+    """
+    given = getattr(loader, "generator", None)
+    found: list[str] = []
+    samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    for sampler in samplers:  # grows by the samplers that they wrap
+        own = getattr(sampler, "__dict__", {})
+        # Lightning's sampler for several ranks has the user's sampler in its `dataset`
+        inside = getattr(own.get("dataset"), "__dict__", {})
+        for value in (*own.values(), *inside.values()):
+            if isinstance(value, Sampler) and not any(value is one for one in samplers):
+                samplers.append(value)
+        private = [value for value in own.values() if _is_generator(value) and value is not given]
+        if private and not hasattr(sampler, "set_epoch"):
+            found.append(type(sampler).__name__)
+    return list(dict.fromkeys(found))
+
+
+def _is_generator(value: object) -> bool:
+    kind = type(value)
+    return isinstance(value, torch.Generator | random.Random) or (
+        kind.__module__.startswith("numpy.random") and hasattr(value, "shuffle")
+    )
 
 
 def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
@@ -276,6 +306,13 @@ def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
     return loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
 
 
+_OTHER_ORDER = (
+    "the order of the training data may be another one: `{}` has a random number generator of its"
+    " own, which is not saved. Give the same generator to the loader (`DataLoader(generator=...)`),"
+    " or use a loader with a `state_dict`"
+)
+
+
 def restore_data_position(
     trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]
 ) -> list[str]:
@@ -310,6 +347,9 @@ def restore_data_position(
             loader.load_state_dict(state)
 
     texts = skipped_hooks(trainer, moment)
+    for loader in loaders:
+        if not hasattr(loader, "load_state_dict"):
+            texts += map(_OTHER_ORDER.format, samplers_with_generators(loader))
     at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
     if at_batch and MID_EPOCH.works(trainer):
         begin.load_state_dict(own["epoch_start"], begun=moment.begun)

@@ -13,14 +13,16 @@ PYTEST_ARGS :=
 TEST_WORKERS := 2
 OLDEST_ARGS :=
 DEMO_ARGS :=
+ELASTIC_DEMO_ARGS :=
 COMPARE_ARGS :=
 NEWCOMER_ARGS :=
 GPU_ARGS :=
 
-.PHONY: help demo compare test test-fast test-pytorch-lightning test-oldest check audit release wheel-test bench bench-quality gpu-check constraints newcomer-test docs clean
+.PHONY: help demo elastic-demo compare test test-fast test-pytorch-lightning test-oldest check audit release wheel-test bench bench-quality gpu-check constraints newcomer-test docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
+	@echo "make elastic-demo  set up, then kill, drain and restart replicas in mid-fit, five minutes (ELASTIC_DEMO_ARGS='--help')"
 	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
 	@echo "make test-fast    set up, then run the tests without a Trainer: under two minutes, for use while you work"
@@ -41,6 +43,11 @@ help:
 # OMP_NUM_THREADS=1: the ranks of one machine share its cores, and waiting OpenMP threads would spin on them.
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m recipes.pretrain experiment=demo $(DEMO_ARGS)
+
+# The page in benchmarks/ names the commit that made it; this one is a trial. torchft is not part of the set-up.
+elastic-demo: $(STAMP)
+	@$(PY) -c 'import torchft' 2>/dev/null || $(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[elastic]'
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.elastic_demo --page build/elastic_demo.md $(ELASTIC_DEMO_ARGS)
 
 # The settings fit a run this short, as the demo's do.
 compare: $(STAMP)

@@ -1,0 +1,1 @@
+"""Elastic replicas that are killed, drained and started again: `make elastic-demo`."""

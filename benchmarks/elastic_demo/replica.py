@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -21,6 +22,7 @@ from recipes.training.pretraining import build_data, build_module
 from recipes.training.run import factory
 
 _POLL_S = 0.02
+_LIMIT_S = 400
 
 
 class Plan(NamedTuple):
@@ -82,6 +84,7 @@ def fit(name: str, plan: Plan) -> None:
     for quiet in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(quiet).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated")
+    signal.alarm(_LIMIT_S)  # ends this process, even if the script that started it was killed
     torch.set_num_threads(1)
     pl.seed_everything(plan.config["seed"], verbose=False)
     data = build_data(plan.config)

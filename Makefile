@@ -22,7 +22,7 @@ GPU_ARGS :=
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
-	@echo "make elastic-demo  set up, then kill, drain and restart replicas in mid-fit, five minutes (ELASTIC_DEMO_ARGS='--help')"
+	@echo "make elastic-demo  set up, then kill, drain and restart replicas in mid-fit, a few minutes (ELASTIC_DEMO_ARGS='--help')"
 	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
 	@echo "make test-fast    set up, then run the tests without a Trainer: under two minutes, for use while you work"

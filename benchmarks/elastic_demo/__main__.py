@@ -33,7 +33,7 @@ from recipes.training.pretraining import build_data, build_module
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "What do elastic replicas lose when one is killed and one is drained?"
-STEPS = 1500
+STEPS = 600
 STEP_S = 0.03  # least: on a fast machine, too, a replica has time to join
 ACTS = {  # by the share of the steps that replica "a" has taken
     0.2: ("SIGKILL", "b"),

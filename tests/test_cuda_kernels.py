@@ -84,7 +84,7 @@ def lion(patch: pytest.MonkeyPatch, shapes: Sequence[tuple[int, ...]]) -> dict[s
 
 def diloco(patch: pytest.MonkeyPatch, tensors: int, width: int) -> dict[str, Cost]:
     """Return the cost of a launch and of a landing, between two replicas."""
-    summary = HeaderSummary(False, False, False, False, ())
+    summary = HeaderSummary(False, False, False, False, (), (1, 1))
     for name in ("summarize_headers", "merge_summaries"):
         patch.setattr(exchange, name, lambda headers: summary)
     walk = CudaWalk()

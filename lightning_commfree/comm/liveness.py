@@ -354,7 +354,7 @@ class PeerWatch:
             return
         start = time.monotonic()
         with self._explaining(tag):
-            while not all(map(_has_ended, works)):
+            while not all(map(has_ended, works)):
                 self._check_wait(time.monotonic() - start)
 
     @property
@@ -581,7 +581,7 @@ def _key(token: int) -> str:
     return f"commfree/{token:x}"
 
 
-def _has_ended(work: dist.Work) -> bool:
+def has_ended(work: dist.Work) -> bool:
     """Wait briefly; return whether `work` has ended. Raise its error if it failed."""
     try:
         work.wait(_SLICE)

@@ -9,8 +9,8 @@ A message has four sections:
 
 1. *header*: three int64. First, flags (the sender requests a stop; its values contain NaN or Inf)
    and, in the bits above, a hash of the fragments that joined during the fit. Second, the sender's
-   inner step. Third, a hash of its global copy (0: none). On the way down, the owner of a shard
-   sends a summary of all headers.
+   inner step and, in the bits above, its weight. Third, a hash of its global copy (0: none). On the
+   way down, the owner of a shard sends a summary of all headers.
 2. *gram*, only down: inner products of all replicas' gradients, restricted to the owner's shard.
 3. *payload*: the values as the codec encodes them.
 4. *buffers*: averaged buffers, always in fp32, because a rounded variance could become zero.
@@ -24,7 +24,7 @@ on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple
@@ -44,6 +44,8 @@ TAG = "outer_gradient"
 _STOP, _NONFINITE = 1, 2  # bits of the header's first word
 _JOINED_SHIFT = 8  # first bit of the hash of the fragments that joined
 JOINED_BITS = 40
+_WEIGHT_SHIFT = 40  # first bit of the weight, in the second word
+MAX_WEIGHT = 2**22
 
 
 # -- headers
@@ -57,12 +59,14 @@ class Header(NamedTuple):
     digest: Tensor | int  # int64
     nonfinite: Tensor | bool = False  # the values contain NaN or Inf
     joined: int = 0  # hash of the fragments that joined during the fit; `JOINED_BITS` bits
+    weight: int = 1  # of the values in the mean; at most `MAX_WEIGHT`
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
         """The three int64 values that are sent."""
         flags = self.stop * _STOP + self.nonfinite * _NONFINITE
-        return flags + (self.joined << _JOINED_SHIFT), self.step, self.digest
+        step = self.step + ((self.weight - 1) << _WEIGHT_SHIFT)
+        return flags + (self.joined << _JOINED_SHIFT), step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return `values`, and those of the header's tensors that are on the same device."""
@@ -78,29 +82,48 @@ class HeaderSummary(NamedTuple):
     steps_differ: bool  # the messages were sent after different inner steps
     joined_differ: bool  # different fragments have joined
     nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
+    weights: tuple[int, ...]  # of all members; on the way down, 1 for all that are not 0
+
+    @property
+    def counted(self) -> list[int]:
+        """The members in the mean: without nonfinite values or, unless all have it, weight 0."""
+        finite = [m for m in range(len(self.weights)) if m not in self.nonfinite]
+        finite = finite or [*range(len(self.weights))]
+        return [m for m in finite if self.weights[m]] or finite
 
 
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
     """Summarize the headers of all replicas, int64, shape (M, 3), in host memory."""
-    flags, steps, digests = headers_M3.unbind(1)
+    flags, _, digests = headers_M3.unbind(1)
+    steps, weights = _steps_and_weights(headers_M3)
     drifted, steps_differ, joined_differ = (
         bool((words != words[0]).any()) for words in (digests, steps, flags >> _JOINED_SHIFT)
     )
-    return HeaderSummary(_any_stops(flags), drifted, steps_differ, joined_differ, _nonfinite(flags))
+    differ = drifted, steps_differ, joined_differ
+    return HeaderSummary(_any_stops(flags), *differ, _nonfinite(flags), weights)
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
     """Combine the summaries sent by all owners (`summary_header`)."""
-    flags, drifted, steps_differ = headers_M3.unbind(1)
+    flags, _, steps_differ = headers_M3.unbind(1)
+    drifted, weights = _steps_and_weights(headers_M3)
     seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_SHIFT).any())
-    return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags))
+    return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags), weights)
 
 
 def summary_header(summary: HeaderSummary, member: int) -> Header:
     """Create the header with which the owner `member` sends its summary down."""
     # the fields `step` and `digest` are free on the way down; every member sends its own NaN flag
     step, digest, joined = summary.drifted, summary.steps_differ, summary.joined_differ
-    return Header(summary.stop, int(step), int(digest), member in summary.nonfinite, int(joined))
+    weight = int(summary.weights[member] > 0)
+    nonfinite = member in summary.nonfinite
+    return Header(summary.stop, int(step), int(digest), nonfinite, int(joined), weight)
+
+
+def _steps_and_weights(headers_M3: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    words = headers_M3[:, 1]
+    weights = (words >> _WEIGHT_SHIFT) + 1
+    return words & ((1 << _WEIGHT_SHIFT) - 1), tuple(weights.tolist())
 
 
 def _any_stops(flags_M: Tensor) -> bool:
@@ -111,10 +134,9 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
     return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())
 
 
-def finite_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
-    """Remove the messages of `nonfinite` members, or none if no message would remain."""
-    counted = [m for m in range(len(messages)) if m not in nonfinite]
-    if not 0 < len(counted) < len(messages):
+def counted_messages(messages: Tensor, counted: Sequence[int]) -> Tensor:
+    """Return the messages of the members in `counted`."""
+    if len(counted) == len(messages):
         return messages
     # indexing with a list would copy the list to the device, and the host would wait
     return torch.stack([messages[m] for m in counted])
@@ -188,7 +210,9 @@ class FragmentMessage:
             decode_all(self._codec, self._layout.section(message, "payload"), row)
         return values_MN
 
-    def average(self, messages: Tensor, padding: int = 0) -> tuple[Tensor, Tensor]:
+    def average(
+        self, messages: Tensor, weights: Sequence[int] | None = None, padding: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M).
 
         The last `padding` values become zero: not every codec keeps zeros.
@@ -210,15 +234,15 @@ class FragmentMessage:
             if (stop := self._numel - padding) < chunk.stop:
                 rows_MV[:, max(stop - chunk.start, 0) :].zero_()
 
-            _average(rows_MV, out=mean[chunk])
+            _average(rows_MV, weights, out=mean[chunk])
             _add_products(rows_MV, gram_MM)
 
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
-    def average_buffers(self, messages: Tensor) -> Tensor:
+    def average_buffers(self, messages: Tensor, weights: Sequence[int] | None = None) -> Tensor:
         """Return the mean of the buffers, fp32, shape (num_buffers,)."""
         rows_ME = self.buffers(messages)
-        mean = _average(rows_ME, out=torch.empty_like(rows_ME[0]))
+        mean = _average(rows_ME, weights, out=torch.empty_like(rows_ME[0]))
         # values that are equal on all replicas stay as they are, to the last bit, even Inf
         return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
 
@@ -235,8 +259,13 @@ def _add_products(rows_MN: Tensor, gram_MM: Tensor) -> None:
                 gram_MM[i, j] += torch.dot(other, row)
 
 
-def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
+def _average(rows_MN: Tensor, weights: Sequence[int] | None, out: Tensor) -> Tensor:
     """Write the mean over the replicas to `out`, summing in replica order."""
+    if weights is not None and len(set(weights)) > 1:
+        out.zero_()
+        for row, weight in zip(rows_MN, weights, strict=True):
+            out += row * (weight / sum(weights))
+        return out
     torch.add(rows_MN[0], 0.0, out=out)  # start from 0.0: -0.0 becomes 0.0
     for row in rows_MN[1:]:
         out += row
@@ -406,30 +435,29 @@ class FragmentExchange:
         peers = self.route.view.channel.peers
         if self.route.two_phase:
             summary = merge_summaries(self._down.headers(arrived, peers))
-            work = partial(self._read_reduced, summary.nonfinite)
+            work = partial(self._read_reduced, len(summary.counted))
         else:
             summary = summarize_headers(self._up.headers(arrived, peers))
-            work = partial(self._average, summary.nonfinite)
+            work = partial(self._average, summary)
         finish = self.background.staging.upload(arrived, device, work)
 
         def arrival() -> Arrival:
             mean, gram_KK = finish()
-            return Arrival(mean, *summary, gram_KK)
+            return Arrival(mean, *summary[:-1], gram_KK)
 
         return arrival
 
-    def _average(self, nonfinite: Sequence[int], messages: Tensor) -> tuple[Tensor, Tensor]:
+    def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean of all replicas' values, fp32, shape (N + E,), and inner products."""
-        counted = finite_messages(messages, nonfinite)
-        mean, gram_KK = self._up.average(counted)
-        return _concatenate(mean, self._up.average_buffers(counted)), gram_KK
+        counted = counted_messages(messages, summary.counted)
+        weights = [summary.weights[m] for m in summary.counted]
+        mean, gram_KK = self._up.average(counted, weights)
+        return _concatenate(mean, self._up.average_buffers(counted, weights)), gram_KK
 
-    def _read_reduced(self, nonfinite: Sequence[int], messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same from the messages of the owners."""
+    def _read_reduced(self, size: int, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same from the messages of the owners; `size` is K."""
         values = self._down.values(messages).view(-1)[: self.numel]
         mean = _concatenate(values, self._down.buffers(messages).flatten()[: self.num_buffers])
-        # `or`: if no replica is finite, all of them count (`finite_messages`)
-        size = self.route.view.size - len(nonfinite) or self.route.view.size
         return mean, self._down.gram(messages).sum(0)[: size**2].view(size, size)
 
     def _write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
@@ -451,16 +479,18 @@ class FragmentExchange:
     def _reduce(self, received: Tensor, keep_loss: bool) -> tuple[Tensor, Tensor | None]:
         """Average the shard that this replica owns; return the resulting message and its error."""
         summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
-        counted = finite_messages(received, summary.nonfinite)
+        counted = counted_messages(received, summary.counted)
+        weights = [summary.weights[m] for m in summary.counted]
         end = (self.route.shard + 1) * self._shard
-        mean, gram_KK = self._up.average(counted, padding=max(end - self.numel, 0))
+        mean, gram_KK = self._up.average(counted, weights, padding=max(end - self.numel, 0))
         # K < M if replicas are left out, but all messages must have the same size
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=received.device)
         lost = torch.empty_like(mean) if keep_loss else None
         header = summary_header(summary, self.route.view.rank)
-        self._down.write(message, header, mean, self._up.average_buffers(counted), gram, lost)
+        buffers = self._up.average_buffers(counted, weights)
+        self._down.write(message, header, mean, buffers, gram, lost)
         # Only this replica corrects the error, by a gradient that counts 1/K in the next mean: so
         # keep K times the error.
         return message, None if lost is None else lost.mul_(len(counted))
@@ -518,49 +548,14 @@ def fragment_exchanges(
     return by_codec
 
 
-class Flight(NamedTuple):
+@dataclass(frozen=True)
+class Flight:
     """A fragment that has been launched but has not landed."""
 
     exchange: FragmentExchange
-    header: Header
-    pending: Pending[Tensor]
-    launched_s: float  # on the clock of `time.perf_counter`
-    values: Tensor | None = None  # the sent values, fp32; kept only if members may change
-    residual: Tensor | None = None
+    pending: Pending[Tensor]  # `FragmentExchange.launch`
+    launched_s: float = field(default_factory=perf_counter)
     decoding: Decoding | None = None
-
-    @classmethod
-    def launch(
-        cls,
-        exchange: FragmentExchange,
-        values: Tensor,
-        header: Header,
-        residual: Tensor | None = None,
-        tag: str = TAG,
-        keep: bool = False,
-        device: torch.device | None = None,
-    ) -> Flight:
-        """Launch values; with `keep`, keep them so that they can be relaunched.
-
-        With a `device`, messages may be decoded there before `receive` is called.
-        """
-        decoding = None if device is None else Decoding(device)
-        pending = exchange.launch(values, header, residual, tag, decoding)
-        kept = values if keep else None
-        return cls(exchange, header, pending, perf_counter(), kept, residual, decoding)
-
-    @classmethod
-    def here(cls, exchange: FragmentExchange, header: Header, pending: Pending[Tensor]) -> Flight:
-        """Create a flight from a checkpoint; its messages have already arrived."""
-        return cls(exchange, header, pending, perf_counter())
-
-    def relaunch(self, exchange: FragmentExchange) -> Flight:
-        """Launch the same values again, using the exchange for the next view."""
-        assert self.values is not None, "values are kept only if members may change"
-        # encodes again, because other shards have other blocks; overwrites the lost residual
-        decoding = None if self.decoding is None else Decoding(self.decoding.device)
-        pending = exchange.launch(self.values, self.header, self.residual, decoding=decoding)
-        return self._replace(exchange=exchange, pending=pending, decoding=decoding)
 
     def seconds(self) -> float:
         """Return the time since the launch in seconds."""

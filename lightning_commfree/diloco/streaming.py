@@ -41,6 +41,7 @@ from lightning_commfree.diloco.exchange import (
     JOINED_BITS,
     TAG,
     Arrival,
+    Decoding,
     Flight,
     FragmentExchange,
     Header,
@@ -218,14 +219,16 @@ class StreamingDiLoCo:
         """Land a fragment: outer step and merge; return whether any replica requested a stop."""
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
-            self.fragments[p].outer_step(arrival.mean)
-            self.fragments[p].average_buffers(arrival.mean)
-
+            self._outer_step(p, arrival.mean)
             if self.view.rank in arrival.nonfinite:
                 self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
                 self.fragments[p].merge(self.settings.mix)
             return arrival.stop
+
+    def _outer_step(self, p: int, mean: Tensor) -> None:
+        self.fragments[p].outer_step(mean)
+        self.fragments[p].average_buffers(mean)
 
     # -- the end of a fit
 
@@ -252,11 +255,14 @@ class StreamingDiLoCo:
             self.flights[p] = self._send(p, self.fragments[p].outer_gradient(), stop)
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
-            self.fragments[p].take_mean(arrival.mean if self.num_replicas > 1 else None)
+            self._take_mean(p, arrival.mean if self.num_replicas > 1 else None)
             self._landings[p] = self._landings[p].then(lambda one: one._replace(outer_lr=1.0))
             if self.view.rank in arrival.nonfinite:
                 self._reset_after_abstaining(p, [p])
             return arrival.stop
+
+    def _take_mean(self, p: int, mean: Tensor | None) -> None:
+        self.fragments[p].take_mean(mean)
 
     @property
     def stops_after(self) -> int:
@@ -281,10 +287,21 @@ class StreamingDiLoCo:
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         hashed = self._digest(p, outer) if tag == TAG else 0
-        header = Header(stop, self.step, hashed, nonfinite, self._joined_hash)
-        exchange, keep = self._exchange(p, residual), self._membership.changes
-        device = self.fragments[p].global_copy.device
-        return Flight.launch(exchange, values, header, residual, tag, keep, device)
+        header = Header(stop, self.step, hashed, nonfinite, self._joined_hash, self._weight(p))
+        return self._launch(p, values, header, residual, tag)
+
+    def _launch(
+        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
+    ) -> Flight:
+        exchange = self._exchange(p, residual)
+        decoding = Decoding(self.fragments[p].global_copy.device)
+        pending = exchange.launch(values, header, residual, tag, decoding)
+        return Flight(exchange, pending, decoding=decoding)
+
+    def _weight(self, p: int) -> int:
+        """Return the weight of this replica's values in a fragment's mean."""
+        del p
+        return 1
 
     def _receive(self, p: int) -> Arrival:
         """Wait for a fragment's messages, decode and check them, and record a `Landing`."""
@@ -313,18 +330,9 @@ class StreamingDiLoCo:
         return arrival
 
     def _wait(self, p: int) -> Flight:
-        """Wait for a fragment's messages; if a member is lost, relaunch in the next view."""
-        while True:
-            flight = self.flights[p]
-            try:
-                flight.pending.wait()
-                return flight
-            except RuntimeError as error:
-                # with a fixed membership this raises `error`
-                view = self._membership.after_failure(flight.exchange.route.view, error)
-                self._background.close()  # it refuses further tasks after a failed one
-                self._enter(view)
-                self.flights[p] = flight.relaunch(self._exchange(p, flight.residual))
+        """Wait for a fragment's messages."""
+        self.flights[p].pending.wait()
+        return self.flights[p]
 
     def _check(self, arrival: Arrival, p: int) -> None:
         names = self.fragments[p].fragment.parameters
@@ -502,7 +510,7 @@ class StreamingDiLoCo:
         own = {
             "local": self.weight_swap.local,
             "residuals": [fragment.residual for fragment in self.fragments],
-            "in_flight": {p: flight.pending.wait() for p, flight in self.flights.items()},
+            "in_flight": {p: self._wait(p).pending.wait() for p in self.flights},
         }
         return shared, own
 
@@ -535,9 +543,7 @@ class StreamingDiLoCo:
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
         for p, arrived in own["in_flight"].items():
-            # the header is only needed for a relaunch; the saved messages contain the original one
-            header = Header(stop=False, step=self.schedule.latest_launch(p, self.step), digest=0)
-            self.flights[p] = Flight.here(self._exchanges[p], header, Pending.here(arrived))
+            self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
         """Return None: on a different number of ranks, a fit continues from the outer weights."""

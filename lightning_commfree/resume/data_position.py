@@ -12,8 +12,11 @@ the RNG state at both moments, and a resumed fit restores it at both.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -31,7 +34,7 @@ from lightning_commfree.lightning_internals import (
     set_last_reload,
     take_loader_states,
 )
-from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks
+from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks, start_in_epoch
 from lightning_commfree.resume.rank_files import plain_or_none
 
 GeneratorStates = dict[str, Any]  # "random": the host's; "generators": the loaders' own
@@ -385,3 +388,58 @@ def _restore_iterator(
     for _ in range(moment.batches):
         next(fetcher.iterator)  # not `next(fetcher)`: Lightning has restored its counters already
     return []
+
+
+# -- a fit that begins where others are
+
+
+class _Skipping:
+    """A sampler that leaves out its first samples once."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler, self._count = sampler, count
+
+    def __iter__(self) -> Iterator[Any]:
+        count, self._count = self._count, 0
+        return islice(iter(self._sampler), count, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def continue_at(trainer: pl.Trainer, step: int) -> None:
+    """Begin a fit after `step` optimizer steps that others have taken; no batch is read for them.
+
+    Call it in `on_train_start`. Schedulers that do not monitor a metric are stepped as often.
+
+    Raises:
+        RuntimeError: the training data have no length.
+    """
+    every, total = trainer.accumulate_grad_batches, trainer.num_training_batches
+    loaders = training_loaders(trainer)
+    samplers = [getattr(getattr(one, "batch_sampler", None), "sampler", None) for one in loaders]
+    if math.isinf(total) or None in samplers:
+        raise RuntimeError(
+            "A replica that joins cannot find its position in training data without a length and a"
+            " sampler. Use a map-style dataset, for example with a fixed number of samples."
+        )
+    epoch, steps = divmod(step, -(-int(total) // every))
+    batches = steps * every
+    start_in_epoch(trainer, step, epoch, batches)
+    set_epoch(epoch, loaders)
+    for loader, sampler in zip(loaders, samplers, strict=True):
+        loader._iterator = None  # persistent workers have read the first batches
+        if batches:
+            loader.batch_sampler.sampler = _Skipping(sampler, batches * loader.batch_size)
+    if batches:
+        iter(data_fetcher(trainer))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        for config in trainer.lr_scheduler_configs:
+            count = (step if config.interval == "step" else epoch) // config.frequency
+            scheduler: Any = config.scheduler
+            while not config.reduce_on_plateau and scheduler.last_epoch < count:
+                scheduler.step()

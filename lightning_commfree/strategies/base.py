@@ -136,6 +136,10 @@ class ReplicaStrategy(DDPStrategy):
     def begin(self, trainer: pl.Trainer) -> Between:
         """Create the algorithm, after model and optimizers are set up and all settings agree."""
 
+    def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
+        """Return what decides when the fit stops."""
+        return Stopping(trainer, self.ranks, clock, self.patches)
+
     def equal_weights(self) -> tuple[int, Channel]:
         """Return the steps between weight comparisons (0: never), and the ranks to compare."""
         return 0, self.channels.world
@@ -244,7 +248,7 @@ class ReplicaStrategy(DDPStrategy):
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # before `super().setup` creates the schedulers, which may ask for the length of an epoch
         clock = Clock(spans_batch=not self.module.automatic_optimization)
-        stopping = Stopping(trainer, self.ranks, clock, self.patches)
+        stopping = self.stopping(trainer, clock)
         super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)

@@ -40,7 +40,7 @@ class Ranks:
         mesh: Callable[[int], Mesh],
         open_channels: Callable[[RankInfo], ReplicaChannels],
     ) -> None:
-        self._strategy, self._timeout, self._backend = strategy, timeout, backend
+        self._strategy, self.timeout, self._backend = strategy, timeout, backend
         self._mesh, self._open_channels = mesh, open_channels
         self._sockets, self._interface = CloseOnFork(), GlooInterface()
         self._channels: ReplicaChannels | None = None
@@ -201,7 +201,7 @@ class Ranks:
         return RankInfo(
             strategy.global_rank,
             strategy.world_size,
-            self._timeout,
+            self.timeout,
             self._backend,
             strategy.root_device,
             environment.main_address if environment is not None and several else None,

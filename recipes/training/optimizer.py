@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def adamw_cosine(
     Raises:
         ValueError: from `warmup_cosine`.
     """
-    groups = decay_groups(module, weight_decay)
+    groups = decay_groups(module.parameters(), weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]))
     return warmup_cosine(optimizer, total_steps, warmup_steps, final_lr_fraction)
 
@@ -85,7 +85,7 @@ def lion_cosine(
     Raises:
         ValueError: from `warmup_cosine` or `DistributedLion`.
     """
-    groups = decay_groups(module, weight_decay)
+    groups = decay_groups(module.parameters(), weight_decay)
     betas = lion_betas(total_steps) if betas is None else (betas[0], betas[1])
     optimizer = DistributedLion(groups, lr=lr, betas=betas)
     return warmup_cosine(optimizer, total_steps, warmup_steps, final_lr_fraction)
@@ -103,12 +103,14 @@ def lion_betas(total_steps: int) -> tuple[float, float]:
     return round(1 - 1 / min(steps / 2, _LONGEST_BETA1_STEPS), 4), round(1 - 1 / steps, 4)
 
 
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of trainable parameters, with and without weight decay.
+def decay_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return two groups of the trainable parameters, with and without weight decay.
 
-    Parameters with two dimensions or more (matrices, embeddings) decay, gains and biases do not.
+    Those with two dimensions or more (matrices, embeddings) decay, gains and biases do not.
     """
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    trainable = [p for p in parameters if p.requires_grad]
     return [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},

@@ -20,9 +20,7 @@ CONF = Path(__file__).parents[2] / "conf"
 Config = dict[str, Any]
 
 
-def summary_of(
-    overrides: Sequence[str], folder: Path, recipe: str = "pretrain"
-) -> dict[str, Any]:
+def summary_of(overrides: Sequence[str], folder: Path, recipe: str = "pretrain") -> dict[str, Any]:
     """Run a recipe once and return its summary.
 
     Raises:

@@ -56,9 +56,10 @@ EQUAL, SHOWS = 0.5, 0.3  # percent, of the criterion
 STAGES = ("pretrained", "untuned", "tuned")
 Losses = dict[str, dict[str, float]]  # by stage and run, nats per token
 HOW_TO_READ = """\
-Losses in nats per token over a whole validation split: "pretrained" on Shakespeare's held-out works,
-"untuned" and "tuned" on the responses of its dialogues, before and after fine-tuning. Differences
-are DiLoCo's loss above DDP's in percent, per seed; ± is their standard deviation over the seeds."""
+Losses in nats per token over a whole validation split: "pretrained" on Shakespeare's held-out
+works, "untuned" and "tuned" on the responses of its dialogues, before and after fine-tuning.
+Differences are DiLoCo's loss above DDP's in percent, per seed; ± is their standard deviation over
+the seeds."""
 
 
 def losses_of(seed: int, work: Path, more: Sequence[str]) -> Losses:
@@ -135,8 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     draw_bars(picture, "DiLoCo's loss above DDP's", "percent", groups)
     opening = [
-        "nanochat-DiLoCo ([arXiv:2511.13761](https://arxiv.org/abs/2511.13761)) reports equal losses"
-        " after pretraining, and worse results after fine-tuning. Does that show in a tiny GPT-2?",
+        "nanochat-DiLoCo ([arXiv:2511.13761](https://arxiv.org/abs/2511.13761)) reports equal"
+        " losses after pretraining, and worse results after fine-tuning. Does that show in a tiny"
+        " GPT-2?",
         "",
         f"**Found:** {verdict(by_seed)}.",
         "",

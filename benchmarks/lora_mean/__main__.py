@@ -1,7 +1,7 @@
 """Compare the mean of LoRA's A and B with the mean of BA: `python -m benchmarks.lora_mean`.
 
-A tiny GPT-2 is pretrained on Shakespeare. With each seed, M replicas fine-tune LoRA adapters for it on
-the bundled dialogues; they are simulated in one process.
+A tiny GPT-2 is pretrained on Shakespeare. With each seed, M replicas fine-tune LoRA adapters for it
+on the bundled dialogues; they are simulated in one process.
 
 Criterion, written before the runs: the plain mean is kept if, in every cell, the loss of the exact
 mean is not below it by more than the standard deviation of the loss over the seeds.
@@ -32,12 +32,12 @@ CELLS = [
 ]
 HOW_TO_READ = """\
 "Residual": the norm of mean(BA) - mean(B) mean(A) over that of the replicas' mean update since the
-last landing, over all layers; mean over the rounds of a run. "Loss": after the fit, on the responses
-of the validation split, nats per token, with the standard deviation over the seeds. "Exact end": the
-same weights with the residual of the final mean folded in, minus "loss", per seed. "Exact rounds": a
-run of its own in which the residual of every landing is folded into the frozen weights, minus
-"loss", per seed; only the plain mean of A and B has an exact counterpart, because an outer optimizer
-with momentum does not land on the mean. Below 0, the exact mean is better."""
+last landing, over all layers; mean over the rounds of a run. "Loss": after the fit, on the
+responses of the validation split, nats per token, with the standard deviation over the seeds.
+"Exact end": the same weights with the residual of the final mean folded in, minus "loss", per seed.
+"Exact rounds": a run of its own in which the residual of every landing is folded into the frozen
+weights, minus "loss", per seed; only the plain mean of A and B has an exact counterpart, because an
+outer optimizer with momentum does not land on the mean. Below 0, the exact mean is better."""
 Results = dict[Run, Found]
 
 
@@ -117,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results[run] = train(run, base, str(options.work / "cache"))
         print(f"{run}: {results[run]}", flush=True)
     opening = [
-        "A LoRA layer's update is the product BA, and the product of the means of A and B is not the"
-        " mean of the products (FedEx-LoRA,"
+        "A LoRA layer's update is the product BA, and the product of the means of A and B is not"
+        " the mean of the products (FedEx-LoRA,"
         " [arXiv:2410.09432](https://arxiv.org/abs/2410.09432)). How large is the difference, and"
         " does it cost loss?",
         "",
@@ -127,8 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     body = [
         "## The runs",
         "",
-        f"- a GPT-2 of width {SIZE.width} with two layers, {STEPS} steps of {ROWS} rows of 64 tokens"
-        f" of all replicas together, AdamW with lr {LR}, LoRA {LORA}, overlap 1, fp32 on the wire",
+        f"- a GPT-2 of width {SIZE.width} with two layers, {STEPS} steps of {ROWS} rows of 64"
+        f" tokens of all replicas together, AdamW with lr {LR}, LoRA {LORA}, overlap 1, fp32 on"
+        " the wire",
         '- outer step "mean": SGD with lr 1, mix 0; "defaults": SGD with lr 0.4, Nesterov momentum'
         " 0.9, mix 0.5",
         "",

@@ -76,7 +76,7 @@ def adapters(module: nn.Module) -> list[Any]:
 
 @torch.no_grad()
 def mean_updates(modules: Sequence[nn.Module]) -> list[Layer]:
-    """Return the mean of the replicas' updates, layer by layer, and what averaging A and B misses."""
+    """Return the mean of the replicas' updates by layer, and what averaging A and B misses."""
     found = []
     for layers in zip(*map(adapters, modules), strict=True):
         a = torch.stack([layer.lora_A["default"].weight.double() for layer in layers])

@@ -164,10 +164,10 @@ def refuse_muon(strategy: str, optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         if any("ns_steps" in group for group in optimizer.param_groups):
             raise ValueError(
-                f"`{strategy}` does not support `{type(optimizer).__name__}` for a sharded model: Muon"
-                " orthogonalizes whole matrices, but each rank holds only shards of them. Use an"
-                " element-wise optimizer, such as AdamW, or `inside='ddp'`, under which every rank"
-                " holds the full model."
+                f"`{strategy}` does not support `{type(optimizer).__name__}` for a sharded model:"
+                " Muon orthogonalizes whole matrices, but each rank holds only shards of them. Use"
+                " an element-wise optimizer, such as AdamW, or `inside='ddp'`, under which every"
+                " rank holds the full model."
             )
 
 

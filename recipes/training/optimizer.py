@@ -103,9 +103,7 @@ def lion_betas(total_steps: int) -> tuple[float, float]:
     return round(1 - 1 / min(steps / 2, _LONGEST_BETA1_STEPS), 4), round(1 - 1 / steps, 4)
 
 
-def decay_groups(
-    parameters: Iterable[nn.Parameter], weight_decay: float
-) -> list[dict[str, Any]]:
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups of the trainable parameters, with and without weight decay.
 
     Those with two dimensions or more (matrices, embeddings) decay, gains and biases do not.

@@ -9,9 +9,9 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.training.muon import MuonAdamW, hidden_matrices, muon_cosine
+from tests.strategies.causal_lm import make
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
 RATE = {"lr": 0.01, "weight_decay": 0.1}
@@ -97,13 +97,9 @@ def test_the_state_is_one_and_a_later_group_is_adamws() -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_embeddings_heads_norms_and_biases_are_adamws(kind: str) -> None:
-    shape = {"n_embd": 8, "n_layer": 1, "n_head": 2} if kind == "gpt2" else {"num_hidden_layers": 1}
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
-    config = AutoConfig.for_model(kind, vocab_size=16, **(shape if kind == "gpt2" else shape | small))
-    model = AutoModelForCausalLM.from_config(config)
-    model.get_input_embeddings().weight.requires_grad_(False)
+    model = nn.ModuleDict({"model": make(kind)})
     named = {p: name for name, p in model.named_parameters()}
-    found = {named[p].split(".")[-2] for p in hidden_matrices(nn.ModuleDict({"model": model}))}
+    found = {named[p].split(".")[-2] for p in hidden_matrices(model)}
     expected = {
         "gpt2": {"c_attn", "c_proj", "c_fc"},
         "llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},

@@ -20,13 +20,13 @@ CONF = Path(__file__).parents[2] / "conf"
 Config = dict[str, Any]
 
 
-def summary_of(overrides: Sequence[str], folder: Path, recipe: str = "pretrain") -> dict[str, Any]:
-    """Run a recipe once and return its summary.
+def summary_of(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Run `recipes.pretrain` once and return its summary.
 
     Raises:
         subprocess.CalledProcessError: the job failed; it has printed the reason.
     """
-    command = [sys.executable, "-m", f"recipes.{recipe}", *overrides, f"hydra.run.dir={folder}"]
+    command = [sys.executable, "-m", "recipes.pretrain", *overrides, f"hydra.run.dir={folder}"]
     subprocess.run(command, check=True)
     summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
     return summary

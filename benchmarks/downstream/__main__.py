@@ -2,9 +2,8 @@
 
 nanochat-DiLoCo (arXiv:2511.13761) reports equal losses after pretraining and worse results after
 fine-tuning. For each seed, a tiny GPT-2 is pretrained with DDP and with DiLoCo, and both are
-fine-tuned on the bundled dialogues by the same command. DDP takes fewer steps, so that both start
-from about the same loss. A run whose folder has a summary is not repeated. Further words are
-overrides for the pretraining runs.
+fine-tuned on the bundled dialogues with the same settings. DDP takes fewer steps, so that both
+start from about the same loss.
 
 Criterion, written before the runs. Let the difference be DiLoCo's loss above DDP's in percent. The
 reported gap shows if the difference after fine-tuning minus that after pretraining has a mean over
@@ -15,43 +14,29 @@ difference after pretraining is within 0.5 percent.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.page import draw_bars, provenance, result_page, write_page
-from benchmarks.common.pretraining import summary_of
 from benchmarks.common.runs import mean_text
-from benchmarks.quality.grid import TUNED, Run, Size
+from benchmarks.downstream.training import (
+    CONTEXT,
+    DDP_STEPS,
+    REPLICAS,
+    RUNS,
+    SIZE,
+    SYNC_EVERY,
+    TUNING_LR,
+    TUNING_ROWS,
+    TUNING_STEPS,
+    finetune,
+    pretrain,
+)
+from benchmarks.quality.grid import TUNED
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "Does a DiLoCo checkpoint fine-tune worse than a DDP checkpoint of the same loss?"
-SIZE = Size(width=32, blocks_per_step=64, steps=1000)
-REPLICAS, SYNC_EVERY = 4, 100
-DDP_STEPS = 700  # chosen with seed 0, which the page does not use, for DiLoCo's loss
-CONTEXT = "data.block_size=64"  # dialogues of 120 characters fit
-RUNS = {
-    "ddp": (Run("gpt2_tiny", "none", 2, 0, 0, 0.0226), DDP_STEPS),
-    "diloco": (
-        Run("gpt2_tiny", "fp4", REPLICAS, SYNC_EVERY, 0, 0.0113).with_outer(TUNED[REPLICAS]),
-        SIZE.steps,
-    ),
-}
-TUNING = [
-    "data=dialogues",
-    CONTEXT,
-    "data.batch_size=32",
-    "strategy=ddp",
-    "trainer.devices=1",
-    "trainer.max_steps=200",
-    "trainer.val_check_interval=200",
-    "optimizer.lr=1e-3",
-    "checkpoint_every_n_steps=0",
-    "report.sample_tokens=1",
-    "logger=none",
-]
 EQUAL, SHOWS = 0.5, 0.3  # percent, of the criterion
 STAGES = ("pretrained", "untuned", "tuned")
 Losses = dict[str, dict[str, float]]  # by stage and run, nats per token
@@ -59,31 +44,18 @@ HOW_TO_READ = """\
 Losses in nats per token over a whole validation split: "pretrained" on Shakespeare's held-out
 works, "untuned" and "tuned" on the responses of its dialogues, before and after fine-tuning.
 Differences are DiLoCo's loss above DDP's in percent, per seed; ± is their standard deviation over
-the seeds."""
+the seeds. Replicas are simulated in one process, bit for bit equal to separate ones."""
 
 
-def losses_of(seed: int, work: Path, more: Sequence[str]) -> Losses:
+def losses_of(seed: int, cache_dir: str) -> Losses:
     """Pretrain and fine-tune both models of a seed, and return their losses."""
     losses: Losses = {stage: {} for stage in STAGES}
-    for name, (run, steps) in RUNS.items():
-        folder = work / f"{name}_{seed}"
-        words = [*run.overrides(SIZE), CONTEXT, f"trainer.max_steps={steps}", f"seed={seed}"]
-        words += [f"trainer.val_check_interval={steps}", *more]
-        pretrained = _summary("pretrain", words, folder / "pretrain")
-        words = [*TUNING, f"model.name_or_path={pretrained['huggingface']}", f"seed={seed}"]
-        tuned = _summary("finetune", words, folder / "finetune")
-        losses["pretrained"][name] = pretrained["validation_loss"]
-        losses["untuned"][name] = tuned["initial_loss"]
-        losses["tuned"][name] = tuned["validation_loss"]
+    for name in RUNS:
+        module, tokenizer, losses["pretrained"][name] = pretrain(name, seed, cache_dir)
+        before, after = finetune(module, tokenizer, seed, cache_dir)
+        losses["untuned"][name], losses["tuned"][name] = before, after
+    print(f"seed {seed}: {losses}", flush=True)
     return losses
-
-
-def _summary(recipe: str, words: Sequence[str], folder: Path) -> Mapping[str, Any]:
-    saved = folder / "summary.json"
-    if saved.exists():
-        found: Mapping[str, Any] = json.loads(saved.read_text())
-        return found
-    return summary_of(words, folder, recipe)
 
 
 def percent(losses: Mapping[str, float]) -> float:
@@ -120,15 +92,14 @@ def table(by_seed: Mapping[int, Losses]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the missing runs and write the page."""
+    """Make the runs and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--work", type=Path, default=Path("outputs/bench/downstream"))
+    parser.add_argument("--cache", type=Path, default=Path("outputs/cache"))
     parser.add_argument("--page", type=Path, default=PAGE)
-    options, more = parser.parse_known_args(arguments)
-    block = provenance("downstream", [f"--seeds={options.seeds}", *more], options.page)
-    seeds = range(1, options.seeds + 1)
-    by_seed = {seed: losses_of(seed, options.work, more) for seed in seeds}
+    options = parser.parse_args(arguments)
+    block = provenance("downstream", [f"--seeds={options.seeds}"], options.page)
+    by_seed = {seed: losses_of(seed, str(options.cache)) for seed in range(1, options.seeds + 1)}
     picture = options.page.with_suffix(".png")
     groups = {
         f"seed {seed}": {stage: percent(losses[stage]) for stage in STAGES}
@@ -148,9 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "## The runs",
         "",
         f"- pretraining: a GPT-2 of width {SIZE.width} with two layers on Shakespeare,"
-        f" {SIZE.blocks_per_step} blocks of 64 tokens in a step; DDP {DDP_STEPS} steps, DiLoCo"
-        f" {SIZE.steps:,} steps with M = {REPLICAS}, H = {SYNC_EVERY}, {TUNED[REPLICAS]}",
-        f"- fine-tuning, the same for both: `python -m recipes.finetune {' '.join(TUNING)}`",
+        f" {SIZE.blocks_per_step} blocks of {CONTEXT} tokens in a step; DDP {DDP_STEPS} steps,"
+        f" DiLoCo {SIZE.steps:,} with M = {REPLICAS}, H = {SYNC_EVERY}, {TUNED[REPLICAS]}",
+        f"- fine-tuning: all parameters, {TUNING_STEPS} steps of {TUNING_ROWS} rows of {CONTEXT}"
+        f" tokens, AdamW with lr {TUNING_LR}",
         "",
         *HOW_TO_READ.splitlines(),
         "",

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.downstream.__main__ import CONTEXT, RUNS, SIZE, Losses, table, verdict
+from benchmarks.downstream.__main__ import Losses, table, verdict
+from benchmarks.downstream.training import CONTEXT, RUNS, SIZE, overrides
 
 STAGES = ("pretrained", "untuned", "tuned")
 
@@ -34,8 +35,8 @@ def test_the_verdict_follows_the_criterion(differences: Any, says: str) -> None:
 
 
 def test_the_configurations_compose(compose_config: Any) -> None:
-    for run, steps in RUNS.values():
-        config = compose_config(*run.overrides(SIZE), CONTEXT, f"trainer.max_steps={steps}")
-        assert config["data"]["block_size"] == config["model"]["n_positions"] == 64
-        rows = config["data"]["batch_size"] * config["trainer"]["devices"]
-        assert (config["trainer"]["max_steps"], rows) == (steps, SIZE.blocks_per_step)
+    for name, (_, steps) in RUNS.items():
+        config = compose_config(*overrides(name, 7))
+        assert config["data"]["block_size"] == config["model"]["n_positions"] == CONTEXT
+        assert config["data"]["batch_size"] == SIZE.blocks_per_step
+        assert (config["trainer"]["max_steps"], config["seed"]) == (steps, 7)

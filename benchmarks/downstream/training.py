@@ -76,7 +76,7 @@ def finetune(
     before = token_loss(module, data.val_dataloader())
     made = adamw_cosine(module, TUNING_STEPS, TUNING_LR, (0.9, 0.999), weight_decay=0.01)
     optimizer, schedule = made["optimizer"], cast(Any, made["lr_scheduler"])["scheduler"]
-    for batch in batches(cast(Any, data), TUNING_STEPS):
+    for batch in batches(data, TUNING_STEPS):
         optimizer.zero_grad()
         module.loss(batch).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)

@@ -21,8 +21,8 @@ from recipes.training.optimizer import adamw_cosine
 from recipes.training.pretraining import build_data, build_module
 
 SIZE = Size(width=32, blocks_per_step=64, steps=800)
-REPLICAS, SYNC_EVERY = 4, 100
-DDP_STEPS = 560  # chosen with seed 0, which the page does not use, for DiLoCo's loss
+REPLICAS, SYNC_EVERY = 4, 30
+DDP_STEPS = 360  # chosen with seed 0, which the page does not use, for DiLoCo's loss
 CONTEXT = 64  # tokens; dialogues of 120 characters fit
 RUNS = {
     "ddp": (Run("gpt2_tiny", "none", 1, 0, 0, 0.0226), DDP_STEPS),

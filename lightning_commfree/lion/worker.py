@@ -11,6 +11,10 @@ On a GPU, all parameters of a bucket are computed by the same few kernels. On a 
 loops in `worker_numba` are used if numba is installed; otherwise, the same torch operations run on
 chunks that fit into the cache.
 
+With "ns_steps" above 0 in its group, a matrix votes with the signs of its Newton-Schulz direction
+instead of c (SignMuon, arXiv:2605.16311). These are matrix products, whose rounding may differ
+between devices; parameters stay identical, because only the result of the vote moves them.
+
 Momentum buffers are not exchanged and drift apart, unless `average_momenta` (after
 arXiv:2411.16462) averages them periodically.
 """
@@ -53,7 +57,13 @@ class LionParam(NamedTuple):
 
     parameter: nn.Parameter
     state: State  # "momentum", and "master" if the parameter has less than 32 bits
-    group: dict[str, Any]  # "lr", "betas" and "weight_decay", which may change between steps
+    group: dict[str, Any]  # "lr", "betas", "weight_decay", "ns_steps": may change between steps
+
+    @property
+    def ns_steps(self) -> int:
+        """Newton-Schulz iterations before the vote; 0 if the parameter is not a matrix."""
+        # checkpoints of earlier versions have no such key
+        return self.group.get("ns_steps", 0) if self.parameter.ndim == 2 else 0
 
 
 def fill_state(state: State, local: Tensor) -> State:
@@ -89,6 +99,7 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
     return [
         f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
         f" weight_decay {float(group['weight_decay'])}"
+        + (f", ns_steps {group['ns_steps']}" if group.get("ns_steps") else "")
         for group in groups
     ]
 
@@ -118,16 +129,21 @@ def cast_ballot(
     marks = marks_of(header, len(members))
     voters: list[Tensor | int] = []  # numbers of nonzero directions
 
-    for run in _runs(members, _gradients(bucket, members), bucket.starts):
+    values = [
+        _orthogonalized(member, gradient) if gradient is not None and member.ns_steps else gradient
+        for member, gradient in zip(members, _gradients(bucket, members), strict=True)
+    ]
+    for run in _runs(members, values, bucket.starts):
+        # a Newton-Schulz direction already contains the momentum
+        betas = [0.0 if members[part.position].ns_steps else part.group["betas"][0] for part in run]
         if loops := _loops(run):
-            for part in run:
-                beta, gradient = part.group["betas"][0], part.values.float()
+            for part, beta in zip(run, betas, strict=True):
+                gradient = part.values.float()
                 found, finite = loops.cast(part.momentum, gradient, beta, planes, part.start)
                 voters.append(found)
                 marks[part.position] |= HAS_GRADIENT if finite else HAS_GRADIENT + NONFINITE
             continue
 
-        betas = [part.group["betas"][0] for part in run]
         directions, by_part = _weighted_gradients(run, betas)
         torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
 
@@ -142,6 +158,28 @@ def cast_ballot(
 
     write_header(header, flags, bucket.numel, voters, digest)
     return buffer
+
+
+def _orthogonalized(member: LionParam, gradient: Tensor) -> Tensor:
+    """Return a matrix's Newton-Schulz direction, flat, in the momentum's precision."""
+    momentum, beta = member.state["momentum"], member.group["betas"][0]
+    weighted = gradient.view(momentum.shape).to(momentum.dtype) * (1 - beta)
+    return flat(newton_schulz(momentum * beta + weighted, member.ns_steps))
+
+
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Return about U V^T of a matrix U S V^T: every singular value between 0.7 and 1.2.
+
+    Five steps of Muon's quintic iteration reach that (arXiv:2502.16982, section 2.1).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix  # the smaller product
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
 
 
 def _positive_and_nonzero(directions: Tensor) -> Tensor:

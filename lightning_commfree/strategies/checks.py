@@ -159,10 +159,10 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
 def refuse_muon(strategy: str, optimizers: Iterable[Optimizer]) -> None:
     """Raise a `ValueError` for Muon with a sharded model: it would orthogonalize each shard apart.
 
-    Muon is any optimizer with a group that has the key "ns_steps", as `torch.optim.Muon` does.
+    Muon is any optimizer with "ns_steps" above 0 in a group, such as `torch.optim.Muon`.
     """
     for optimizer in optimizers:
-        if any("ns_steps" in group for group in optimizer.param_groups):
+        if any(group.get("ns_steps") for group in optimizer.param_groups):
             raise ValueError(
                 f"`{strategy}` does not support `{type(optimizer).__name__}` for a sharded model:"
                 " Muon orthogonalizes whole matrices, but each rank holds only shards of them. Use"

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from recipes.configuration.ranges import Fraction, FractionBelowOne
-from recipes.training.optimizer import decay_groups, warmup_cosine
+from recipes.training.optimizer import decay_groups, hidden_matrices, warmup_cosine
 
 
 class MuonAdamW(Optimizer):
@@ -92,22 +92,6 @@ class MuonAdamW(Optimizer):
             part.param_groups, part.state = own, self.state
             part.step()
         return loss
-
-
-def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable parameters with two dimensions that are in hidden layers.
-
-    Left out are `nn.Embedding`s and the output heads of models of transformers, which they name in
-    `get_output_embeddings`. A head of any other model is taken for a hidden layer.
-    """
-    parts = list(module.modules())
-    finders = [getattr(part, "get_output_embeddings", None) for part in parts]
-    heads = [find() for find in finders if callable(find)]
-    ends = [part for part in parts if isinstance(part, nn.Embedding)]
-    ends += [head for head in heads if head is not None]
-    outside = {p for end in ends for p in end.parameters()}
-    trained = [p for p in module.parameters() if p.requires_grad and p.ndim == 2]
-    return [p for p in trained if p not in outside]
 
 
 def muon_cosine(

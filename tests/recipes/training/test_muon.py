@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recipes.training.muon import MuonAdamW, hidden_matrices, muon_cosine
+from recipes.training.muon import MuonAdamW, muon_cosine
+from recipes.training.optimizer import hidden_matrices, lion_cosine
 from tests.strategies.causal_lm import make
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
@@ -116,6 +117,15 @@ def test_the_schedule_moves_both_learning_rates() -> None:
     optimizer.step()
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.5, 0.5]
+
+
+def test_lions_newton_schulz_is_of_hidden_matrices_only() -> None:
+    net = Net()
+    *plain, muon = lion_cosine(net, 10, ns_steps=5, weight_decay=0.3)["optimizer"].param_groups
+    assert [group["ns_steps"] for group in (*plain, muon)] == [0, 0, 5]
+    assert [group["weight_decay"] for group in (*plain, muon)] == [0.3, 0.0, 0.3]
+    assert [p.ndim for p in muon["params"]] == [2, 2]
+    assert plain[0]["params"] == [net.embedding.weight]
 
 
 def test_an_old_torch_is_refused_with_the_version_to_install(

@@ -4,12 +4,12 @@ what each returned."""
 from __future__ import annotations
 
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,19 @@ import torch.multiprocessing as mp
 TIMEOUT = timedelta(seconds=60)
 
 
-# Below the ports that the kernel gives to who asks for any, as gloo does: nobody takes one between
-# the moment it is found free and the moment a rank listens there.
-_PORTS_OF_A_WORKER = 1000
-_FIRST_PORT = 20_000 + os.getpid() % 12 * _PORTS_OF_A_WORKER
-_ports = cycle(range(_FIRST_PORT, _FIRST_PORT + _PORTS_OF_A_WORKER))
+# Below the kernel's ephemeral ports, which gloo uses: nothing takes a port between the moment it is
+# found free and the moment a rank listens on it. Drawn with the system's randomness, so that two
+# test runs on one machine draw different ports, whatever their seeds.
+_PORTS, _DRAW = range(20_000, 32_000), random.SystemRandom()
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on now, each time another one."""
-    for port in _ports:
+    """Return a TCP port that nobody listens on now."""
+    while True:
+        port = _DRAW.choice(_PORTS)
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
-    raise AssertionError("a cycle does not end")
 
 
 def run_ranks(function: Callable[..., Any], size: int, folder: Path, *args: Any) -> list[Any]:

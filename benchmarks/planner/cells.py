@@ -1,4 +1,4 @@
-"""Our value for each cell of the papers' tables, under explicit assumed."""
+"""Our value for each cell of the papers' tables, under explicit assumptions."""
 
 from __future__ import annotations
 

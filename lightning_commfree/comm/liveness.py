@@ -11,7 +11,7 @@ a rank whose exchange fails reads the store before it raises an error:
 3. Ranks 2 and 3 read the verdict with their next heartbeat and raise the same error.
 
 A verdict may also be an error that one rank detected and all ranks raise (`PeerWatch.agreed`), such
-as epochs of different length (`comm.epoch_ends`).
+as epochs of different length.
 
 ======================================= ======================================================
 failure                                 time until it is detected

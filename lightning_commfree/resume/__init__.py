@@ -2,7 +2,6 @@
 
 exact            contents of a checkpoint; saving, and resuming from it
 rank_files       one file per rank, beside the checkpoint
-own_tensors      untrained tensors that can differ between ranks
 data_position    loaders, RNG state, partly accumulated gradients
 loops            Lightning's loops, restored to their state when the checkpoint was saved
 files            atomic writes, and checksums when reading

@@ -37,24 +37,6 @@ CHUNK_BYTES = 2**25
 _TAIL_BYTES = 2**20  # of a file, with the checksums of its records
 
 
-@contextmanager
-def fail_together(ranks: Any) -> Iterator[None]:
-    """Context manager: if it fails on any rank, raise an error on all ranks; collective.
-
-    Ranks on which the block succeeds raise an error with the text from the first rank on which it
-    failed.
-    """
-    failure = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - raised below
-        failure = error
-    failed = ranks.all_flags(failure is not None)
-    if any(failed):
-        text = ranks.broadcast(str(failure), failed.index(True))
-        raise failure or RuntimeError(text)
-
-
 def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
     """Return a path from which this rank can load the checkpoint to resume from; collective.
 
@@ -116,7 +98,7 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
 
     @contextmanager
     def on_disk() -> Iterator[None]:
-        with fail_together(ranks):
+        with ranks.fail_together():
             try:
                 yield
             except OSError as error:

@@ -42,7 +42,7 @@ from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, verified_reading
-from lightning_commfree.strategies.checks import check_ddp_kwargs, present
+from lightning_commfree.strategies.checks import check_ddp_kwargs
 from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.drift import DriftCheck
@@ -55,6 +55,21 @@ from lightning_commfree.strategies.stopping import Stopping
 
 # set to a level above INFO by users who do not want the summary at the end of a fit
 _logger = logging.getLogger("lightning_commfree")
+
+# for errors of a user's code that does not expect the model as this strategy holds it
+_ADVICE = {
+    "object has no attribute 'module'": (
+        "`trainer.model` may be the LightningModule itself under this strategy, as on a single"
+        " device, rather than a wrapper with a `module` attribute. Use `trainer.lightning_module`,"
+        " which works with every strategy."
+    ),
+    "data is not allocated yet": (
+        "A hook reads the values of a sharded tensor (`DTensor`) as if it were a plain one, as"
+        " Lightning's `grad_norm` does. For the norm of all gradients use"
+        " `trainer.strategy.grad_norm()`; for one tensor, `tensor.full_tensor()` on all ranks of"
+        " the replica."
+    ),
+}
 
 
 class ReplicaStrategy(DDPStrategy):
@@ -94,6 +109,7 @@ class ReplicaStrategy(DDPStrategy):
         self._prepared: list[Optimizer] = []  # for which `inside` and the algorithm are prepared
         self._log: FitLog | None = None
         self._evaluation: SharedEvaluation
+        self._drift: DriftCheck | None = None
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
         self._launch_method = ddp_kwargs.get("start_method", "popen")
         self._clean_launcher: Any = None
@@ -124,7 +140,13 @@ class ReplicaStrategy(DDPStrategy):
     @property
     def module(self) -> pl.LightningModule:
         """The LightningModule; available once the Trainer has connected it."""
-        return present(self.lightning_module, "no LightningModule is connected")
+        module: pl.LightningModule | None = self.lightning_module
+        if module is None:
+            raise RuntimeError(
+                f"This `{type(self).__name__}` has no LightningModule yet. It gets one in `fit`,"
+                " `validate`, `test` or `predict` of its Trainer."
+            )
+        return module
 
     @property
     def channels(self) -> ReplicaChannels:
@@ -138,7 +160,12 @@ class ReplicaStrategy(DDPStrategy):
 
     def traffic(self) -> Traffic:
         """Forecast this rank's traffic; available from `on_fit_start` on."""
-        return present(self._log, "the traffic is known from `on_fit_start` on").traffic
+        if self._log is None:
+            raise RuntimeError(
+                "`traffic()` needs the algorithm, which `fit` creates. Call it in `on_fit_start` or"
+                " later."
+            )
+        return self._log.traffic
 
     def figures(self) -> dict[str, float]:
         """Return a dict of this rank's latest metrics, the same as in the Trainer's loggers."""
@@ -217,7 +244,8 @@ class ReplicaStrategy(DDPStrategy):
         self.session = self.session_type(
             trainer, self.ranks, between, stopping, self.patches, numel
         )
-        self._drift = DriftCheck(self, *self.equal_weights())
+        every, channel = self.equal_weights()
+        self._drift = DriftCheck(self, every, channel) if every and channel.size > 1 else None
         self._log = self.session.log
         self._resume.begin(trainer, self.session.between, self.inside)
 
@@ -242,7 +270,8 @@ class ReplicaStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.session.batch_begins()
-        self._drift.before_step()
+        if self._drift is not None:
+            self._drift.before_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,7 +283,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients only on this rank in a `with` block; a Lightning method."""
+        """Accumulate gradients without sync in a `with` block; called by Lightning."""
         no_sync = self.inside.accumulating() or super().block_backward_sync()
         with self.session.accumulating(), no_sync:
             yield
@@ -295,17 +324,13 @@ class ReplicaStrategy(DDPStrategy):
                 " of modifying the old one, in a hook between two steps (`on_train_batch_start` or"
                 " `on_train_batch_end`)."
             )
-        with self.session.step(optimizer), self.inside.stepping():
+        with self.session.step(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _prepare_replaced(self) -> None:
-        """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step.
-
-        Collective over all ranks: the hook must replace optimizers on all ranks after the same
-        step.
-        """
+        """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step."""
         self.inside.begin(self.optimizers)
-        self.algorithm.follow_optimizers(self.optimizers)
+        self.session.follow_optimizers(self.optimizers)
         self._prepared = [*self.optimizers]
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -354,12 +379,9 @@ class ReplicaStrategy(DDPStrategy):
         # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             warn_unsaved("Ctrl-C interrupted the ranks in the middle of different steps")
-        if "object has no attribute 'module'" in str(exception):
-            rank_zero_warn(
-                f"With `{type(self).__name__}`, `trainer.model` may be the LightningModule itself,"
-                " as on a single device, rather than a wrapper with a `module` attribute. Use"
-                " `trainer.lightning_module`, which works with every strategy."
-            )
+        for symptom, advice in _ADVICE.items():
+            if symptom in str(exception):
+                rank_zero_warn(advice)
         super().on_exception(exception)
 
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -52,8 +52,6 @@ def agree_on_overflow(precision: Precision, channel: Channel) -> None:
         return
     precision.scaler = CommonGradScaler(precision.scaler, precision.device, channel)
 
-
-T = TypeVar("T")
 
 _DDP_KWARGS = (
     "accelerator",
@@ -208,10 +206,3 @@ def check_ddp_kwargs(
 
 def _is_same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and bool(value == default))
-
-
-def present(found: T | None, without: str) -> T:
-    """Return `found`; raise a `RuntimeError` with the message `without` if it is None."""
-    if found is None:
-        raise RuntimeError(without)
-    return found

@@ -87,10 +87,6 @@ class Inside(Protocol):
         """
         del verb, batch
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """Context manager around an optimizer step, including forward, backward and hooks."""
-        return nullcontext()
-
     def after_backward(self, steps: bool) -> None:
         """Combine gradients after backward; collective within the replica.
 

@@ -17,7 +17,6 @@ from lightning_commfree.domino import DominoSettings, GradientMean, looks_finite
 from lightning_commfree.domino.data_parallel import FLAGS_TAG
 from lightning_commfree.host import pl
 from lightning_commfree.strategies.base import ReplicaStrategy
-from lightning_commfree.strategies.checks import present
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.inside.domino import TensorParallel
 
@@ -191,5 +190,6 @@ class DominoTPStrategy(ReplicaStrategy):
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:
-        sharded = present(self.inside.sharded, "no model has been sharded yet")
+        sharded = self.inside.sharded
+        assert sharded is not None, "`prepare` has sharded the model"
         return GradientMean(sharded, self.channels, self.settings)

@@ -27,7 +27,7 @@ class DriftCheck:
 
     Args:
         strategy: the strategy of the fit.
-        every: number of optimizer steps between checks; 0: never.
+        every: number of optimizer steps between checks, at least 1.
         channel: connects the ranks whose weights must be equal. Shards are compared with ranks that
             hold the same shards in other replicas, if the channel includes these.
     """
@@ -43,7 +43,7 @@ class DriftCheck:
             AgreedError: weights differ; raised on all ranks that hold them.
         """
         step = self._strategy.module.trainer.global_step
-        if not self._every or step // self._every == self._period:
+        if step // self._every == self._period:
             return
         self._period = step // self._every
         session = self._strategy.session

@@ -7,7 +7,7 @@ each other. Ranks train independently (`local_weights`), exchange something in e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -154,6 +154,13 @@ class FitSession(Generic[B]):
             self._stopping.agree_in_step()
         self.after_step()
         self.log.after_step()
+
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Called before the first step of optimizers that have replaced the original ones."""
+        # with manual optimization every rank has already begun the step, so positions tell nothing
+        if not (self.trains_independently or self.clock.spans_batch):
+            self._stopping.check_replaced()
+        self.between.follow_optimizers(optimizers)
 
     def after_step(self) -> None:
         """Called after all ranks have taken a step and know whether to stop after it."""

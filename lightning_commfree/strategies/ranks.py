@@ -166,6 +166,23 @@ class Ranks:
         """Gather a flag from every rank, in rank order; collective."""
         return [bool(value) for value in self.all_values(int(mine))]
 
+    @contextmanager
+    def fail_together(self) -> Iterator[None]:
+        """Context manager: if it fails on any rank, raise an error on all ranks; collective.
+
+        Ranks on which the block succeeds raise an error with the text from the first rank on which
+        it failed.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised below
+            failure = error
+        failed = self.all_flags(failure is not None)
+        if any(failed):
+            text = self.broadcast(str(failure), failed.index(True))
+            raise failure or RuntimeError(text)
+
     def _info(self) -> RankInfo:
         """Return information about this process's rank; also sets Lightning's rank attributes."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1

@@ -15,7 +15,7 @@ another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` fir
 *Streams* have no length to agree on in advance. Ranks that communicate in every batch or step also
 send whether their data ends (`share_last_batch`, `end_epoch`), and the epoch ends on all of them as
 soon as any rank runs out. Ranks that train independently cannot report it in time. If their data
-ends after different steps, all ranks raise an error that names the rank (`comm.epoch_ends`). The
+ends after different steps, all ranks raise an error that names the rank (`EpochEnds`). The
 same happens if a loader yields fewer batches than its length, or a hook ends the epoch on only some
 ranks.
 """
@@ -23,7 +23,7 @@ ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.epoch_ends import EpochEnds
+from lightning_commfree.comm.liveness import PeerWatch
 from lightning_commfree.host import SIGTERMException, pl
 from lightning_commfree.lightning_internals import (
     EPOCHS,
@@ -176,6 +176,15 @@ class Stopping:
         """
         if self._ends is not None:
             self._ends.end(self._epoch, self._step, out_of_data)
+
+    def check_replaced(self) -> None:
+        """Check that a hook has replaced the optimizers of all ranks, as it has of this one.
+
+        Raises:
+            AgreedError: a rank takes the next step with its old optimizers.
+        """
+        if self._ends is not None:
+            self._ends.replaced(self._step)
 
     def share_stream_end(self) -> None:
         """End the epoch on all ranks if it ends on any; called in the last training step.
@@ -334,3 +343,117 @@ def _named(ranks: list[int]) -> str:
     """Format ranks for the beginning of a sentence: "Rank 1", "Ranks 1, 2"."""
     names = ", ".join(map(str, ranks[:_SHOWN])) + (" and others" if len(ranks) > _SHOWN else "")
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"
+
+
+# An `EpochEnds` position is (epoch, steps begun, state, how often optimizers were replaced). It
+# only advances, so an old one is still valid.
+_TRAINS = "trains"
+_HAS_MORE = "has more"  # the rank is done with that step, and its data continue
+_ENDED = "ended"
+_UNKNOWN = (-1, 0, _TRAINS, 0)  # of a rank that has not published one yet
+
+
+class EpochEnds:
+    """Publish this rank's position in the fit, and check the other ranks' positions.
+
+    A rank whose epoch ends early would deadlock: it would wait for the others at the end of the
+    epoch while they wait for its next exchange. So every rank publishes its position with its
+    heartbeats (`comm.liveness`):
+
+    1. Rank 1's epoch ends after step 5. It waits and reads the other ranks' positions.
+    2. It finds that rank 0 has begun step 6, and raises an error that names both ranks and is sent
+       to all.
+    3. The other ranks read that error with their next heartbeat and raise it, in the exchange for
+       which they are waiting or at their next step.
+
+    With liveness off, or without a TCPStore, nothing is compared. An exchange then fails if epochs
+    are uneven, at the latest after the `timeout`, and its error names no rank.
+    """
+
+    def __init__(self, watch: PeerWatch) -> None:
+        self._watch = watch
+        self._position: tuple[int, int, str] = _UNKNOWN[:3]
+        self._replaced = 0
+        watch.publish(lambda: (*self._position, self._replaced))
+
+    def step_begins(self, epoch: int, step: int) -> None:
+        """Publish that this rank has begun a step.
+
+        Raises:
+            AgreedError: another rank detected that a rank's epoch ended before this step.
+        """
+        self._position = (epoch, step, _TRAINS)
+        self._watch.check("step")
+
+    def has_more(self, epoch: int, step: int) -> None:
+        """Publish that this rank has more data after a step; validation may run first."""
+        self._position = (epoch, step, _HAS_MORE)
+
+    def end(self, epoch: int, step: int, out_of_data: bool = False) -> None:
+        """Wait until all ranks have ended this epoch after the same step.
+
+        Args:
+            epoch: counted from 0.
+            step: number of steps in the fit so far.
+            out_of_data: this rank has run out of data, so all ranks must have.
+
+        Raises:
+            AgreedError: a rank ends the epoch after a different step.
+            PeerLostError: a rank is lost, or has not ended the epoch within the timeout.
+        """
+        self._position = (epoch, step, _ENDED)
+        mine = self._watch.rank
+
+        def behind(positions: Mapping[int, Any]) -> dict[int, str]:
+            found = {}
+            for rank, position in positions.items():
+                there, at, state, _ = position or _UNKNOWN
+                if there == epoch and at > step:
+                    raise self._watch.agreed(_uneven(mine, rank, epoch, step, f"begun step {at}"))
+                if there == epoch and out_of_data and (at, state) == (step, _HAS_MORE):
+                    raise self._watch.agreed(_uneven(mine, rank, epoch, step, "more"))
+                if there < epoch or (there == epoch and (at, state) != (step, _ENDED)):
+                    found[rank] = (
+                        f"has not reached the end of epoch {epoch}, which ended on rank {mine}"
+                        f" after step {step}: it is slow or hangs; if it is only slow, increase"
+                        " `timeout`"
+                    )
+            return found
+
+        self._watch.wait_for(behind, "end of epoch")
+
+    def replaced(self, step: int) -> None:
+        """Wait until all ranks have replaced their optimizers, like this one, after a step.
+
+        Raises:
+            AgreedError: a rank has begun the next step with its old optimizers.
+            PeerLostError: a rank is lost, or has not begun that step within the timeout.
+        """
+        self._replaced += 1
+        count, mine = self._replaced, self._watch.rank
+
+        def behind(positions: Mapping[int, Any]) -> dict[int, str]:
+            found = {}
+            for rank, position in positions.items():
+                _, at, _, replaced = position or _UNKNOWN
+                if replaced >= count:
+                    continue
+                if at > step:
+                    raise self._watch.agreed(
+                        f"A hook replaced the optimizers on rank {mine} after step {step}, but rank"
+                        f" {rank} has begun step {at} with its old ones. Assign"
+                        " `trainer.optimizers` on all ranks after the same step."
+                    )
+                found[rank] = f"has not begun step {step + 1} yet; rank {mine} waits before it"
+            return found
+
+        self._watch.wait_for(behind, "replaced optimizers")
+
+
+def _uneven(rank: int, other: int, epoch: int, step: int, more: str) -> str:
+    return (
+        f"The data of rank {rank} ended after step {step}, in epoch {epoch}, and rank {other} has"
+        f" {more}. Either its loader had fewer batches, or a hook ended its epoch"
+        " (`on_train_batch_start` returned -1). Give every rank the same number of batches:"
+        " limit them with `limit_train_batches`."
+    )

@@ -141,7 +141,7 @@ def _curves(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, Measured]]:
 
 
 def _has_curve(history: History) -> bool:
-    """Return whether there are validations to join; a short run has only the one at its end."""
+    """Return whether a run has several validations; a short one has only the last."""
     return len(history.validation_loss) > 1
 
 

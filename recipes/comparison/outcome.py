@@ -38,7 +38,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Times:
-    """How rank 0 spent the seconds of a run.
+    """Breakdown of the seconds that rank 0 spent in a run.
 
     Attributes:
         total: from the first batch to the end of training, validations included.
@@ -74,7 +74,7 @@ def read_outcome(job: Job, record: Record) -> Outcome:
 
 
 def times(outcome: Outcome) -> Times:
-    """Return how rank 0 of a successful run spent its seconds."""
+    """Return the breakdown of rank 0's seconds in a successful run."""
     assert outcome.measured is not None, "the job ended well"
     summary, rate = outcome.measured.summary, outcome.record.bandwidth
     exposed = summary.seconds_waited

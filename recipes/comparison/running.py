@@ -35,7 +35,7 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Record:
-    """How a job ended; `job.json` holds it.
+    """The outcome of a job, as written to `job.json`.
 
     Attributes:
         command: arguments of the interpreter.

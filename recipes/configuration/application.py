@@ -1,4 +1,4 @@
-"""Make a command of a function: compose its configuration, check it, end errors in a sentence."""
+"""Turn a function into a command: compose and check its configuration, report errors briefly."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
 
 @contextmanager
 def _full_error(value: str | None) -> Iterator[None]:
-    """Set Hydra's variable for a while; None removes it."""
+    """Set Hydra's environment variable in a `with` block; None unsets it."""
     before = os.environ.pop(FULL_ERROR, None)
     if value is not None:
         os.environ[FULL_ERROR] = value

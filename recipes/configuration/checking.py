@@ -87,7 +87,7 @@ def _problems(
 
 
 def _is_reference(written: Any, path: str) -> bool:
-    """Return whether the value of a key is another key's, by ${...} there or in a section above."""
+    """Return whether a key or a section above it takes its value from another key (`${...}`)."""
     for part in path.split("."):
         if not isinstance(written, dict | list):
             break
@@ -96,7 +96,7 @@ def _is_reference(written: Any, path: str) -> bool:
 
 
 def _place(values: Any, location: tuple[int | str, ...]) -> tuple[str, Any]:
-    """Return path and value of a key; below it, pydantic's location names members of unions."""
+    """Return a key's path and value; further parts of pydantic's location name union members."""
     keys: list[str] = []
     for part in location:
         if not isinstance(values, dict) or part not in values:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,7 +23,14 @@ from pydantic import (
 
 from recipes.configuration.ranges import Fraction, FractionBelowOne, InnerFraction, Seed
 
-Object = dict[str, Any]  # a section with a `_target_`
+
+def _with_target(section: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(section.get("_target_"), str):
+        raise ValueError("should name a class or function in `_target_`")
+    return section
+
+
+Object = Annotated[dict[str, Any], AfterValidator(_with_target)]
 
 
 class Section(BaseModel):

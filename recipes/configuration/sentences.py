@@ -1,4 +1,4 @@
-"""Turn an error into one sentence where the user can repair it."""
+"""Turn an error that the user can fix into one sentence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ERROR = re.compile(r"^([\w.]+): (.+)", re.M | re.S)
 
 
 def sentence(error: BaseException) -> str | None:
-    """Return what to tell the user; None where it may be a bug, which needs its traceback."""
+    """Return the message for the user; None if it may be a bug, which needs its traceback."""
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         options = list(error.options or choices(group))

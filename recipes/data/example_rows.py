@@ -54,7 +54,7 @@ class Fitted:
 
 
 class ExampleFile:
-    """Examples that `write_examples` wrote, memory-mapped.
+    """Memory-mapped examples, written by `write_examples`.
 
     Args:
         path: the folder.

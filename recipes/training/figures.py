@@ -1,4 +1,4 @@
-"""The figure of a run."""
+"""Draw the figure of a run."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def built_from_config(make: Callable[[], T], group: str = "model") -> T:
-    """Call `make`, and report any of its errors as one of the configuration.
+    """Call `make`; raise its errors as errors of the configuration.
 
     Args:
         make: builds a config or model of transformers.

@@ -1,4 +1,4 @@
-"""A run while it runs: speed and traffic for the loggers, a history for the report."""
+"""Log the speed and traffic of a run, and keep its history for the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POINTS = 20  # of a curve, at least
 
 @dataclass
 class History:
-    """What the figure of a run shows, whatever the loggers make of it."""
+    """Data for the figure of a run, independent of its loggers."""
 
     first_step: int = 0  # optimizer steps before this fit; above 0 when it was resumed
     tokens_per_step: int = 0  # of all ranks
@@ -39,7 +39,7 @@ class History:
 
 
 class RunRecorder(pl.Callback):
-    """Logs tokens per second and bytes sent, and keeps the history of the run.
+    """Callback that logs tokens per second and bytes sent, and keeps the history of the run.
 
     `tokens/s` counts all ranks together and is a mean over the last 20 batches, reading included
     and validation left out. `mfu` is the share of a GPU's peak that the model's own arithmetic
@@ -145,7 +145,7 @@ class RunRecorder(pl.Callback):
         return trainer.global_step - self.history.first_step
 
     def num_shares(self, trainer: pl.Trainer) -> int:
-        """Return into how many shares the rows are divided: the ranks, or groups that share one."""
+        """Return the number of shares of the rows: one per rank, or per tensor-parallel group."""
         shares = trainer.distributed_sampler_kwargs
         return int(shares["num_replicas"]) if shares else 1
 
@@ -158,7 +158,7 @@ class RunRecorder(pl.Callback):
         return self.tokens_per_batch(trainer) * trainer.accumulate_grad_batches
 
     def _speed(self) -> dict[str, float]:
-        """Count one micro-batch more, and return what `Throughput` makes of this rank's last 20."""
+        """Count another micro-batch; return `Throughput`'s metrics of this rank's last 20."""
         self._batches += 1
         samples = self._batches * self._data.batch_size
         self._throughput.update(
@@ -171,7 +171,7 @@ class RunRecorder(pl.Callback):
         return self._throughput.compute()
 
     def _remember(self, trainer: pl.Trainer, every: int, share: Tensor) -> None:
-        """Add to the history where that is due; `share` is what Lightning calls backward on."""
+        """Append a point to the history if one is due; `share` is the loss passed to backward."""
         history, step = self.history, trainer.global_step
         if trainer.max_steps > 0:
             every = min(every, max((trainer.max_steps - history.first_step) // _POINTS, 1))

@@ -123,7 +123,7 @@ class RunReport(pl.Callback):
         pl_module.cpu()
 
     def _evaluate(self, trainer: pl.Trainer, module: LanguageModel) -> float:
-        """Return the loss over the whole validation split; a sharded model communicates for it."""
+        """Return the loss over the whole validation split; collective if the model is sharded."""
         ledger, batches = self._recorder.meter.ledger, self._data.val_dataloader()
         during = nullcontext() if ledger is None else ledger.during(VALIDATION)
         told = stage("validating", len(batches), shown=trainer.is_global_zero)

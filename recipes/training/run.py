@@ -180,7 +180,13 @@ def _check_length(max_steps: int) -> None:
 
 def _check_optimizer(config: Config) -> None:
     """Raise for illegal values, and for an optimizer that the strategy cannot use."""
-    made = factory(config["optimizer"])(nn.Linear(1, 1))
+    try:
+        made = factory(config["optimizer"])(nn.Linear(1, 1))
+    except TypeError as error:
+        raise ValueError(
+            f"`optimizer` cannot be created: {error}. Its `_target_` is called with the module and"
+            " the section's other keys. Start from a file in `conf/optimizer/`."
+        ) from error
     optimizer = made["optimizer"] if isinstance(made, dict) else made
     strategy = config["strategy"]["_target_"].rpartition(".")[2]
     if strategy == DistributedLionStrategy.__name__ and not isinstance(optimizer, DistributedLion):

@@ -25,7 +25,7 @@ _FRAME = 8  # columns of a panel for its frame and padding
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The figures of a finished fit; `summary.json` holds them."""
+    """The figures of a finished fit, as written to `summary.json`."""
 
     steps: int  # optimizer steps
     tokens: int  # trained on, by all ranks

@@ -112,14 +112,14 @@ def test_a_later_error_names_the_first_failed_exchange(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_ten_ranks_name_the_one(how: int, tmp_path: Path) -> None:
-    ends = run_mortals(lose, 10, tmp_path, "all_reduce", 7, how)
+    ends = run_mortals(lose, 10, tmp_path, "all_reduce", 7, how, quick=False)
     for end in survivors(ends, 7):
         assert blamed(end.error) == [7], end.error
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_0_is_named_though_the_store_is_lost_with_it(how: int, tmp_path: Path) -> None:
-    ends = run_mortals(lose, 4, tmp_path, "all_reduce", 0, how)
+    ends = run_mortals(lose, 4, tmp_path, "all_reduce", 0, how, quick=False)
     for end in survivors(ends, 0):
         assert blamed(end.error) == [0], end.error
         assert "key-value store" in end.error

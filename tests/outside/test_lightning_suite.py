@@ -54,14 +54,21 @@ def suite():
     del sys.modules[spec.name]
 
 
-def test_a_difference_needs_a_reason(suite, tmp_path, capsys):
-    checkout, reasons = tmp_path / "checkout", tmp_path / "reasons.toml"
-    folder = checkout / "tests" / "tests_pytorch"
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """The command for a made-up checkout; what it has run once is kept for all tests."""
+    place = tmp_path_factory.mktemp("suite")
+    folder = place / "checkout" / "tests" / "tests_pytorch"
     folder.mkdir(parents=True)
     (folder / "test_made_up.py").write_text(TESTS)
-    reasons.write_text(REASONS)
-    words = [str(checkout), "test_made_up.py", "--strategies", "streaming_diloco", "--workers", "0"]
-    words += ["--work", str(tmp_path / "work"), "--reasons", str(reasons)]
+    (place / "reasons.toml").write_text(REASONS)
+    command = [str(place / "checkout"), "test_made_up.py", "--strategies", "streaming_diloco"]
+    command += ["--workers", "0", "--keep", "--work", str(place / "work")]
+    return [*command, "--reasons", str(place / "reasons.toml")]
+
+
+def test_a_difference_needs_a_reason(suite, words, capsys):
+    reasons = Path(words[-1])
     assert suite.main(words) == 1
     said = capsys.readouterr().out
     assert ": 4 tests of " in said
@@ -70,22 +77,19 @@ def test_a_difference_needs_a_reason(suite, tmp_path, capsys):
     assert "**none**: `tests_pytorch/test_made_up.py::test_other_by_class`: TypeError" in said
     assert "2 differences without a reason" in said
     reasons.write_text(REASONS + "[[reason]]\ntext = 'refused'\nsaid = 'find_unused_parameters'\n")
-    assert suite.main([*words, "--keep"]) == 0
+    assert suite.main(words) == 0
+    reasons.write_text(REASONS)
 
 
-def test_briefly_only_what_has_no_reason_runs_with_ddp(suite, tmp_path, capsys):
-    folder = tmp_path / "tests" / "tests_pytorch"
-    folder.mkdir(parents=True)
-    (folder / "test_made_up.py").write_text(TESTS)
-    (tmp_path / "reasons.toml").write_text(REASONS)
-    words = [str(tmp_path), "test_made_up.py", "--strategies", "streaming_diloco", "--brief"]
-    words += ["--reasons", str(tmp_path / "reasons.toml")]
-    assert suite.main([*words, "--workers", "0", "--work", str(tmp_path / "work")]) == 1
+def test_briefly_only_what_has_no_reason_runs_with_ddp(suite, words, capsys):
+    work = Path(words[words.index("--work") + 1])
+    (work / "ddp.jsonl").unlink(missing_ok=True)
+    assert suite.main([*words, "--brief"]) == 1
     said = capsys.readouterr().out
     assert "3 of 4 tests that pass with `ddp` do not" in said
     assert "| 1 | it is another class |" in said
     assert "2 differences without a reason" in said
-    assert "1 failed, 2 passed, 2 deselected" in (tmp_path / "work" / "ddp.log").read_text()
+    assert "1 failed, 2 passed, 2 deselected" in (work / "ddp.log").read_text()
 
 
 def test_no_checkout_is_said(suite, tmp_path):

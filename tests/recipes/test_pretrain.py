@@ -303,10 +303,14 @@ def test_text_that_cannot_be_trained_on(compose_config, corpus, tmp_path, train,
         ("strategy=domino_tp compile=inductor", "domino_tp cannot be combined with compile=induct"),
         ("ckpt_path=no/such.ckpt", r"ckpt_path='no/such.ckpt' does not exist"),
         ("trainer.max_steps=-1", r"trainer.max_steps=-1 must be positive"),
+        (
+            "~optimizer +optimizer={_target_:torch.optim.SGD,lr:0.1}",
+            "`optimizer` cannot be created: .* is not iterable. Its `_target_` is called with the",
+        ),
     ],
 )
 def test_it_is_refused_before_a_launch(compose_config, words, sentence) -> None:
-    small = [] if "data=text" in words else SMALL
+    small = [] if words.startswith(("data=text", "~optimizer")) else SMALL
     with pytest.raises(Exception, match=sentence):
         fit(compose_config(*small, "strategy=ddp", *words.split()), build)
 

@@ -166,11 +166,15 @@ def test_limits_of_the_ranges(cases, is_legal, composed) -> None:
         ("trainer.precision=bf17", '`trainer.precision="bf17"` is not legal for lightning.pytorch'),
         ("compile=inducktor", "it should be a backend of torch: "),
         ("callbacks=[3]", "`callbacks=[3]` is not legal: it should be an object."),
+        (
+            "~optimizer +optimizer={lr:0.1}",
+            '`optimizer={"lr": 0.1}` is not legal: it should name a class or function in',
+        ),
     ],
 )
 def test_an_illegal_value_gets_its_sentence(words, expected) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("pretrain", ["run_dir=here", words])
+        cfg = compose("pretrain", ["run_dir=here", *words.split()])
     told = _refusal(lambda: check_config(cfg, "pretrain"))
     assert told is not None
     assert expected in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,11 @@ def fit(name: str, *callbacks: pl.Callback, module: Any = None, **kwargs: Any) -
     return trace.after, error, lr, said
 
 
+def put_on_rank_1(trainer: pl.Trainer, module: Any) -> None:
+    if trainer.global_rank == 1:
+        put("lion", trainer, module)
+
+
 class Saves(pl.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -177,6 +183,8 @@ def play(rank: int, size: int, folder: Path) -> dict[Any, Any]:
     found["domino", "drift"] = fit("domino", Drifts("ln_f.bias"))
     found["diloco domino", "drift"] = drifting_inside()
     found["lion", "bypassed"] = fit("lion", module=OwnStep())
+    start = time.monotonic()
+    found["one rank"] = fit("lion", Replaces(put_on_rank_1)), time.monotonic() - start
     return found
 
 
@@ -251,6 +259,16 @@ def test_votes_need_as_many_lions(ranks: list[Any]) -> None:
     for found in ranks:
         assert "requires `DistributedLion`" in found["lion", put_adamw][1]
         assert "replaced this fit's 1 optimizers with 2" in found["lion", put_in_two][1]
+
+
+def test_a_replacement_on_one_rank_only_is_named_within_seconds(ranks: list[Any]) -> None:
+    for found in ranks:
+        (_, error, _, _), seconds = found["one rank"]
+        assert error.startswith(
+            f"AgreedError: A hook replaced the optimizers on rank 1 after step {AT}, but rank 0 has"
+            f" begun step {AT + 1} with its old ones."
+        )
+        assert seconds < 15, "the timeout is 30 minutes"
 
 
 def test_a_replaced_optimizer_resumes_bit_for_bit(ranks: list[Any]) -> None:

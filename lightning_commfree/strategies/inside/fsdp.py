@@ -6,8 +6,8 @@ As with Lightning's own strategies for sharded models, the module remains sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,21 +154,6 @@ class FullyShard(ShardedReplica):
     def accumulating(self) -> AbstractContextManager[None]:
         """Accumulate full, unsharded gradients on this rank in a `with` block."""
         return accumulating(self._strategy.module)
-
-    @contextmanager
-    @override
-    def stepping(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if "data is not allocated yet" in str(error):
-                raise RuntimeError(
-                    "A hook reads the values of a sharded tensor (`DTensor`) as if it were a plain"
-                    " one, as Lightning's `grad_norm` does. For the norm of all gradients use"
-                    " `trainer.strategy.grad_norm()`; for one tensor, `tensor.full_tensor()` on all"
-                    " ranks of the replica."
-                ) from error
-            raise
 
     @override
     def after_backward(self, steps: bool) -> None:

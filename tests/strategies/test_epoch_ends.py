@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 
 from lightning_commfree.comm import liveness
-from lightning_commfree.comm.epoch_ends import EpochEnds
 from lightning_commfree.comm.liveness import AgreedError, PeerLostError, PeerWatch
+from lightning_commfree.strategies.stopping import EpochEnds
 from tests.comm.watches import LONG, Endless, fall_silent, watches
 
 SIZE = 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 from hydra.utils import instantiate
@@ -22,30 +22,50 @@ from recipes.training.pretraining import build_data, build_module
 
 SIZE = Size(width=32, blocks_per_step=64, steps=800)
 REPLICAS, SYNC_EVERY = 4, 30
-DDP_STEPS = 360  # chosen with seed 0, which the page does not use, for DiLoCo's loss
+DDP_LENGTHS = (200, 800)  # steps, of the search for DiLoCo's loss
+EQUAL = 0.5  # percent; losses that differ by less are equal
 CONTEXT = 64  # tokens; dialogues of 120 characters fit
 RUNS = {
-    "ddp": (Run("gpt2_tiny", "none", 1, 0, 0, 0.0226), DDP_STEPS),
-    "diloco": (
-        Run("gpt2_tiny", "fp4", REPLICAS, SYNC_EVERY, 0, 0.0113).with_outer(TUNED[REPLICAS]),
-        SIZE.steps,
-    ),
+    "ddp": Run("gpt2_tiny", "none", 1, 0, 0, 0.0226),
+    "diloco": Run("gpt2_tiny", "fp4", REPLICAS, SYNC_EVERY, 0, 0.0113).with_outer(TUNED[REPLICAS]),
 }
 TUNING_STEPS, TUNING_ROWS, TUNING_LR = 200, 32, 1e-3
 
 
-def overrides(name: str, seed: int) -> list[str]:
+def overrides(name: str, seed: int, steps: int) -> list[str]:
     """Return the overrides of `recipes.pretrain` for a run, with the batch of all replicas."""
-    run, steps = RUNS[name]
     rows = [f"data.block_size={CONTEXT}", f"data.batch_size={SIZE.blocks_per_step}"]
-    return [*run.overrides(SIZE), *rows, f"trainer.max_steps={steps}", f"seed={seed}"]
+    return [*RUNS[name].overrides(SIZE), *rows, f"trainer.max_steps={steps}", f"seed={seed}"]
 
 
-def pretrain(
-    name: str, seed: int, cache_dir: str
-) -> tuple[LanguageModel, PreTrainedTokenizerBase, float]:
-    """Pretrain one of `RUNS`; return model, tokenizer and validation loss in nats per token."""
-    config = composed([*overrides(name, seed), f"cache_dir={cache_dir}"])
+class Pretrained(NamedTuple):
+    """A pretrained model and its validation loss in nats per token."""
+
+    module: LanguageModel
+    tokenizer: PreTrainedTokenizerBase
+    loss: float
+    steps: int
+
+
+def pretrain_both(seed: int, cache_dir: str) -> dict[str, Pretrained]:
+    """Pretrain DiLoCo, and DDP for as many steps as give the same loss, found by bisection."""
+    diloco = pretrain("diloco", seed, SIZE.steps, cache_dir)
+    low, high = DDP_LENGTHS
+    tried: list[Pretrained] = []
+    while high - low > 20 and not (tried and _difference(tried[-1], diloco) <= EQUAL / 2):
+        tried.append(pretrain("ddp", seed, (low + high) // 2, cache_dir))
+        found = tried[-1]
+        low, high = (found.steps, high) if found.loss > diloco.loss else (low, found.steps)
+    return {"ddp": min(tried, key=lambda one: _difference(one, diloco)), "diloco": diloco}
+
+
+def _difference(one: Pretrained, other: Pretrained) -> float:
+    return abs(100 * (one.loss / other.loss - 1))
+
+
+def pretrain(name: str, seed: int, steps: int, cache_dir: str) -> Pretrained:
+    """Pretrain one of `RUNS`."""
+    config = composed([*overrides(name, seed, steps), f"cache_dir={cache_dir}"])
     pl.seed_everything(seed, workers=True, verbose=False)
     data = build_data(config)
     module = build_module(config, data)
@@ -62,7 +82,7 @@ def pretrain(
             diloco.after_steps()
     if diloco is not None:
         next(diloco.last_rounds())  # the mean of the replicas, as a fit ends
-    return module, data.tokenizer, token_loss(module, data.val_dataloader())
+    return Pretrained(module, data.tokenizer, token_loss(module, data.val_dataloader()), steps)
 
 
 def finetune(

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.downstream import training
 from benchmarks.downstream.__main__ import Losses, table, verdict
-from benchmarks.downstream.training import CONTEXT, RUNS, SIZE, overrides
+from benchmarks.downstream.training import CONTEXT, RUNS, SIZE, Pretrained, overrides
 
 STAGES = ("pretrained", "untuned", "tuned")
 
@@ -35,8 +36,22 @@ def test_the_verdict_follows_the_criterion(differences: Any, says: str) -> None:
 
 
 def test_the_configurations_compose(compose_config: Any) -> None:
-    for name, (_, steps) in RUNS.items():
-        config = compose_config(*overrides(name, 7))
+    for name in RUNS:
+        config = compose_config(*overrides(name, 7, 30))
         assert config["data"]["block_size"] == config["model"]["n_positions"] == CONTEXT
         assert config["data"]["batch_size"] == SIZE.blocks_per_step
-        assert (config["trainer"]["max_steps"], config["seed"]) == (steps, 7)
+        assert (config["trainer"]["max_steps"], config["seed"]) == (30, 7)
+
+
+def test_ddp_is_trained_until_its_loss_is_diloco_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def pretrain(name: str, seed: int, steps: int, cache_dir: str) -> Pretrained:
+        tried.append(steps)
+        loss = 4.0 - steps / 1000 if name == "ddp" else 3.7
+        return Pretrained(None, None, loss, steps)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(training, "pretrain", pretrain)
+    found = training.pretrain_both(1, "")
+    assert tried == [SIZE.steps, 500, 350, 275, 312, 293]
+    assert found["ddp"].loss == pytest.approx(3.7, rel=0.005)

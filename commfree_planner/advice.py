@@ -149,9 +149,9 @@ def _reasons(
             f" {max(MOST_SYNC_EVERY, best.sync_every)} reach {target:.0%} at {gbit_per_s:g} Gbit/s;"
             f" this setting needs {plain(needed)} Gbit/s."
         )
-    if training.wire_dtype != "fp4":
-        coded = training.diloco(best.num_fragments, best.overlap_steps, "fp4")
-        ratio = exchange.bytes_per_cycle / coded.bytes_per_cycle
+    coded = training.diloco(best.num_fragments, best.overlap_steps, "fp4")
+    ratio = exchange.bytes_per_cycle / coded.bytes_per_cycle
+    if ratio > 1:
         yield f"wire_dtype=fp4 sends {ratio:.1f} times fewer bytes."
 
 

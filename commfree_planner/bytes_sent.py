@@ -6,9 +6,11 @@ them.
 
 from __future__ import annotations
 
-_BLOCK = 256  # values per scale, in int8 and fp4
+_BLOCK = 256  # values per scale, in int8, fp4 and int2
+_CHUNK, _KEPT = 4096, 64  # values per chunk, and sent of each, in topk
 GRADIENT_DTYPES = ("fp32", "bf16")
-WIRE_DTYPES = ("fp32", "bf16", "int8", "fp4")
+WIRE_DTYPES = ("fp32", "bf16", "int8", "fp4", "int2", "topk")
+GATHERED = ("topk",)  # wire formats that every replica sends to all others
 
 
 def payload_bytes(numel: int, wire_dtype: str) -> int:
@@ -17,12 +19,14 @@ def payload_bytes(numel: int, wire_dtype: str) -> int:
     Raises:
         ValueError: `wire_dtype` is not in `WIRE_DTYPES`.
     """
-    scales = -(-numel // _BLOCK)
+    scales, kept = -(-numel // _BLOCK), -(-numel // _CHUNK) * _KEPT
     sizes = {
         "fp32": 4 * numel,
         "bf16": 2 * numel,
         "int8": numel + 4 * scales,
         "fp4": 8 * -(-numel // 16) + scales,  # two codes per byte, in whole words
+        "int2": 8 * -(-numel // 32) + 2 * scales,  # four codes per byte
+        "topk": 2 * kept // _KEPT + 14 * kept // 8,  # a scale per chunk; 14 bits per sent value
     }
     if wire_dtype not in sizes:
         raise ValueError(
@@ -42,9 +46,10 @@ def all_reduce_rounds(num_replicas: int) -> int:
     return 2 * (num_replicas - 1)
 
 
-def exchange_rounds(num_replicas: int) -> int:
+def exchange_rounds(num_replicas: int, gather: bool = False) -> int:
     """Return the number of consecutive transfers of the exchange in `exchange_bytes`."""
-    return num_replicas - 1 if num_replicas <= 2 else all_reduce_rounds(num_replicas)
+    gather = gather or num_replicas <= 2
+    return num_replicas - 1 if gather else all_reduce_rounds(num_replicas)
 
 
 def vote_bytes(numel: int, num_replicas: int) -> float:
@@ -71,11 +76,12 @@ def power_sgd_floats(numel: int, width: float, rank: int, in_block: bool) -> flo
     return min(rank * sides, numel)
 
 
-def exchange_bytes(num_bytes: int, num_replicas: int) -> float:
+def exchange_bytes(num_bytes: int, num_replicas: int, gather: bool = False) -> float:
     """Return the bytes that a replica sends to exchange a payload of `num_bytes`.
 
     The cheaper of two methods: every replica gathers all payloads, b(M-1); or each replica averages
     its shard of all payloads and the encoded means are gathered, 2b(M-1)/M. They are equal for
-    M = 2.
+    M = 2. With `gather`, always the former.
     """
-    return min(num_bytes * (num_replicas - 1), all_reduce_bytes(num_bytes, num_replicas))
+    gathered = num_bytes * (num_replicas - 1)
+    return gathered if gather else min(gathered, all_reduce_bytes(num_bytes, num_replicas))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from commfree_planner.bytes_sent import (
+    GATHERED,
     GRADIENT_DTYPES,
     WIRE_DTYPES,
     all_reduce_bytes,
@@ -126,7 +127,7 @@ class Training:
             num_fragments=num_fragments,
             overlap_steps=overlap_steps,
             by_layer=False,
-            rounds=exchange_rounds(self.num_replicas),
+            rounds=exchange_rounds(self.num_replicas, wire_dtype in GATHERED),
         )
 
     def data_parallel(self, dtype: str | None = None) -> Exchange:
@@ -143,7 +144,8 @@ class Training:
         return build_exchange(self.model, sent, by_layer=True, rounds=rounds)
 
     def _outer_bytes(self, wire_dtype: str, numel: int) -> float:
-        return exchange_bytes(payload_bytes(numel, wire_dtype), self.num_replicas)
+        sent = payload_bytes(numel, wire_dtype)
+        return exchange_bytes(sent, self.num_replicas, wire_dtype in GATHERED)
 
     def _gradient_bytes(self, dtype: str, numel: int) -> float:
         return all_reduce_bytes(payload_bytes(numel, dtype), self.num_replicas)

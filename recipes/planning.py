@@ -30,6 +30,7 @@ from commfree_planner import (
 )
 from commfree_planner.advice import plain
 from lightning_commfree.comm.text import counted, human_bytes
+from lightning_commfree.diloco import CODECS
 from recipes.training.language_model import LanguageModel, built_from_config
 
 Config = dict[str, Any]
@@ -72,7 +73,7 @@ def plan(config: Config, console: Console) -> Advice:
     console.print(utilization_table(training, compared, gbit_per_s))
     console.print(bandwidth_table(training, compared, config["targets"]))
     console.print(bytes_table(compared, config["replica_size"]))
-    console.print(Text(memory_line(model, config["replica_size"])))
+    console.print(Text(memory_line(model, config["replica_size"], config["wire_dtype"])))
     if config["replica_size"] > 1:
         console.print(Text(inside_line(training, config["replica_size"])))
     console.print(Text("\n".join(choice_lines(choice))))
@@ -83,18 +84,20 @@ def plan(config: Config, console: Console) -> Advice:
     return advice
 
 
-def memory_line(model: Model, replica_size: int) -> str:
+def memory_line(model: Model, replica_size: int, wire_dtype: str = "fp4") -> str:
     """Return the memory of a rank with `inside=ddp` and `fsdp`, and the size that requires fsdp.
 
     Args:
         model: trained in fp32 by AdamW under DiLoCo; activations are extra.
         replica_size: ranks of a replica; for 1 the second figure assumes 8.
+        wire_dtype: of the outer gradients; error feedback takes 4 bytes per parameter.
     """
     ranks = replica_size if replica_size > 1 else 8
-    # weights, gradients, AdamW's two moments, two outer tensors, DDP's buckets
-    whole = 4 + 4 + 8 + 8 / replica_size + (4 if replica_size > 1 else 0)
+    outer = 12 if CODECS[wire_dtype].error_feedback else 8  # global copy, momentum, residual
+    # weights, gradients, AdamW's two moments, outer tensors, DDP's buckets
+    whole = 4 + 4 + 8 + outer / replica_size + (4 if replica_size > 1 else 0)
     unit = max(*model.block_params, model.rest_params)  # gathered temporarily, with its gradients
-    parts = (24 * model.params / ranks) + 8 * unit
+    parts = ((16 + outer) * model.params / ranks) + 8 * unit
     limits = ", ".join(plain(size / whole, 2) for size in _DEVICE_GB)
     sizes = ", ".join(map(str, _DEVICE_GB))
     return (

@@ -1,4 +1,4 @@
-"""The layout of `comm.bits`, written a second time with numpy: bits and nibbles to bytes and back.
+"""The layout of `comm.bits`, written a second time with numpy: codes to bytes and back.
 
 Slow, and independent of the library.
 """
@@ -25,14 +25,16 @@ def unpack_bits(packed: Tensor, numel: int) -> Tensor:
     return torch.from_numpy(rows.reshape(-1)[:numel].astype(bool))
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack uint8 codes below 16: the first half in the low nibbles, the second half above them."""
-    padded = np.zeros(-(-codes.numel() // 16) * 16, dtype=np.uint8)
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack uint8 codes of 2 or 4 bits: as many equal rows as codes in a byte, the first lowest."""
+    rows = 8 // bits
+    padded = np.zeros(-(-codes.numel() // (8 * rows)) * 8 * rows, dtype=np.uint8)
     padded[: codes.numel()] = codes.cpu().numpy()
-    low, high = padded.reshape(2, -1)
-    return torch.from_numpy(low | high << 4)
+    shifted = [row << bits * i for i, row in enumerate(padded.reshape(rows, -1))]
+    return torch.from_numpy(np.bitwise_or.reduce(shifted))
 
 
-def unpack_nibbles(packed: Tensor, numel: int) -> Tensor:
+def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Return the first `numel` codes, uint8."""
-    return torch.cat([packed & 15, packed >> 4])[:numel].cpu()
+    rows = [packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    return torch.cat(rows)[:numel].cpu()

@@ -39,7 +39,7 @@ def diloco(
 ) -> None:
     within = StreamChannel(walk, ranks) if ranks > 1 else None
     training = Training(patch, size, CPU, walk=walk, within=within)
-    training.run(wire_dtype="fp4", replica_size=ranks, **settings)
+    training.run(**{"wire_dtype": "fp4", "replica_size": ranks, **settings})
 
 
 def lion(walk: RaceWalk, patch: pytest.MonkeyPatch, **settings: Any) -> None:
@@ -63,6 +63,7 @@ RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
     "staging": (stage, STAGED),
     "diloco": (partial(diloco, 2), STAGED),
     "diloco, 3 replicas": (partial(diloco, 3), STAGED),
+    "diloco, int2, 3 replicas": (partial(diloco, 3, wire_dtype="int2"), STAGED),
     "diloco, outer_device": (partial(diloco, 2, outer_device="cpu"), STAGED),
     "diloco, 2 ranks": (partial(diloco, 2, ranks=2), WITHIN),
     "diloco, 2 ranks, 3 replicas": (partial(diloco, 3, ranks=2), WITHIN),

@@ -22,7 +22,7 @@ from benchmarks.common.page import draw_bars, provenance, result_page, write_pag
 from benchmarks.common.timing import Timing, seconds_of, take_turns
 from benchmarks.wire.errors import Error, grid_errors, outer_gradients, wire_errors
 from lightning_commfree.diloco import CODECS
-from lightning_commfree.diloco.codec import BLOCK, Codec, Fp4Codec, Int8Codec, decode_all
+from lightning_commfree.diloco.codec import BLOCK, Codec, Fp4Codec, Int2Codec, Int8Codec, decode_all
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "How large is the error of the wire formats, and how fast are they?"
@@ -31,6 +31,7 @@ TIMED: dict[str, Codec] = {
     **CODECS,
     "int8 in torch operations": Int8Codec(compiled=False),
     "fp4 in torch operations": Fp4Codec(compiled=False),
+    "int2 in torch operations": Int2Codec(compiled=False),
 }
 COPY_TO_NEW = "copy into new memory"
 NEAREST = "power of two, nearest"
@@ -53,10 +54,10 @@ fp32 scales over three octaves; an encoder would have to try all of them."""
 HOW_TO_READ_TIMES = """\
 One thread; medians of operations that take turns; ratio to copying the same fp32 values between two
 buffers. All operations write to existing buffers, except for the copy into new memory, whose pages
-the system must allocate; this is why a thread keeps its scratch memory. On a CPU, int8 and fp4 are
-loops compiled by numba. Without numba they are torch operations, where each step of the arithmetic
-is a pass over scratch memory that stays in the cache: eleven passes to encode fp4 and six to decode
-it, each at a fraction of a copy, because memory is hardly slower than cache here."""
+the system must allocate; this is why a thread keeps its scratch memory. On a CPU, int8, fp4 and
+int2 are loops compiled by numba. Without numba they are torch operations, where each step of the
+arithmetic is a pass over scratch memory that stays in the cache: eleven passes to encode fp4 and
+six to decode it, each at a fraction of a copy, because memory is hardly slower than cache here."""
 
 
 def operations(values: Tensor) -> dict[str, Callable[[], object]]:

@@ -1,4 +1,4 @@
-"""Pack small codes into bytes: eight 1-bit flags or two 4-bit codes per byte.
+"""Pack small codes into bytes: eight 1-bit flags, four 2-bit or two 4-bit codes per byte.
 
 The layout is *planar*: N codes are padded with zeros and divided into equal rows, as many as there
 are codes in a byte; byte j contains code j of every row. Packing a row is one addition on
@@ -8,6 +8,7 @@ consecutive bytes, unpacking it one shift and one mask. With R packed bytes:
 code     rows   packed bytes R    position of code i
 ======== ====== ================= =================================================================
 1 bit    8      8 ceil(N / 64)    byte i % R, bit i // R, where bit 0 is the least significant one
+2 bits   4      8 ceil(N / 32)    byte i % R, bits 2 (i // R) and 2 (i // R) + 1
 4 bits   2      8 ceil(N / 16)    byte i % R, low nibble if i < R, else high nibble
 ======== ====== ================= =================================================================
 
@@ -30,9 +31,9 @@ from torch import Tensor
 _WORD_BYTES = 8
 
 
-def packed_nibbles_size(numel: int) -> int:
-    """Return the size in bytes of `numel` packed 4-bit codes, a multiple of 8."""
-    return -(-numel * 4 // (8 * _WORD_BYTES)) * _WORD_BYTES
+def packed_size(numel: int, bits: int) -> int:
+    """Return the size in bytes of `numel` packed codes of `bits` bits, a multiple of 8."""
+    return -(-numel * bits // (8 * _WORD_BYTES)) * _WORD_BYTES
 
 
 def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
@@ -46,7 +47,7 @@ def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
         packed: uint8, shape (..., R), where R is 8 ceil(N / 64) or more, in whole words. Zero it
             before the first part; flags that are never written are then False.
     """
-    _pack(flags.view(torch.uint8), 1, packed, start)
+    pack_codes_part(flags.view(torch.uint8), 1, start, packed)
 
 
 def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
@@ -54,24 +55,37 @@ def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
 
     `out` is uint8, shape (..., n).
     """
-    for row, position, part in _positions(start, out.shape[-1], packed.shape[-1]):
-        torch.bitwise_right_shift(packed[..., position], row, out=out[..., part])
-    out.bitwise_and_(1)
+    unpack_codes_part(packed, 1, start, out)
 
 
-def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
-    """Write consecutive 4-bit codes into a packed buffer.
+def pack_codes_part(codes: Tensor, bits: int, start: int, packed: Tensor) -> None:
+    """Write consecutive codes into a packed buffer.
 
     Call it for adjacent parts in ascending order, until the buffer is complete: the first row
-    overwrites the buffer's previous contents, and the second is added to it.
+    overwrites the buffer's previous contents, and the others are added to it.
 
     Args:
-        codes: uint8, shape (n,), values 0 to 15; unchecked, because a check would synchronize a
-            GPU.
+        codes: uint8, shape (..., n), values below 2^bits; unchecked, because a check would
+            synchronize a GPU.
+        bits: 1, 2 or 4.
         start: index of the first code.
-        packed: uint8, shape (packed_nibbles_size(N),).
+        packed: uint8, shape (..., packed_size(N, bits)).
     """
-    _pack(codes, 4, packed, start)
+    # Only in a buffer of a single word can the first row be longer than the codes.
+    if packed.shape[-1] == _WORD_BYTES and start == 0:
+        packed.zero_()
+    for row, position, part in _positions(start, codes.shape[-1], packed.shape[-1]):
+        if row == 0:
+            packed[..., position].copy_(codes[..., part])
+        else:  # rows use different bits, so adding is OR-ing, and `alpha` shifts in the same pass
+            packed[..., position].add_(codes[..., part], alpha=1 << bits * row)
+
+
+def unpack_codes_part(packed: Tensor, bits: int, start: int, out: Tensor) -> None:
+    """Read the codes `start` to `start` + n of a packed buffer into `out`, uint8, (..., n)."""
+    for row, position, part in _positions(start, out.shape[-1], packed.shape[-1]):
+        torch.bitwise_right_shift(packed[..., position], bits * row, out=out[..., part])
+    out.bitwise_and_((1 << bits) - 1)
 
 
 def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
@@ -81,24 +95,13 @@ def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
     cost an extra pass.
 
     Args:
-        packed: uint8, shape (packed_nibbles_size(N),).
+        packed: uint8, shape (packed_size(N, 4),).
         start: index of the first code to read.
         out: int16, shape (n,). Bits 12 to 15 of word i become code `start` + i; the lower bits are
             garbage.
     """
     for row, position, part in _positions(start, out.numel(), packed.numel()):
         out[part].copy_(packed[position]).bitwise_left_shift_(8 if row else 12)
-
-
-def _pack(codes: Tensor, bits: int, out: Tensor, start: int) -> None:
-    # Only in a buffer of a single word can the first row be longer than the codes.
-    if out.shape[-1] == _WORD_BYTES and start == 0:
-        out.zero_()
-    for row, position, part in _positions(start, codes.shape[-1], out.shape[-1]):
-        if row == 0:
-            out[..., position].copy_(codes[..., part])
-        else:  # rows use different bits, so adding is OR-ing, and `alpha` shifts in the same pass
-            out[..., position].add_(codes[..., part], alpha=1 << bits * row)
 
 
 def _positions(start: int, numel: int, row_bytes: int) -> Iterator[tuple[int, slice, slice]]:

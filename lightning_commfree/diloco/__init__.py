@@ -58,7 +58,7 @@ Departures from the paper:
 
 from __future__ import annotations
 
-from lightning_commfree.diloco.codec import CODECS, Codec
+from lightning_commfree.diloco.codec import CODECS, Codec, Int2Codec, TopKCodec
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -74,10 +74,12 @@ __all__ = [
     "Codec",
     "DiLoCoSettings",
     "Fragment",
+    "Int2Codec",
     "OuterFragment",
     "OuterOptimizerFactory",
     "Schedule",
     "StreamingDiLoCo",
+    "TopKCodec",
     "default_outer_optimizer",
     "split_into_fragments",
 ]

@@ -11,14 +11,27 @@ fp32        32            none
 bf16        16            to nearest, ties to even; NaN and Inf are kept
 int8        8.125         to nearest in steps of a block's largest magnitude / 127
 fp4         4.03          to nearest of zero and seven powers of two with either sign (E3M0)
+int2        2.06          to one of four levels per block; error feedback
+topk        0.223         the 64 largest of 4096 values, in two bits each; error feedback
 ==========  ============  =====================================================================
 
-Int8 and fp4 have one scale per *block* of consecutive values (`quantize`). Values are processed in
-*chunks* of complete blocks, so that intermediate results stay in cache. If numba is installed, CPUs
-use `quantize_numba`, which is two to four times faster on one thread and gives the same results.
+Int8, fp4 and int2 have one scale per *block* of consecutive values (`quantize`). Values are
+processed in *chunks* of complete blocks, so that intermediate results stay in cache. If numba is
+installed, CPUs use `quantize_numba` for them, which is two to four times faster on one thread and
+gives the same results.
 
-To use your own codec, pass an object that implements `Codec` as `wire_dtype`. Coarse codecs (1 or 2
-bits, top-k) converge only with `Codec.error_feedback`. See `examples/sign_codec.py` for an example.
+*Error feedback* (arXiv:1901.09847) keeps what a codec has lost, the residual, in the replica's own
+state, and adds it, times a weight, to the fragment's next outer gradient. The weight must be lower
+the larger the outer momentum is: a residual of weight 1 comes back in every later step of the
+momentum, and with the default outer optimizer (learning rate 0.4, momentum 0.9) int2 diverges from
+a weight of 0.9 on (`tests/diloco/test_error_feedback.py`). So the weight is 0.5 by default; without
+outer momentum, 0.95 to 1 is best.
+
+To use your own codec, pass an object that implements `Codec` as `wire_dtype`. See
+`examples/sign_codec.py` for an example. It may also have an attribute `gather_only`: True if every
+replica must get every payload, so that values are encoded once. For top-k, the other route saves
+nothing: a mean has as many nonzero values as all payloads together, and to select from them again
+would discard most of what was sent.
 """
 
 from __future__ import annotations
@@ -27,18 +40,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_commfree.comm.bits import lift_nibbles_part, pack_nibbles_part, packed_nibbles_size
+from lightning_commfree.comm.bits import (
+    lift_nibbles_part,
+    pack_codes_part,
+    packed_size,
+    unpack_codes_part,
+)
 from lightning_commfree.comm.compiled import load_loops
+from lightning_commfree.comm.settings import check_count
 from lightning_commfree.diloco import quantize
 
 BLOCK = 256  # values
 _CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks pay more for torch's calls
 _DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
+_MAX_TOPK_CHUNK = 2**12  # positions have 12 bits
+_INT2_LEVELS = 1, 3  # magnitudes, in units of the scale
+_FEEDBACK = 0.5  # stable with the default outer optimizer, and with twice its learning rate
+_TOPK_LEVELS = 3, 4  # closer, because selected values are all large
 
 
 def num_blocks(numel: int) -> int:
@@ -46,11 +70,11 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def chunks(numel: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices that cover `numel` values, in chunks sized for the device."""
+def chunks(numel: int, device: torch.device, block: int = BLOCK) -> Iterator[slice]:
+    """Yield slices that cover `numel` values, in chunks of whole blocks, sized for the device."""
     # a shorter last block is a chunk of its own, so that every chunk has blocks of one size
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
-    whole = numel // BLOCK * BLOCK
+    whole = numel // block * block
     for start in range(0, whole, step):
         yield slice(start, min(start + step, whole))
     if whole < numel:
@@ -66,10 +90,10 @@ class Codec(Protocol):
         """Name of the codec, which must be the same on all replicas."""
 
     @property
-    def error_feedback(self) -> bool:
-        """Whether to add the rounding error to the fragment's next outer gradient.
+    def error_feedback(self) -> float:
+        """Weight of the rounding error in the fragment's next outer gradient; 0: it is not kept.
 
-        It takes 4 bytes of memory per parameter.
+        Keeping it takes 4 bytes of memory per parameter.
         """
 
     def num_bytes(self, numel: int) -> int:
@@ -173,7 +197,7 @@ class Fp4Codec:
 
     def num_bytes(self, numel: int) -> int:
         """Return half a byte per value, rounded up to whole words, and one byte per block."""
-        return packed_nibbles_size(numel) + num_blocks(numel)
+        return packed_size(numel, 4) + num_blocks(numel)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         """Encode block by block, and pack the codes."""
@@ -184,7 +208,7 @@ class Fp4Codec:
             for chunk in chunks(values.numel(), values.device):
                 blocks, shape = blocks_of(chunk)
                 codes = quantize.encode_e3m0(values[chunk].view(shape), scales[blocks])
-                pack_nibbles_part(codes, chunk.start, packed)
+                pack_codes_part(codes, 4, chunk.start, packed)
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
@@ -199,8 +223,166 @@ class Fp4Codec:
             quantize.decode_e3m0(lift, scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        split = packed_nibbles_size(numel)
+        split = packed_size(numel, 4)
         return payload[:split], payload[split:]
+
+
+@dataclass(frozen=True)
+class Int2Codec:
+    """Int2 codec. Its payload contains the bf16 scales of all blocks, then codes, four per byte.
+
+    Args:
+        compiled: whether to use `quantize_numba` if numba is installed.
+        error_feedback: as in `Codec`.
+    """
+
+    compiled: bool = True
+    error_feedback: float = _FEEDBACK
+
+    @property
+    def name(self) -> str:
+        """Name that contains the weight, which must be the same on all replicas."""
+        return f"int2(error_feedback={self.error_feedback})"
+
+    def num_bytes(self, numel: int) -> int:
+        """Return two bytes per block, and a quarter per value, rounded up to whole words."""
+        return 2 * num_blocks(numel) + packed_size(numel, 2)
+
+    def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+        """Encode block by block, and pack the codes."""
+        scales, packed = self._split(out, values.numel())
+        if loops := self.compiled and _loops(values.device):
+            loops.encode_int2(values, packed, scales, BLOCK)
+        else:
+            for chunk in chunks(values.numel(), values.device):
+                blocks, shape = blocks_of(chunk)
+                values_BV = values[chunk].view(shape)
+                codes = quantize.encode_two_bits(values_BV, *_INT2_LEVELS, scales[blocks])
+                pack_codes_part(codes, 2, chunk.start, packed)
+        _write_residual(self, values, out, residual)
+
+    def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
+        """Decode the blocks of a chunk."""
+        _check_size(self, payload, numel)
+        scales, packed = self._split(payload, numel)
+        blocks, shape = blocks_of(values)
+        if loops := self.compiled and _loops(payload.device):
+            loops.decode_int2(packed, values.start, scales[blocks], out, BLOCK)
+        else:
+            codes = torch.empty(out.shape, dtype=torch.uint8, device=out.device)
+            unpack_codes_part(packed, 2, values.start, codes)
+            quantize.decode_two_bits(
+                codes.view(shape), *_INT2_LEVELS, scales[blocks], out.view(shape)
+            )
+
+    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        split = 2 * num_blocks(numel)
+        return payload[:split].view(torch.bfloat16), payload[split:]
+
+
+@dataclass(frozen=True)
+class TopKCodec:
+    """Codec that sends only the values with the largest magnitudes (SparseLoCo, arXiv:2508.15706).
+
+    The others are zero, and reach the other replicas later, by error feedback. A chunk with fewer
+    than `keep` nonzero values sends its largest one several times. A payload contains, for all
+    chunks, the bf16 scales; the low 8 bits of the positions; their high 4 bits, two per byte; and
+    the values as 2-bit codes, four per byte.
+
+    Args:
+        chunk: number of consecutive values of which `keep` are sent: a power of two from 256 to
+            4096. The last chunk of a fragment may be shorter.
+        keep: number of values to send of every chunk, 1 to 256.
+        error_feedback: as in `Codec`. The paper's 0.95 belongs to an outer SGD without momentum.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: `chunk` or `keep` is not a whole number.
+    """
+
+    chunk: int = 4096
+    keep: int = 64
+    error_feedback: float = _FEEDBACK
+    gather_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("chunk", self.chunk, BLOCK, ": it counts the values of which `keep` are sent")
+        check_count("keep", self.keep, 1, ": it counts the values that are sent of every chunk")
+        if self.chunk & (self.chunk - 1) or self.chunk > _MAX_TOPK_CHUNK:
+            raise ValueError(
+                f"`chunk={self.chunk}` must be a power of two from {BLOCK} to {_MAX_TOPK_CHUNK}:"
+                " positions in a chunk are sent with 12 bits."
+            )
+        if self.keep > BLOCK:
+            raise ValueError(
+                f"`keep={self.keep}` is above {BLOCK}, the largest number of values with one scale."
+                " Lower `chunk` to send a larger share of the values."
+            )
+        if not 0.0 < self.error_feedback <= 1.0:
+            raise ValueError(
+                f"`error_feedback={self.error_feedback}` must be above 0 and at most 1: without"
+                " error feedback, most values would never be sent."
+            )
+
+    @property
+    def name(self) -> str:
+        """Name that contains the settings, which must be the same on all replicas."""
+        return f"topk(chunk={self.chunk}, keep={self.keep}, error_feedback={self.error_feedback})"
+
+    def num_bytes(self, numel: int) -> int:
+        """Return two bytes per chunk, and 14 bits per selected value, rounded up to whole words."""
+        selected = self._num_chunks(numel) * self.keep
+        scales = 2 * self._num_chunks(numel)
+        return scales + selected + packed_size(selected, 4) + packed_size(selected, 2)
+
+    def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+        """Select values chunk by chunk, and encode their positions and values."""
+        scales, low, high, packed = self._split(out, values.numel())
+        for part in chunks(values.numel(), values.device, self.chunk):
+            missing = -(part.stop - part.start) % self.chunk
+            part_N = pad(values[part], (0, missing)) if missing else values[part]
+            positions_BK, values_BK = quantize.largest(part_N.view(-1, self.chunk), self.keep)
+            first, count = part.start // self.chunk, len(positions_BK)
+            codes = quantize.encode_two_bits(
+                values_BK, *_TOPK_LEVELS, scales[first : first + count]
+            )
+
+            positions, start = positions_BK.view(-1), first * self.keep
+            low[start : start + len(positions)].copy_(positions.bitwise_and(0xFF))
+            pack_codes_part(positions.bitwise_right_shift(8).to(torch.uint8), 4, start, high)
+            pack_codes_part(codes, 2, start, packed)
+        _write_residual(self, values, out, residual)
+
+    def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
+        """Decode the chunks with any of the values."""
+        _check_size(self, payload, numel)
+        scales, low, high, packed = self._split(payload, numel)
+        first, last = values.start // self.chunk, self._num_chunks(values.stop)
+        shape, start = (last - first, self.keep), first * self.keep
+
+        codes = torch.empty(shape, dtype=torch.uint8, device=out.device)
+        unpack_codes_part(high, 4, start, codes.view(-1))
+        positions_BK = codes.to(torch.int64).bitwise_left_shift_(8)
+        positions_BK += low[start : start + codes.numel()].view(shape)
+        unpack_codes_part(packed, 2, start, codes.view(-1))
+        values_BK = torch.empty(shape, dtype=torch.float32, device=out.device)
+        quantize.decode_two_bits(codes, *_TOPK_LEVELS, scales[first:last], values_BK)
+
+        # `out` may begin and end within a chunk
+        begin, numel_out = values.start - first * self.chunk, (last - first) * self.chunk
+        whole = out if len(out) == numel_out else out.new_empty(numel_out)
+        whole.zero_().view(-1, self.chunk).scatter_(1, positions_BK, values_BK)
+        if whole is not out:
+            out.copy_(whole[begin : begin + len(out)])
+
+    def _num_chunks(self, numel: int) -> int:
+        return -(-numel // self.chunk)
+
+    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        selected = self._num_chunks(numel) * self.keep
+        sizes = [2 * self._num_chunks(numel), selected, packed_size(selected, 4)]
+        scales, low, high, packed = torch.split(payload, [*sizes, packed_size(selected, 2)])
+        return scales.view(torch.bfloat16), low, high, packed
 
 
 CODECS: dict[str, Codec] = {
@@ -208,6 +390,8 @@ CODECS: dict[str, Codec] = {
     "bf16": CastCodec("bf16", torch.bfloat16),
     "int8": Int8Codec(),
     "fp4": Fp4Codec(),
+    "int2": Int2Codec(),
+    "topk": TopKCodec(),
 }
 """The built-in codecs, by their names in `wire_dtype`."""
 
@@ -252,4 +436,4 @@ def _loops(device: torch.device) -> ModuleType | None:
     """Return `quantize_numba` if it can be used for tensors on `device`, else None."""
     if device.type != "cpu":
         return None
-    return load_loops("lightning_commfree.diloco.quantize_numba", "int8 and fp4")
+    return load_loops("lightning_commfree.diloco.quantize_numba", "int8, fp4 and int2")

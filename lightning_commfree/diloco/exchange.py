@@ -185,8 +185,11 @@ class FragmentMessage:
             decode_all(self._codec, self._layout.section(message, "payload"), row)
         return values_MN
 
-    def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M)."""
+    def average(self, messages: Tensor, padding: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M).
+
+        The last `padding` values become zero: not every codec keeps zeros.
+        """
         # chunk by chunk, so that decoded values of all replicas are never in memory at once
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
@@ -201,6 +204,8 @@ class FragmentMessage:
             rows_MV = buffer_MV[:, :count]
             for payload, row in zip(payloads, rows_MV, strict=True):
                 self._codec.decode(payload, self._numel, chunk, row)
+            if (stop := self._numel - padding) < chunk.stop:
+                rows_MV[:, max(stop - chunk.start, 0) :].zero_()
 
             _average(rows_MV, out=mean[chunk])
             for i, row in enumerate(rows_MV):  # row by row: BLAS is slow for so wide a matrix
@@ -389,7 +394,8 @@ class FragmentExchange:
         """Average the shard that this replica owns; return the resulting message and its error."""
         summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
         counted = finite_messages(received, summary.nonfinite)
-        mean, gram_KK = self._up.average(counted)
+        end = (self.route.shard + 1) * self._shard
+        mean, gram_KK = self._up.average(counted, padding=max(end - self.numel, 0))
         # K < M if replicas are left out, but all messages must have the same size
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 
@@ -423,30 +429,35 @@ def _concatenate(values: Tensor, buffers: Tensor) -> Tensor:
 def cheaper_exchange(
     view: View, codec: Codec, numel: int, num_buffers: int = 0, background: Background | None = None
 ) -> FragmentExchange:
-    """Create the exchange on the route that sends fewer bytes.
+    """Create the exchange on the route that sends fewer bytes; gather if the codec demands it.
 
     Without a `background`, it can only report its bytes and launch gathers.
     """
     background = background or Background(view.channel.ledger)
-    both = [
-        FragmentExchange(route, codec, numel, num_buffers, background) for route in routes(view)
+    exchanges = [
+        FragmentExchange(route, codec, numel, num_buffers, background)
+        for route in routes(view)
+        if not (route.two_phase and getattr(codec, "gather_only", False))  # optional in a `Codec`
     ]
-    return min(both, key=lambda exchange: exchange.num_bytes)
+    return min(exchanges, key=lambda exchange: exchange.num_bytes)
 
 
 def fragment_exchanges(
-    view: View, codec: Codec, sizes: Sequence[tuple[int, int]], background: Background
-) -> list[FragmentExchange]:
-    """Create the cheaper exchange for each fragment; `sizes` contains each fragment's N and E."""
-    exchanges = [cheaper_exchange(view, codec, *size, background) for size in sizes]
+    view: View, codecs: Sequence[Codec], sizes: Sequence[tuple[int, int]], background: Background
+) -> list[list[FragmentExchange]]:
+    """Create the cheaper exchange for each codec and fragment; `sizes` contains each N and E."""
+    by_codec = [
+        [cheaper_exchange(view, codec, *size, background) for size in sizes] for codec in codecs
+    ]
     # The order of collectives must be the same on all ranks. If fragment 0 takes two phases, the
     # background thread launches the second one when the first has arrived. A gather of fragment 1
     # from the training thread could come before that on one rank and after it on another. So if any
     # fragment takes two phases, gathers are launched on the background thread too.
-    in_thread = any(exchange.route.two_phase for exchange in exchanges)
-    for exchange in exchanges:
+    every = [exchange for exchanges in by_codec for exchange in exchanges]
+    in_thread = any(exchange.route.two_phase for exchange in every)
+    for exchange in every:
         exchange.in_thread = in_thread
-    return exchanges
+    return by_codec
 
 
 class Flight(NamedTuple):

@@ -1,4 +1,4 @@
-"""Quantize blocks of fp32 values to 4-bit E3M0 codes or int8, and decode them.
+"""Quantize blocks of fp32 values to E3M0, int8 or two bits, select the largest, and decode them.
 
 E3M0 (arXiv:2501.18512, section 2.4) has a sign bit and three exponent bits: zero and seven powers
 of two with either sign. The paper does not specify scales, blocks, rounding or zeros. In this
@@ -18,6 +18,19 @@ package:
 Int8 uses the same blocks with an fp32 scale, the largest magnitude / 127, and rounds to nearest,
 ties to even. A block whose largest magnitude is below 2^-118 becomes zero, and a NaN or Inf makes
 its block NaN here too.
+
+*Two bits* (`encode_two_bits`) are a sign and one of two magnitudes, low and high times a bf16
+scale. A value gets the high one if it exceeds the root mean square of its block, and the scale is
+then the least-squares fit of the codes to the values. So the decoded values never have a larger
+norm than the values, and error feedback converges for any values. For Gaussian values, magnitudes
+of 1 and 3 have nearly the least error of any four levels: 34.5 % of the norm, against 34.3 % for
+Lloyd's and Max's levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the
+means of four bins per tensor, in fp32. Magnitudes below 2^-118 are zero and those from 2^120 on
+NaN, as above, but zeros in a block with other values become the low level.
+
+Sums must not depend on the order of their terms, which differs between devices. So they are sums of
+whole numbers below 2^24, which are exact in fp32: magnitudes are rounded to 8 bits relative to the
+block's largest.
 
 This module uses torch operations and runs on all devices. It avoids comparisons, because in torch,
 creating boolean tensors is several times slower than arithmetic. `python -m benchmarks.wire`
@@ -75,6 +88,23 @@ class Workspace:
         exponents = self._exponents()
         powers = _power_of_two(exponents.clamp(max=MAX_TOP)) * 2**8
         return powers.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
+
+    @cached_property
+    def unit_factors(self) -> Tensor:
+        """Lookup table for the factor that scales a block to magnitudes below 2^8: fp32, (256, 1).
+
+        By the biased exponent of the block's largest magnitude; 0 for zero blocks.
+        """
+        exponents = self._exponents()
+        factors = _power_of_two(2 * _EXPONENT_BIAS + 7 - exponents)
+        return factors.masked_fill_(exponents == 0, 0.0).unsqueeze(1)
+
+    @cached_property
+    def units(self) -> Tensor:
+        """Lookup table for the inverse of `unit_factors`, NaN for NaN blocks: fp32, (256,)."""
+        exponents = self._exponents()
+        units = _power_of_two((exponents - 7).clamp_(min=0))
+        return units.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan)
 
     def _exponents(self) -> Tensor:
         """Return each entry's biased exponent, int32; 0 below the range, 255 above it."""
@@ -200,8 +230,84 @@ def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
     out_BV.copy_(codes_BV).mul_(scales_B.unsqueeze(1))
 
 
+def encode_two_bits(values_BV: Tensor, low: int, high: int, scales_B: Tensor) -> Tensor:
+    """Encode a chunk of B blocks of V fp32 values, at most 256, as a sign and one of two levels.
+
+    Args:
+        values_BV: fp32.
+        low: smaller magnitude, in units of the scale.
+        high: larger magnitude; at most 4.
+        scales_B: bf16, filled; NaN for a NaN block.
+
+    Returns:
+        The codes, uint8, shape (B * V,), valid until the next call: 0 to 3 for -high, -low, low and
+        high. In a NaN block they are 1 or 2.
+    """
+    workspace, shape = workspace_for(values_BV), values_BV.shape
+    tops_B = _largest_bits(values_BV, workspace).bitwise_right_shift_(MANTISSA_BITS)
+    # the buffer that `_largest_bits` leaves filled with the magnitudes
+    rounded_BV = workspace.buffer(torch.float32, shape)
+    rounded_BV.mul_(workspace.unit_factors.index_select(0, tops_B)).round_()
+
+    high_BV = workspace.buffer(torch.float32, shape, slot=1)
+    torch.mul(rounded_BV, rounded_BV, out=high_BV)
+    # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number
+    count = torch.full((), float(shape[1]), dtype=torch.float32, device=values_BV.device)
+    high_BV.gt_(high_BV.sum(dim=1, keepdim=True) / count)  # 1 where the high level is used, else 0
+
+    # the least-squares scale is sum(value level) / sum(level^2)
+    product_B = low * rounded_BV.sum(dim=1)
+    product_B += (high - low) * rounded_BV.mul_(high_BV).sum(dim=1)
+    square_B = low**2 * count + (high**2 - low**2) * high_BV.sum(dim=1)
+    scales_B.copy_(product_B / square_B * workspace.units.index_select(0, tops_B))
+
+    # 0.5 or 1.5 with the value's sign becomes 0 to 3
+    signed_BV = torch.copysign(high_BV.add_(0.5), values_BV, out=high_BV)
+    codes_BV = workspace.buffer(torch.uint8, shape)
+    return codes_BV.copy_(signed_BV.add_(1.5)).view(-1)
+
+
+def decode_two_bits(codes_BV: Tensor, low: int, high: int, scales_B: Tensor, out: Tensor) -> None:
+    """Decode a chunk encoded by `encode_two_bits` into `out`, fp32, shape (B, V)."""
+    step = high - low
+    out.copy_(codes_BV).sub_(1.5)
+    if low != step / 2:  # with levels of 1 and 3 the codes are equally spaced
+        offset = torch.full((), low - step / 2, dtype=torch.float32, device=out.device)
+        out.mul_(step).add_(torch.copysign(offset, out)).mul_(scales_B.float().unsqueeze(1))
+    else:
+        out.mul_(step * scales_B.float().unsqueeze(1))
+
+
+def largest(values_BC: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Select the values with the largest magnitudes in every row, in descending order.
+
+    Of equal magnitudes, those at lower positions come first. Zeros are not selected: if a row has
+    fewer than `count` other values, its first selected value is repeated.
+
+    Args:
+        values_BC: fp32, at most 4096 values in a row.
+        count: K, number of values to select.
+
+    Returns:
+        Positions, int64, and values, fp32, both of shape (B, K).
+    """
+    length = values_BC.shape[1]
+    # Unique keys, because devices break ties differently. Magnitudes have the order of their bits.
+    keys_BC = values_BC.view(torch.int32).bitwise_and(0x7FFF_FFFF).to(torch.int64)
+    order_C = torch.arange(length - 1, -1, -1, device=values_BC.device)
+    positions_BK = keys_BC.bitwise_left_shift_(12).add_(order_C).topk(count, dim=1).indices
+
+    selected_BK = values_BC.gather(1, positions_BK)
+    zeros_BK = selected_BK == 0
+    positions_BK = torch.where(zeros_BK, positions_BK[:, :1], positions_BK)
+    return positions_BK, torch.where(zeros_BK, selected_BK[:, :1], selected_BK)
+
+
 def _largest_bits(values_BV: Tensor, workspace: Workspace) -> Tensor:
-    """Return the bits of every block's largest magnitude: int32, shape (B,)."""
+    """Return the bits of every block's largest magnitude: int32, shape (B,).
+
+    Leaves the magnitudes in the workspace's first fp32 buffer.
+    """
     magnitudes_BV = torch.abs(values_BV, out=workspace.buffer(torch.float32, values_BV.shape))
     # magnitudes have the order of their bits, with Inf and then NaN at the top
     return magnitudes_BV.view(torch.int32).amax(dim=1)

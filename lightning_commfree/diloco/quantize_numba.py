@@ -1,4 +1,4 @@
-"""Compiled CPU loops for fp4 and int8, bit-identical to `quantize`.
+"""Compiled CPU loops for fp4, int8 and int2, bit-identical to `quantize`.
 
 `quantize` makes one pass over the values per arithmetic operation. These loops keep a block
 in registers and the L1 cache, so encoding and decoding run at memory speed. Payloads are the same
@@ -33,11 +33,11 @@ _LIMIT = f32(127.0)
 
 
 def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
-    """Encode like `quantize.encode_e3m0` and pack like `bits.pack_nibbles_part`.
+    """Encode like `quantize.encode_e3m0` and pack like `bits.pack_codes_part`.
 
     Args:
         values: fp32, shape (N,), contiguous.
-        packed: uint8, shape (packed_nibbles_size(N),), filled.
+        packed: uint8, shape (packed_size(N, 4),), filled.
         scales: uint8, shape (num_blocks(N),), filled.
         block: number of values per block.
     """
@@ -65,12 +65,33 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> No
     _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), block, least)
 
 
+def encode_int2(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
+    """Encode like `quantize.encode_two_bits` with levels of 1 and 3, and pack.
+
+    Args:
+        values: fp32, shape (N,), contiguous.
+        packed: uint8, shape (packed_size(N, 2),), filled.
+        scales: bf16, shape (num_blocks(N),), filled.
+        block: number of values per block, at most 256.
+    """
+    bits, halves = values.view(torch.int32).numpy(), scales.view(torch.int16).numpy()
+    _encode_int2(bits, values.numpy(), packed.numpy(), halves, block, MIN_TOP, MAX_TOP)
+
+
+def decode_int2(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
+    """Decode a chunk encoded by `encode_int2`; arguments as for `decode_e3m0`."""
+    _decode_int2(packed.numpy(), start, scales.float().numpy(), out.numpy(), block)
+
+
 def try_out() -> None:
     """Compile the loops, or load them from numba's cache."""
     value, word = torch.zeros(1, dtype=torch.float32), torch.zeros(8, dtype=torch.uint8)
     encode_e3m0(value, word, word[:1].clone(), 1)
     decode_e3m0(word, 0, word[:1], value, 1)
     encode_int8(value, word[:1].view(torch.int8), value.clone(), 1)
+    scale = torch.zeros(1, dtype=torch.bfloat16)
+    encode_int2(value, word, scale, 1)
+    decode_int2(word, 0, scale, value, 1)
 
 
 @compiled
@@ -199,3 +220,98 @@ def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, lea
             scales[b] = f32(largest / _LIMIT)
             # two roundings, as in torch's 127 / largest
             _scaled(values[block], f32(f32(f32(1) / largest) * _LIMIT), codes[block])
+
+
+@compiled
+def _fit_two_bits(values: Any, factor: Any, units: Any, codes: Any) -> Any:
+    """Write a block's codes, and return their scale relative to 1 / factor; `units` is scratch."""
+    total = square = i32(0)
+    for i in range(values.size):
+        unit = i32(np.rint(f32(abs(values[i]) * factor)))
+        units[i] = unit
+        total = i32(total + unit)
+        square = i32(square + i32(unit * unit))
+    limit = f32(f32(square) / f32(values.size))
+
+    high = high_total = i32(0)
+    for i in range(values.size):
+        above = i32(1) if f32(i32(units[i] * units[i])) > limit else i32(0)
+        codes[i] = u8(above)
+        high = i32(high + above)
+        high_total = i32(high_total + i32(above * units[i]))
+    product = i32(total + i32(i32(2) * high_total))
+    return f32(f32(product) / f32(i32(i32(values.size) + i32(i32(8) * high))))
+
+
+@compiled
+def _write_signs(bits: Any, codes: Any) -> None:
+    """Turn 0 and 1 (above the limit) into 2 and 3, or into 1 and 0 for negative values."""
+    for i in range(bits.size):
+        code = i32(i32(2) + i32(codes[i]))
+        codes[i] = u8(i32(code ^ i32(i32(bits[i] >> i32(31)) & i32(3))))
+
+
+@compiled
+def _encode_int2(
+    bits: Any, values: Any, packed: Any, scales: Any, size: Any, lowest: Any, highest: Any
+) -> None:
+    row = packed.size  # byte i contains the codes i, row + i, 2 row + i and 3 row + i
+    packed[bits.size :] = u8(0)  # padding, if there are fewer values than bytes
+    codes_of_block, units = np.empty(size, u8), np.empty(size, i32)
+    word = np.empty(1, i32)
+
+    for b in range(scales.size):
+        start = b * size
+        stop = min(start + size, bits.size)
+        block, codes = bits[start:stop], codes_of_block[: stop - start]
+
+        top = i32(_largest(block) >> _SHIFT)
+        if top < lowest or top > highest:
+            codes[:] = u8(0)
+            scales[b] = np.int16(0 if top < lowest else 0x7FC0)
+        else:
+            word[0] = i32(i32(i32(261) - top) << _SHIFT)  # 2^8 / the power of two above the largest
+            fitted = _fit_two_bits(values[start:stop], word.view(f32)[0], units, codes)
+            word[0] = i32(i32(top - i32(7)) << _SHIFT)
+            word.view(f32)[0] = f32(fitted * word.view(f32)[0])
+            # round to bf16, ties to even
+            lowest_kept = i32(i32(word[0] >> i32(16)) & i32(1))
+            scales[b] = np.int16(i32(i32(word[0] + i32(0x7FFF)) + lowest_kept) >> i32(16))
+        _write_signs(block, codes)
+
+        position = start
+        while position < stop:
+            shift, byte = position // row, position % row
+            count = min(row - byte, stop - position)
+            part = codes[position - start : position - start + count]
+            if shift == 0:
+                _write_low(part, packed[byte : byte + count])
+            else:
+                _or_shifted(part, u8(2 * shift), packed[byte : byte + count])
+            position += count
+
+
+@compiled
+def _or_shifted(codes: Any, shift: Any, packed: Any) -> None:
+    for i in range(codes.size):
+        packed[i] = u8(packed[i] | u8(codes[i] << shift))
+
+
+@compiled
+def _lift_two_bits(packed: Any, shift: Any, scale: Any, out: Any) -> None:
+    for i in range(packed.size):
+        code = i32(i32(i32(packed[i]) >> shift) & i32(3))
+        out[i] = f32(f32(f32(code) - f32(1.5)) * f32(f32(2.0) * scale))
+
+
+@compiled
+def _decode_int2(packed: Any, first: Any, scales: Any, out: Any, size: Any) -> None:
+    row = packed.size
+    for b in range(scales.size):
+        position, stop = b * size, min(b * size + size, out.size)
+        while position < stop:
+            shift, byte = (first + position) // row, (first + position) % row
+            count = min(row - byte, stop - position)
+            part = packed[byte : byte + count]
+            _lift_two_bits(part, i32(2 * shift), scales[b], out[position : position + count])
+            position += count

@@ -33,12 +33,13 @@ from torch.profiler import record_function
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import Membership, View
-from lightning_commfree.diloco.codec import codec_of, warm_up
+from lightning_commfree.diloco.codec import CODECS, codec_of, warm_up
 from lightning_commfree.diloco.exchange import (
     JOINED_BITS,
     TAG,
     Arrival,
     Flight,
+    FragmentExchange,
     Header,
     fragment_exchanges,
 )
@@ -123,6 +124,9 @@ class StreamingDiLoCo:
         within: Channel | None = None,
     ) -> None:
         self.settings, self.codec = settings, codec_of(settings.wire_dtype)
+        # Rounds with no next one, at the end and for an evaluation, cannot make up for their error.
+        self._last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
+        self._feedback = float(self.codec.error_feedback)
         self._module, self._membership, self._within = module, membership, within
         self.step = 0
         self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
@@ -139,7 +143,8 @@ class StreamingDiLoCo:
         # so that the first launch and landing are as fast as later ones
         tensors = [tensor for f in self.fragments for tensor in (f.global_copy, *f.local)]
         for device in {self.view.channel.device, *(tensor.device for tensor in tensors)}:
-            warm_up(self.codec, device)
+            for codec in (self.codec, self._last_codec):
+                warm_up(codec, device)
 
     # -- a step
 
@@ -195,7 +200,7 @@ class StreamingDiLoCo:
             fragment = self.fragments[p]
             gradient = fragment.outer_gradient()
             if fragment.residual is not None:  # error feedback
-                gradient[: fragment.parameter_numel] += fragment.residual
+                gradient[: fragment.parameter_numel] += fragment.residual.mul_(self._feedback)
             self.flights[p] = self._send(p, gradient, stop, residual=fragment.residual)
 
     def land(self, p: int) -> bool:
@@ -262,8 +267,8 @@ class StreamingDiLoCo:
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         digest = self._digest(p) if tag == TAG else 0
         header = Header(stop, self.step, digest, nonfinite, self._joined_hash)
-        keep = self._membership.changes
-        return Flight.launch(self._exchanges[p], values, header, residual, tag, keep)
+        exchange, keep = self._exchange(p, residual), self._membership.changes
+        return Flight.launch(exchange, values, header, residual, tag, keep)
 
     def _receive(self, p: int) -> Arrival:
         """Wait for a fragment's messages, decode and check them, and record a `Landing`."""
@@ -299,7 +304,7 @@ class StreamingDiLoCo:
                 view = self._membership.after_failure(flight.exchange.route.view, error)
                 self._background.close()  # it refuses further tasks after a failed one
                 self._enter(view)
-                self.flights[p] = flight.relaunch(self._exchanges[p])
+                self.flights[p] = flight.relaunch(self._exchange(p, flight.residual))
 
     def _check(self, arrival: Arrival, p: int) -> None:
         names = self.fragments[p].fragment.parameters
@@ -313,7 +318,14 @@ class StreamingDiLoCo:
     def _open_exchanges(self) -> None:
         """Choose the cheaper route for each fragment in the current view."""
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
-        self._exchanges = fragment_exchanges(self.view, self.codec, sizes, self._background)
+        codecs = self.codec, self._last_codec
+        self._exchanges, self._last_exchanges = fragment_exchanges(
+            self.view, codecs, sizes, self._background
+        )
+
+    def _exchange(self, p: int, residual: Tensor | None) -> FragmentExchange:
+        """Return the exchange of a fragment for values with error feedback, or without."""
+        return (self._last_exchanges if residual is None else self._exchanges)[p]
 
     def _digest(self, p: int) -> Tensor | int:
         """Return the global copy's hash if hashes are compared in this launch, else 0."""
@@ -367,7 +379,7 @@ class StreamingDiLoCo:
         )
 
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
-        settings, feedback = self.settings, self.codec.error_feedback
+        settings, feedback = self.settings, self.codec.error_feedback > 0
         factory, device = settings.outer_optimizer, settings.outer_device
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 

@@ -43,7 +43,7 @@ from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.strategies.checks import check_ddp_kwargs
-from lightning_commfree.strategies.clock import clock_for
+from lightning_commfree.strategies.clock import Clock
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.drift import DriftCheck
 from lightning_commfree.strategies.evaluation import SharedEvaluation
@@ -236,7 +236,8 @@ class ReplicaStrategy(DDPStrategy):
         # before sharding
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # before `super().setup` creates the schedulers, which may ask for the length of an epoch
-        stopping = Stopping(trainer, self.ranks, clock_for(self.module), self.patches)
+        clock = Clock(spans_batch=not self.module.automatic_optimization)
+        stopping = Stopping(trainer, self.ranks, clock, self.patches)
         super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)

@@ -29,7 +29,7 @@ from lightning_commfree.comm.ledger import (
 from lightning_commfree.comm.text import counted, human_bytes, plain
 from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import Patches, add_to_rows
-from lightning_commfree.strategies.clock import PerOptimizerStep
+from lightning_commfree.strategies.clock import Clock
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
@@ -215,7 +215,7 @@ class OutsideOfFit(FitSession[Any]):
 
     def __init__(self) -> None:
         """Create only a clock, which manual optimization needs."""
-        self.clock = PerOptimizerStep()
+        self.clock = Clock()
 
     @override
     @contextmanager

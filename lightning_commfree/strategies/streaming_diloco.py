@@ -58,8 +58,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             in flight. At most 5 is recommended.
         mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
             them with the global parameters, 1 keeps them.
-        wire_dtype: the number format in which outer gradients are sent: a name, or your own codec;
-            see `lightning_commfree.diloco.codec`.
+        wire_dtype: the number format in which outer gradients are sent: "fp32", "bf16", "int8",
+            "fp4"; with error feedback, which takes 4 bytes of memory per parameter, "int2" or
+            "topk"; or your own codec; see `lightning_commfree.diloco.codec`.
         outer_optimizer: a factory that takes a list of fp32 parameters and returns a
             `torch.optim.Optimizer`; None for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may
             also return a tuple of an optimizer and a learning-rate scheduler, which is stepped

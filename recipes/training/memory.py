@@ -24,6 +24,7 @@ from torch import nn
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.text import counted, human_bytes
+from lightning_commfree.diloco.codec import Codec, codec_of
 from lightning_commfree.model.blocks import block_names
 from recipes.training.forked import without_initializing_cuda
 from recipes.training.language_model import LanguageModel
@@ -107,6 +108,8 @@ def estimate(module: LanguageModel, config: Mapping[str, Any], ranks: Ranks) -> 
         kept += gradients if synced > 1 else 0  # DDP's buckets, copies of the gradients
     if is_diloco:
         outer = 8 * numel // group  # global copy and outer momentum
+        if _codec(strategy["wire_dtype"]).error_feedback:
+            kept += 4 * numel // group  # what the wire has lost, always on the device
         if strategy["outer_device"] == "cpu":
             host += ranks.per_node * outer
         else:
@@ -181,6 +184,10 @@ def _optimizer_bytes(optimizer: Mapping[str, Any], dtype: torch.dtype, numel: in
         value.nbytes for value in kept if isinstance(value, torch.Tensor) and value.ndim
     )
     return kept_bytes * numel // sum(p.numel() for p in stand_in.parameters())
+
+
+def _codec(wire_dtype: str | Mapping[str, Any]) -> Codec:
+    return codec_of(wire_dtype if isinstance(wire_dtype, str) else instantiate(wire_dtype))
 
 
 def _sentence(needed: int, free: int, where: str, need: Need, config: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.comm.text import counted, human_bytes
+from lightning_commfree.diloco.codec import codec_of
 from lightning_commfree.model.shards import local_tensor
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
@@ -54,6 +55,11 @@ def plan_rows(
             f"{human_bytes(aside)} more memory on each rank, as does a validation: the model"
             " then has the outer weights, beside a copy of its own"
         )
+        if codec_of(strategy.settings.wire_dtype).error_feedback:
+            residual = 4 * trained // strategy.settings.replica_size
+            rows["error feedback"] = (
+                f"{human_bytes(residual)} on each rank, for what the wire has not sent yet"
+            )
     return rows
 
 

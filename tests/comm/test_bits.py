@@ -13,11 +13,12 @@ from torch import Tensor
 from lightning_commfree.comm.bits import (
     lift_nibbles_part,
     pack_bits_part,
-    pack_nibbles_part,
-    packed_nibbles_size,
+    pack_codes_part,
+    packed_size,
     unpack_bits_part,
+    unpack_codes_part,
 )
-from tests.planes import pack_bits, pack_nibbles, unpack_bits, unpack_nibbles
+from tests.planes import pack_bits, pack_codes, unpack_bits, unpack_codes
 
 # Every length up to two paddings of flags, and the neighbours of larger ones.
 NUMELS = st.integers(0, 130) | st.builds(
@@ -31,9 +32,9 @@ def random_flags(numel: int, seed: int) -> Tensor:
     return torch.rand(numel, generator=torch.Generator().manual_seed(seed)) > 0.5
 
 
-def random_codes(numel: int, seed: int) -> Tensor:
+def random_codes(numel: int, bits: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 16, (numel,), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 1 << bits, (numel,), dtype=torch.uint8, generator=generator)
 
 
 def parts_of(numel: int, cuts: list[int]) -> list[tuple[int, int]]:
@@ -55,8 +56,18 @@ def test_one_byte_of_nibbles_by_hand() -> None:
     codes = torch.zeros(16, dtype=torch.uint8)
     codes[0], codes[8], codes[15] = 0x3, 0xA, 0xF
     packed = torch.empty(8, dtype=torch.uint8)
-    pack_nibbles_part(codes, 0, packed)
-    assert packed.tolist() == [0xA3, 0, 0, 0, 0, 0, 0, 0xF0] == pack_nibbles(codes).tolist()
+    pack_codes_part(codes, 4, 0, packed)
+    assert packed.tolist() == [0xA3, 0, 0, 0, 0, 0, 0, 0xF0] == pack_codes(codes, 4).tolist()
+
+
+def test_one_byte_of_two_bit_codes_by_hand() -> None:
+    """32 codes are 4 rows of 8: byte 0 holds the codes 0, 8, 16 and 24, lowest bits first."""
+    codes = torch.zeros(32, dtype=torch.uint8)
+    codes[0], codes[8], codes[16], codes[24], codes[31] = 1, 2, 3, 0, 2
+    packed = torch.empty(8, dtype=torch.uint8)
+    pack_codes_part(codes, 2, 0, packed)
+    first = 0b00_11_10_01
+    assert packed.tolist() == [first, 0, 0, 0, 0, 0, 0, 0x80] == pack_codes(codes, 2).tolist()
 
 
 @given(numel=NUMELS, cuts=CUTS, longer=st.integers(0, 3), seed=SEEDS)
@@ -78,21 +89,25 @@ def test_flags_in_parts_of_any_length(numel: int, cuts: list[int], longer: int, 
         assert torch.equal(out, flags[start:stop].to(torch.uint8))
 
 
-@given(numel=NUMELS, cuts=CUTS, seed=SEEDS)
+@given(numel=NUMELS, bits=st.sampled_from([2, 4]), cuts=CUTS, seed=SEEDS)
 @settings(deadline=None)
-def test_codes_in_parts_of_any_length(numel: int, cuts: list[int], seed: int) -> None:
+def test_codes_in_parts_of_any_length(numel: int, bits: int, cuts: list[int], seed: int) -> None:
     """The buffer is dirty before: every byte of it, the padding too, is written."""
-    codes = random_codes(numel, seed)
-    packed = torch.full((packed_nibbles_size(numel),), 0xFF, dtype=torch.uint8)
+    codes = random_codes(numel, bits, seed)
+    packed = torch.full((packed_size(numel, bits),), 0xFF, dtype=torch.uint8)
     for start, stop in parts_of(numel, cuts):
-        pack_nibbles_part(codes[start:stop], start, packed)
-    assert torch.equal(packed, pack_nibbles(codes))
-    assert torch.equal(unpack_nibbles(packed, numel), codes)
+        pack_codes_part(codes[start:stop], bits, start, packed)
+    assert torch.equal(packed, pack_codes(codes, bits))
+    assert torch.equal(unpack_codes(packed, bits, numel), codes)
 
     for start, stop in parts_of(numel, cuts):
-        words = torch.zeros(stop - start, dtype=torch.int16)
-        lift_nibbles_part(packed, start, words)
-        assert torch.equal((words >> 12 & 15).to(torch.uint8), codes[start:stop])
+        out = torch.full((stop - start,), 0xFF, dtype=torch.uint8)
+        unpack_codes_part(packed, bits, start, out)
+        assert torch.equal(out, codes[start:stop])
+        if bits == 4:
+            words = torch.zeros(stop - start, dtype=torch.int16)
+            lift_nibbles_part(packed, start, words)
+            assert torch.equal((words >> 12 & 15).to(torch.uint8), codes[start:stop])
 
 
 @pytest.mark.parametrize("numel", [5, 64, 65, 300])
@@ -111,10 +126,12 @@ def test_flags_that_are_left_out_stay_zero(numel: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("numel", [1, 65, 100_003])
 def test_a_gpu_packs_the_same_bytes(numel: int) -> None:
-    flags, codes = random_flags(numel, 0), random_codes(numel, 0)
+    flags = random_flags(numel, 0)
     bits = torch.zeros(-(-numel // 64) * 8, dtype=torch.uint8, device="cuda")
-    nibbles = torch.zeros(packed_nibbles_size(numel), dtype=torch.uint8, device="cuda")
     pack_bits_part(flags.cuda(), 0, bits)
-    pack_nibbles_part(codes.cuda(), 0, nibbles)
     assert torch.equal(bits.cpu(), pack_bits(flags))
-    assert torch.equal(nibbles.cpu(), pack_nibbles(codes))
+    for size in (2, 4):
+        codes = random_codes(numel, size, 0)
+        packed = torch.zeros(packed_size(numel, size), dtype=torch.uint8, device="cuda")
+        pack_codes_part(codes.cuda(), size, 0, packed)
+        assert torch.equal(packed.cpu(), pack_codes(codes, size))

@@ -66,6 +66,10 @@ def on_host(step: str) -> Questions:
 
 # The second message of an exchange by shards says what the headers of the first one said.
 SHARDS = {Question("thread", "comm/background.py wait", "wait")}
+# The error of the second rounding, which was made on the host.
+SECOND_ERROR = {
+    Question(step, "diloco/exchange.py _add_losses", "copy up") for step in ("after step", "finish")
+}
 # The global copy lives in host memory. It is made there, and so the mean is formed there; landings
 # take it up, and the end of a fit makes it the local copy.
 OFFLOADED = {
@@ -175,10 +179,11 @@ def test_a_launch_waits_for_nothing_and_a_landing_for_what_the_list_names(
     asked = training.run(wire_dtype=wire_dtype)
     here = on_host if channel == CPU else on_device
     shards = SHARDS if size == 3 and channel == CUDA else set()
-    assert asked == here("after step") | here("finish") | shards
+    feedback = SECOND_ERROR if (wire_dtype, size, channel) == ("int2", 3, CPU) else set()
+    assert asked == here("after step") | here("finish") | shards | feedback
 
     assert set(training.diloco.landings) == {0, 1, 2}
-    assert (True in training.two_phase()) == (size == 3)
+    assert (True in training.two_phase()) == (size == 3 and wire_dtype != "topk")
     assert all(is_walked(p) for p in training.module.parameters())
     assert all(is_walked(f.global_copy) for f in training.diloco.fragments)
 

@@ -64,7 +64,10 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
                 sent,
                 way.num_bytes,
             )
-    outcomes["cheaper"] = cheaper_exchange(View.of(channel), wire, NUMEL).route.two_phase
+    outcomes["cheaper"] = [
+        cheaper_exchange(View.of(channel), CODECS[name], NUMEL).route.two_phase
+        for name in ("fp4", "int2", "topk")
+    ]
     for other_step in ways:
         late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
         read = other_step.read(late, torch.device("cpu"))
@@ -72,6 +75,13 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
     background.close()
     channel.close()
     return outcomes
+
+
+def in_shards(name: str, size: int, values: Tensor) -> Tensor:
+    """Send each shard through the wire by itself: whole blocks, padded with zeros at the end."""
+    shard = -(-NUMEL // (size * BLOCK)) * BLOCK
+    rows = torch.nn.functional.pad(values, (0, size * shard - NUMEL)).view(size, shard)
+    return torch.cat([through(name)(row) for row in rows])[:NUMEL]
 
 
 @pytest.mark.parametrize(
@@ -89,17 +99,16 @@ def test_means_flags_and_bytes(
         monkeypatch.setattr(wire_module, "_CPU_CHUNK", piece)  # the ranks are forked
     ranks = run_ranks(exchange_both, size, tmp_path, from_device)
     for name in CODECS:
-        sent = torch.stack([through(name)(gradient(rank)) for rank in range(size)])
-        mean = torch.zeros(NUMEL)
-        for row in sent:
-            mean += row
-        mean /= size
-        units = sent / sent.norm(dim=1, keepdim=True)
-        similar = ((units @ units.T).sum() - size) / (size * (size - 1))
-        for way, expected in (
-            (False, mean),
-            (True, through(name)(mean)),
-        ):
+        for way in (False, True):
+            transfer = partial(in_shards, name, size) if way else through(name)
+            sent = torch.stack([transfer(gradient(rank)) for rank in range(size)])
+            mean = torch.zeros(NUMEL)
+            for row in sent:
+                mean += row
+            mean /= size
+            expected = transfer(mean) if way else mean
+            units = sent / sent.norm(dim=1, keepdim=True)
+            similar = ((units @ units.T).sum() - size) / (size * (size - 1))
             for outcomes in ranks:
                 arrival, cosine, norm, num_bytes, foretold = outcomes[name, way]
                 assert torch.equal(arrival.mean, expected), (name, way)
@@ -112,7 +121,7 @@ def test_means_flags_and_bytes(
     for outcomes in ranks:
         for way in (False, True):
             assert outcomes["late", way] == (False, False, True)
-        assert outcomes["cheaper"] is (size > 2)
+        assert outcomes["cheaper"] == [size > 2, size > 2, False], "top-k is always gathered"
 
 
 def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
@@ -120,7 +129,7 @@ def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
     background = Background(channel.ledger)
     sizes = (NUMEL, 100)
     every = [(n, 0) for n in sizes]
-    ways = fragment_exchanges(View.of(channel), CODECS["fp32"], every, background)
+    [ways] = fragment_exchanges(View.of(channel), [CODECS["fp32"]], every, background)
     assert [way.route.two_phase for way in ways] == [True, False]
     if rank == late:
         background.submit(lambda: time.sleep(0.3), "late")

@@ -18,15 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.comm.bits import packed_nibbles_size
+from lightning_commfree.comm.bits import packed_size
 from lightning_commfree.comm.compiled import compiled, load_loops
 from lightning_commfree.diloco import codec, quantize_numba
-from lightning_commfree.diloco.codec import BLOCK, Fp4Codec, Int8Codec, decode_all, num_blocks
+from lightning_commfree.diloco.codec import (
+    BLOCK,
+    Fp4Codec,
+    Int2Codec,
+    Int8Codec,
+    decode_all,
+    num_blocks,
+)
 
 CPU = torch.device("cpu")
 PAIRS = {
     "int8": (Int8Codec(), Int8Codec(compiled=False)),
     "fp4": (Fp4Codec(), Fp4Codec(compiled=False)),
+    "int2": (Int2Codec(), Int2Codec(compiled=False)),
 }
 NUMELS = [
     0,
@@ -89,8 +97,14 @@ def parts(name: str, values: Tensor, payload: Tensor) -> list[Tensor]:
         padding = codes[:0]
         nan = scales.isnan()
         scales = scales.masked_fill(nan, 0.0).view(torch.int32)
+    elif name == "int2":
+        scales, packed = payload.split([2 * num_blocks(numel), packed_size(numel, 2)])
+        rows = torch.cat([packed >> shift & 3 for shift in (0, 2, 4, 6)])
+        codes, padding = rows[:numel], rows[numel:]
+        nan = scales.view(torch.bfloat16).isnan()
+        scales = scales.view(torch.bfloat16).masked_fill(nan, 0.0).view(torch.int16)
     else:
-        packed, scales = payload.split([packed_nibbles_size(numel), num_blocks(numel)])
+        packed, scales = payload.split([packed_size(numel, 4), num_blocks(numel)])
         rows = torch.cat([packed & 15, packed >> 4])
         codes, padding = rows[:numel], rows[numel:]
         nan = scales == 255
@@ -107,7 +121,7 @@ def check(name: str, values: Tensor) -> None:
         for payload in (found, expected)
         for reader in PAIRS[name]
     ]
-    if name == "int8":  # whose NaN is a product: its payload is the processor's affair
+    if name != "fp4":  # whose NaN is a product: its payload is the processor's affair
         decoded = [d.masked_fill(d.view(torch.float32).isnan(), 0x7FC0_0000) for d in decoded]
     for other in decoded[1:]:
         assert torch.equal(other, decoded[0])
@@ -116,12 +130,12 @@ def check(name: str, values: Tensor) -> None:
 def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the comparisons below would compare the torch operations with themselves."""
     called = []
-    for name in ("encode_e3m0", "decode_e3m0", "encode_int8"):
+    for name in ("encode_e3m0", "decode_e3m0", "encode_int8", "encode_int2", "decode_int2"):
         monkeypatch.setattr(quantize_numba, name, lambda *_, name=name: called.append(name))
     for looped, plain in PAIRS.values():
         codec.warm_up(looped, CPU)
         codec.warm_up(plain, CPU)
-    assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
+    assert called == ["encode_int8", "encode_e3m0", "decode_e3m0", "encode_int2", "decode_int2"]
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -174,7 +188,7 @@ def not_asked_yet() -> Iterator[None]:
         (
             ModuleNotFoundError("No module named 'numba'", name="numba"),
             "INFO",
-            "numba is not installed (pip install 'lightning-commfree[numba]'): int8 and fp4 use",
+            "numba is not installed (pip install 'lightning-commfree[numba]'): int8, fp4 and int2",
         ),
         (
             ImportError("Numba needs NumPy 2.3 or less."),

@@ -56,7 +56,7 @@ REFUSED = [
     ({"mix": float("nan")}, r"`mix=nan` is outside \[0, 1\]"),
     (
         {"wire_dtype": "fp8"},
-        r"`wire_dtype='fp8'` is not valid\. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
+        r"`wire_dtype='fp8'` is not valid\. Choose one of 'fp32', 'bf16', 'int8', 'fp4', 'int2',",
     ),
     ({"replica_size": 0}, r"`replica_size=0` must be at least 1: it counts the ranks of"),
 ]

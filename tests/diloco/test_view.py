@@ -63,7 +63,7 @@ def gradient(rank: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp4"])
+@pytest.mark.parametrize("name", ["fp32", "fp4", "int2", "topk"])
 def test_a_flight_launched_again_equals_one_in_the_new_view(name: str) -> None:
     """In three it would go in two phases; in two it is gathered, so fp4 has other blocks."""
 
@@ -82,12 +82,12 @@ def test_a_flight_launched_again_equals_one_in_the_new_view(name: str) -> None:
         again = flight.relaunch(after).receive(CPU, None)
         direct = Flight.launch(after, values, header, direct_residual).receive(CPU, None)
         assert torch.equal(residual, direct_residual), "filled anew, and not added to"
-        assert (residual.abs().sum() > 0) == (name == "fp4")
+        assert (residual.abs().sum() > 0) == (name != "fp32")
         return before.route.two_phase, after.route.two_phase, again.mean, direct.mean
 
     for routes_and_means in in_threads(2, replica):
         three, two, again, direct = routes_and_means
-        assert (three, two) == (True, False)
+        assert (three, two) == (name != "topk", False)
         assert torch.equal(again, direct)
 
 
@@ -106,10 +106,10 @@ def settings(**changes: Any) -> DiLoCoSettings:
 NET = Net()  # not made in the threads, which share the random numbers
 
 
-def play(channel: ThreadChannel, membership: Any) -> dict[str, Tensor]:
+def play(channel: ThreadChannel, membership: Any, wire: str) -> dict[str, Tensor]:
     module = copy.deepcopy(NET)
     fragments = split_into_fragments(module, 2, "strided")
-    diloco = StreamingDiLoCo(module, fragments, settings(), membership)
+    diloco = StreamingDiLoCo(module, fragments, settings(wire_dtype=wire), membership)
     for step in range(1, 12):
         with torch.no_grad():
             for parameter in module.parameters():
@@ -121,13 +121,17 @@ def play(channel: ThreadChannel, membership: Any) -> dict[str, Tensor]:
     return state_of(module)
 
 
-def test_a_run_that_loses_a_member_continues_in_the_next_view() -> None:
-    """The first flight is lost and sent again by two: from there on all is as if there were two."""
-    expected = in_threads(2, lambda channel: play(channel, FixedMembership(channel)))
+@pytest.mark.parametrize("wire", ["fp32", "int2", "topk"])
+def test_a_run_that_loses_a_member_continues_in_the_next_view(wire: str) -> None:
+    """The first flight is lost and sent again by two: from there on all is as if there were two.
+
+    With error feedback too: the residual is added to what is sent once, and not again.
+    """
+    expected = in_threads(2, lambda channel: play(channel, FixedMembership(channel), wire))
 
     def replica(channel: ThreadChannel) -> tuple[dict[str, Tensor], list[str]]:
         membership = Shrinking(channel._table, channel)
-        return play(channel, membership), membership.failures
+        return play(channel, membership, wire), membership.failures
 
     for (state, failures), wanted in zip(in_threads(2, replica), expected, strict=True):
         assert failures[0] == "view 0: rank 2 is gone"

@@ -63,6 +63,7 @@ def test_invalid_latencies_are_refused(latency_s) -> None:
 
 def test_an_exchange_by_shards_has_twice_the_rounds() -> None:
     assert [exchange_rounds(m) for m in (1, 2, 3, 4)] == [0, 1, 4, 6]
+    assert [exchange_rounds(m, gather=True) for m in (1, 2, 3, 4)] == [0, 1, 2, 3]
 
 
 # Messages

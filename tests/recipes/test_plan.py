@@ -69,6 +69,9 @@ def test_a_replica_needs_fsdp_from_some_size_on() -> None:
     assert "25.2 GB with `inside=ddp` and replica_size=8" in line, 1.2 * 21
     assert "5.2 GB with `inside=fsdp`" in line, 1.2 * 24 / 8 + 0.2 * 8
     assert "1.1, 1.9, 3.8 billion parameters" in line, "24, 40 and 80 GB by 21 bytes"
+    line = recipe.memory_line(model, 8, "int2")
+    assert "25.8 GB with `inside=ddp`" in line, "1.2 * 21.5: an eighth of 4 more"
+    assert "5.8 GB with `inside=fsdp`" in line, "1.2 * 28 / 8 + 0.2 * 8"
 
 
 def test_one_replica_and_an_infinite_bandwidth(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def draw(seed: int) -> Case:
     precisions = ["32-true", "64-true", "bf16-mixed", "bf16-true"]
     batches, accumulate = pick([6, 7, 9]), pick([1, 1, 2, 3])
     kinds = ["every", "ema", "early", "rates"] + ["weights"] * (not shards)
-    return Case(
+    case = Case(
         seed=seed,
         strategy=strategy,
         ranks=ranks,
@@ -139,6 +139,9 @@ def draw(seed: int) -> Case:
         validate_every=pick([0, 3]),
         epoch_metric=pick([True, False, False]),
     )
+    if strategy == "diloco":  # last, so that the rest of a seed stays as it was
+        settings["wire_dtype"] = pick([settings["wire_dtype"], "int2", "topk"])
+    return case
 
 
 # -- a fit

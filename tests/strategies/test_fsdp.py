@@ -148,6 +148,7 @@ CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"wire_dtype": "fp32"},
     "fp4": {"wire_dtype": "fp4"},
+    "topk": {"wire_dtype": "topk"},
     "clipped": {
         "wire_dtype": "fp32",
         "evaluate": "mean",
@@ -163,7 +164,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lion, clipped": {"kind": Voter, "trainer": CLIPPED},
 }
-SAVED = ("fp32", "fp4", "majority")
+SAVED = ("fp32", "fp4", "topk", "majority")
 MIDDLE = 14  # a fragment has just left
 
 
@@ -175,6 +176,7 @@ def compare(rank: int, size: int, folder: Path) -> Any:
             played[inside, name] = fit(rank, size, place, inside=inside, **changes)
     for name, saved_by, inside in (
         ("fp4", "fsdp", "fsdp"),
+        ("topk", "fsdp", "fsdp"),
         ("majority", "fsdp", "fsdp"),
         ("majority", "ddp", "fsdp"),
         ("majority", "fsdp", "ddp"),
@@ -230,7 +232,7 @@ def test_lion_clips_by_the_norm_of_the_whole(played: Any) -> None:
 def test_all_ranks_end_with_the_same_weights(played: Any) -> None:
     first = played[0][0]
     for rank in played[0]:
-        for name in ("fp4", "clipped", "majority"):
+        for name in ("fp4", "topk", "clipped", "majority"):
             assert_same(rank["fsdp", name]["final"], first["fsdp", name]["final"], name)
         assert_same(rank["fsdp", "majority"]["local"], first["fsdp", "majority"]["local"])
 
@@ -265,7 +267,7 @@ def test_checkpoints_are_those_of_ddp(played: Any, name: str) -> None:
         assert_same(ours["optimizer_states"], ddp["optimizer_states"])
 
 
-@pytest.mark.parametrize("name", ["fp4", "majority"])
+@pytest.mark.parametrize("name", ["fp4", "topk", "majority"])
 def test_a_resume_is_exact(played: Any, name: str) -> None:
     for rank in played[0]:
         straight, resumed = rank["fsdp", name], rank["resumed", name, "fsdp", "fsdp"]

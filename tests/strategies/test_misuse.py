@@ -32,7 +32,7 @@ from tests.world import run_ranks
         (
             {"wire_dtype": "fp8"},
             ValueError,
-            "`wire_dtype='fp8'` is not valid. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
+            "`wire_dtype='fp8'` is not valid. Choose one of 'fp32', 'bf16', 'int8', 'fp4',",
         ),
         ({"mix": 1.5}, ValueError, "`mix=1.5` is outside [0, 1]. It is the weight of the local"),
         (

@@ -53,6 +53,20 @@ def test_diloco_keeps_two_more(needed) -> None:
     assert (host.strategy, host.host) == (0, 4 * n + 2 * 8 * n)
 
 
+TOPK = "{_target_:lightning_commfree.diloco.TopKCodec,keep:32}"
+
+
+@pytest.mark.parametrize("wire", ["int2", "topk", TOPK])
+def test_error_feedback_keeps_one_more(needed, wire: str) -> None:
+    words = ["strategy=streaming_diloco", f"strategy.wire_dtype={wire}"]
+    n, need = needed(*words)
+    assert need.strategy == 8 * n + 4 * n
+    _, shared = needed(*words, "strategy.replica_size=2", "strategy.inside=fsdp")
+    assert shared.strategy == 4 * n + 2 * n
+    _, host = needed(*words, "strategy.outer_device=cpu")
+    assert (host.strategy, host.host) == (4 * n, 4 * n + 2 * 8 * n), "it stays on the device"
+
+
 @pytest.mark.parametrize("inside", ["fsdp", "{_target_:lightning_commfree.FSDPSettings}"])
 def test_fsdp_divides_all_but_its_largest_unit(needed, inside: str) -> None:
     parts = ["strategy=streaming_diloco", "strategy.replica_size=2", f"strategy.inside={inside}"]

@@ -174,7 +174,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix  # the smaller product
+    x: Tensor = matrix.T if tall else matrix  # the smaller product
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T

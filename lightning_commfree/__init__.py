@@ -10,6 +10,7 @@ from lightning_commfree.model.meta_init import from_pretrained_on_meta
 from lightning_commfree.strategies import (
     DistributedLionStrategy,
     DominoTPStrategy,
+    ElasticDiLoCoStrategy,
     StreamingDiLoCoStrategy,
 )
 from lightning_commfree.strategies.inside import FSDPSettings
@@ -18,6 +19,7 @@ __all__ = [
     "DistributedLion",
     "DistributedLionStrategy",
     "DominoTPStrategy",
+    "ElasticDiLoCoStrategy",
     "FSDPSettings",
     "StreamingDiLoCoStrategy",
     "from_pretrained_on_meta",

@@ -18,6 +18,7 @@ epoch_loop.reset                hide a warning about loaders (`hide_resume_warni
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
 val_loop.on_run_start           show the shared weights (`fit_session`)
+epoch_loop._should_check_val_fx validate on one elastic replica only (`elastic_diloco`)
 setup_data and reset of         the same number of batches on ranks that share a model
 evaluation loops                (`evaluation`)
 strategy.process_dataloader     record the RNG state (`resume.data_position`)
@@ -167,6 +168,10 @@ EVALUATION = Feature(
     ),
 )
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
+WORLD = Feature(
+    "gloo between machines for Lightning's own collectives (set `NCCL_SOCKET_IFNAME` for GPUs)",
+    ("strategy._process_group_backend",),
+)
 FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))
 
 
@@ -378,6 +383,30 @@ def data_fetcher(trainer: pl.Trainer) -> Any:
     return trainer.fit_loop._data_fetcher
 
 
+def forget_loaders(trainer: pl.Trainer) -> None:
+    """Make Lightning create the training loaders again, which a scheduler may have asked for."""
+    if EPOCHS.works(trainer):
+        trainer.fit_loop._combined_loader = None
+
+
+def validate_if(trainer: pl.Trainer, patches: Patches, allowed: Callable[[], bool]) -> None:
+    """Skip the validations that are due while `allowed()` is False."""
+    if MID_EPOCH.works(trainer):
+        loop = trainer.fit_loop.epoch_loop
+        is_due = loop._should_check_val_fx
+        patches.put(loop, "_should_check_val_fx", lambda fetcher: is_due(fetcher) and allowed())
+
+
+def set_step(trainer: pl.Trainer, step: int) -> None:
+    """Set the number of optimizer steps taken, for loops and loggers."""
+    loop = trainer.fit_loop.epoch_loop
+    progress: Any = loop.automatic_optimization.optim_progress.optimizer.step
+    for tracker in (progress.total, progress.current):
+        tracker.ready = tracker.completed = step
+    if MID_EPOCH.works(trainer):
+        loop._batches_that_stepped = step
+
+
 def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
     """Make the loops continue from a batch in the middle of an epoch."""
     loop = trainer.fit_loop
@@ -432,6 +461,12 @@ def is_compiled(module: pl.LightningModule) -> bool:
 def validation_seconds(trainer: pl.Trainer) -> float | None:
     """Return the time between validation runs; None if their interval is in batches."""
     return getattr(trainer, "_val_check_time_interval", None)
+
+
+def set_world_backend(strategy: Any, backend: str) -> None:
+    """Set the backend of the process group that the strategy will initialize, if possible."""
+    if hasattr(strategy, "_process_group_backend"):
+        strategy._process_group_backend = backend
 
 
 def set_ddp_group(strategy: Any, group: Any | None) -> None:

@@ -20,7 +20,7 @@ from tests.domino.test_cuda import CASES, walking
 from tests.lion.test_cuda_walk_lion import Worker
 from tests.race_walk import Mechanism, RaceWalk, StreamChannel
 
-WAIT_STREAM, RECORD_STREAM, HOST_WAITS, NCCL_WAITS = Mechanism
+WAIT_STREAM, WAIT_EVENT, RECORD_STREAM, HOST_WAITS, NCCL_WAITS = Mechanism
 
 
 def stage(walk: RaceWalk, patch: pytest.MonkeyPatch) -> None:
@@ -32,6 +32,16 @@ def stage(walk: RaceWalk, patch: pytest.MonkeyPatch) -> None:
         del values
         torch.full((1000,), 5.0, device=walk.device)
         wait().sum()
+
+
+def upload(walk: RaceWalk, patch: pytest.MonkeyPatch) -> None:
+    """Messages are decoded beside training, which then uses the result."""
+    del patch
+    with walk:
+        finish = Staging().upload(torch.ones(1000), walk.device, lambda sent: (sent * 3,))
+        (decoded,) = finish()
+        decoded.sum()
+        del finish, decoded
 
 
 def diloco(
@@ -57,17 +67,21 @@ def domino(case: Case, walk: RaceWalk, patch: pytest.MonkeyPatch) -> None:
 
 Run = Callable[[RaceWalk, pytest.MonkeyPatch], None]
 STAGED, SENT = (WAIT_STREAM, RECORD_STREAM, HOST_WAITS), (HOST_WAITS,)
-WITHIN = (*STAGED, NCCL_WAITS)
+LANDED, WITHIN = (*STAGED, WAIT_EVENT), (*STAGED, WAIT_EVENT, NCCL_WAITS)
 # What runs, and the mechanisms that it cannot do without.
 RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
     "staging": (stage, STAGED),
-    "diloco": (partial(diloco, 2), STAGED),
-    "diloco, 3 replicas": (partial(diloco, 3), STAGED),
-    "diloco, int2, 3 replicas": (partial(diloco, 3, wire_dtype="int2"), STAGED),
+    "upload": (upload, (WAIT_EVENT, RECORD_STREAM)),
+    "diloco": (partial(diloco, 2), LANDED),
+    "diloco, 3 replicas": (partial(diloco, 3), LANDED),
+    "diloco, int2, 3 replicas": (partial(diloco, 3, wire_dtype="int2"), LANDED),
     "diloco, outer_device": (partial(diloco, 2, outer_device="cpu"), STAGED),
     "diloco, 2 ranks": (partial(diloco, 2, ranks=2), WITHIN),
     "diloco, 2 ranks, 3 replicas": (partial(diloco, 3, ranks=2), WITHIN),
-    "diloco, 2 ranks, outer_device": (partial(diloco, 2, ranks=2, outer_device="cpu"), WITHIN),
+    "diloco, 2 ranks, outer_device": (
+        partial(diloco, 2, ranks=2, outer_device="cpu"),
+        (*STAGED, NCCL_WAITS),
+    ),
     "lion": (lion, SENT),
     "lion, average": (partial(lion, vote="average"), SENT),
     "lion, after backward": (partial(lion, overlap=False), SENT),

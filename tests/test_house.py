@@ -28,11 +28,21 @@ PLANNER = "commfree_planner"  # beside it: whoever asks for a plan does not wait
 CHANNEL = Path("comm/channel.py")
 JOB = Path("comm/job.py")  # makes the framework's process group, and sends nothing
 LIVENESS = Path("comm/liveness.py")  # reads and writes the store
+MEMBERSHIP = Path("comm/membership.py")  # makes the groups of views, and sends nothing
 FSDP = Path("model/fsdp.py")  # FSDP2, whose collectives are its own and stay in a replica
 REPLICATION = Path("model/replication.py")  # FSDP's gradient scaler, on a channel's group
 SHARDS = Path("model/shards.py")
 FOLDERS = Path("resume/folders.py")  # a checkpoint that ranks have written
-USERS = [CHANNEL, JOB, LIVENESS, FSDP, REPLICATION, SHARDS, FOLDERS]  # of torch.distributed
+USERS = [
+    CHANNEL,
+    JOB,
+    LIVENESS,
+    MEMBERSHIP,
+    FSDP,
+    REPLICATION,
+    SHARDS,
+    FOLDERS,
+]  # of torch.distributed
 LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
 
@@ -250,9 +260,17 @@ def test_another_user_of_torch_distributed_is_found(tmp_path: Path, line: str) -
 
 
 # `data_position` keeps numpy's random numbers
-OPTIONAL = ("compiled.py", "quantize_numba.py", "worker_numba.py", "data_position.py")
-# what the caller has: it passes a class of transformers, which brings the other one; or its Trainer
+OPTIONAL = (
+    "compiled.py",
+    "data_position.py",
+    "lighthouse.py",
+    "quantize_numba.py",
+    "worker_numba.py",
+)
+# what the caller has: it passes a class of transformers, which brings the other one; its Trainer;
+# or a torch for CUDA, which brings Triton
 GIVEN = {
+    "worker_triton.py": {"triton"},
     "meta_init.py": {"transformers", "safetensors"},
     "host.py": {"pytorch_lightning", "lightning_fabric"},
 }
@@ -265,7 +283,8 @@ def undeclared_imports(package: Path) -> set[str]:
     import what their caller has.
     """
     project = pyproject()["project"]
-    texts = [*project["dependencies"], *project["optional-dependencies"]["numba"]]
+    extras = project["optional-dependencies"]
+    texts = [*project["dependencies"], *extras["numba"], *extras["elastic"]]
     names = [Requirement(text).name.replace("-", "_") for text in texts]
     declared, optional = set(names[: len(project["dependencies"])]), set(names)
     return {

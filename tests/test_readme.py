@@ -30,6 +30,7 @@ from torch.distributed.run import parse_args as parse_torchrun
 
 import lightning_commfree
 from commfree_planner.command import main as commfree_plan
+from lightning_commfree.comm.lighthouse_command import main as commfree_lighthouse
 from recipes.comparison import comparing
 from recipes.training import run as training
 from tests.pages import ROOT, commands_of, programs_in, python_of
@@ -78,9 +79,13 @@ def try_out(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
             _check_make(words, monkeypatch)
         elif program == "commfree-plan":
             _call(lambda words=words: commfree_plan(words))
+        elif program == "commfree-lighthouse":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(argparse.ArgumentParser, "parse_known_args", _parse_only())
+                _call(lambda words=words: commfree_lighthouse(words))
         elif program == "torchrun":
             options = parse_torchrun(words)
-            ranks = int(options.nnodes), int(options.nproc_per_node)
+            ranks = int(options.nnodes.rpartition(":")[2]), int(options.nproc_per_node)
             _pretend_launch("torchrun", ranks, monkeypatch)
             module = ["-m"] if options.module else []
             words = [*module, options.training_script, *options.training_script_args]
@@ -117,6 +122,9 @@ def _check_python(
     if words[0] != "-m":
         path = ROOT / words[0]
         assert path.is_file(), f"there is no {words[0]}"
+        if path.parent == ROOT / "examples" / "elastic":
+            assert ranks in (None, (1, 1)), "each replica has a torchrun of its own"
+            return
         assert path.parent == ROOT / "examples", f"nothing tests {words[0]}"
         assert ranks in (None, (2, 1)), "the example needs two nodes with one rank each"
         return
@@ -128,8 +136,10 @@ def _check_python(
     elif name.startswith("docs.site."):  # writes into the repository; see test_docs.py
         assert callable(importlib.import_module(name).main)
     else:
-        suffix = ".__main__" if name.startswith("benchmarks.") else ""
-        main = importlib.import_module(f"{name}{suffix}").main
+        module = importlib.import_module(name)
+        if hasattr(module, "__path__"):  # a package, which `-m` runs by its `__main__`
+            module = importlib.import_module(f"{name}.__main__")
+        main = module.main
         monkeypatch.setattr(sys, "argv", [name, *words])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_known_args", _parse_only())
@@ -261,6 +271,7 @@ def test_a_python_block_runs(block: str, monkeypatch) -> None:
     short = {"num_nodes": 1, "max_steps": 2, "logger": False, "enable_checkpointing": False}
     trainer = lightning.Trainer
     monkeypatch.setattr(lightning, "Trainer", lambda **kwargs: trainer(**{**kwargs, **short}))
+    monkeypatch.setenv("COMMFREE_RENDEZVOUS", "http://127.0.0.1:29510")
     names: dict[str, Any] = {
         "L": lightning,
         **PUBLIC,

@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 UNCOMMITTED = "measured with uncommitted changes, which were not kept, on top of commit"
 # written by the benchmark itself after each run: must not count as changed code in a second call
 RESULTS = [":(exclude)benchmarks/*/*.md", ":(exclude)benchmarks/*/*.png"]
-RESULTS += [":(exclude)benchmarks/*/*.json"]
+RESULTS += [":(exclude)benchmarks/*/*.json", ":(exclude)benchmarks/*/*.jsonl"]
 
 
 def provenance(question: str, arguments: Sequence[str] | None, page: Path) -> list[str]:

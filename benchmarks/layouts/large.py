@@ -19,9 +19,8 @@ from typing_extensions import override
 
 from benchmarks.bandwidth.measure import Results
 from benchmarks.common.fits import Tokens, loader, quiet_trainer
-from benchmarks.layouts.memory import LateModule, Peak
+from benchmarks.layouts.memory import RETURN_FREED_MEMORY, LateModule, Peak
 from benchmarks.layouts.ranks import LEAST_FREE_BYTES, RanksFailed, free_bytes, run_here
-from benchmarks.sync_cost.__main__ import RETURN_FREED_MEMORY
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 
 SYNC_EVERY = 2

@@ -24,15 +24,16 @@ from benchmarks.bandwidth.page import target
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.common.page import draw_bars
 from benchmarks.layouts.ranks import run_here
-from benchmarks.sync_cost.__main__ import RETURN_FREED_MEMORY
-from benchmarks.sync_cost.job import outer_state
 from lightning_commfree import FSDPSettings, StreamingDiLoCoStrategy, from_pretrained_on_meta
+from lightning_commfree.diloco import StreamingDiLoCo
 from lightning_commfree.model.blocks import block_names
 from lightning_commfree.model.shards import local_tensor
 
 STEPS, BATCH, TOKENS, VOCABULARY = 4, 2, 32, 4096
 KINDS = ("parameters", "gradients", "optimizer", "outer")
 BUILT, META, FOLDER, APART = "built", "meta", "folder", "apart"
+# makes glibc return freed tensors to the system, whatever their size
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 
 
 class LateModule(Module):
@@ -89,6 +90,15 @@ def _peak_bytes() -> int:
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
     raise RuntimeError("/proc/self/status has no VmHWM: this needs Linux")
+
+
+def outer_state(diloco: StreamingDiLoCo) -> list[Tensor]:
+    """Return the tensors of the outer state that this rank holds."""
+    tensors = [fragment.global_copy for fragment in diloco.fragments]
+    for fragment in diloco.fragments:
+        for state in fragment.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return tensors
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:

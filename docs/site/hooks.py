@@ -29,7 +29,7 @@ INDEX = {
     "benchmarks/README.md": "results/index.md",
     "README.md": "index.md",
 }
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".ipynb": "json", ".toml": "toml"}
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".ipynb": "json", ".toml": "toml"}
 log = logging.getLogger("mkdocs.hooks")
 origins: dict[str, str] = {}  # generated page -> its file in the repository
 

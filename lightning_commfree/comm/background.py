@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -91,11 +92,29 @@ class Background:
 
 
 class Staging:
-    """Side CUDA stream for encoding and copies to the host; other devices run work immediately."""
+    """Side CUDA stream for encoding, decoding and copies; other devices run work immediately."""
 
     def __init__(self, peers: PeerWatch | None = None) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._peers = peers
+
+    @contextmanager
+    def beside_training(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Queue CUDA work of a `with` block on the side stream, after the caller's stream.
+
+        `inputs` are all device tensors from outside that it uses; the caller may free them.
+        """
+        device = inputs[0].device
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._side_stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield
+        # keep the allocator from reusing memory that the side stream still reads
+        for tensor in inputs:
+            tensor.record_stream(stream)
 
     def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Start `work` after everything queued on the caller's stream, without blocking the host.
@@ -108,26 +127,49 @@ class Staging:
             A function that waits for the result and returns it in host memory. It may be called
             from any thread.
         """
-        device = inputs[0].device
-        if device.type != "cuda":
-            result = work().cpu()
-            return lambda: result
-
-        if self._stream is None:  # created on first use: CUDA does not survive a fork
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
+        with self.beside_training(inputs):
             host, wait = to_host(work(), self._peers)
-
-        # keep the allocator from reusing memory that the side stream still reads
-        for tensor in inputs:
-            tensor.record_stream(self._stream)
 
         def result_on_host() -> Tensor:
             wait()
             return host
 
         return result_on_host
+
+    def upload(
+        self, host: Tensor, device: torch.device, work: Callable[[Tensor], tuple[Tensor, ...]]
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Copy `host` to a device and start `work` on the copy, without blocking the host.
+
+        It may be called from any thread.
+
+        Returns:
+            A function that returns the results of `work`, for use on the caller's current stream.
+        """
+        if device.type != "cuda" or host.device == device:
+            results = work(host.to(device))
+            return lambda: results
+
+        stream = self._side_stream(device)
+        # a new thread's current device is the first one, where it would open a context
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            results = work(host.pin_memory().to(device, non_blocking=True))
+            decoded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            decoded.record(stream)
+
+        def on_current_stream() -> tuple[Tensor, ...]:
+            current = torch.cuda.current_stream(device)
+            current.wait_event(decoded)
+            for tensor in results:
+                tensor.record_stream(current)  # it is in the side stream's memory pool
+            return results
+
+        return on_current_stream
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None:  # created on first use: CUDA does not survive a fork
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
 
 
 def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Callable[[], None]]:

@@ -115,6 +115,7 @@ class Channel:
         parent: Channel | None = None,
         full_duplex: bool = False,
         liveness: bool = True,
+        urgent: bool = False,
     ) -> Channel:
         """Create the process groups and return this rank's channel; collective over all ranks.
 
@@ -131,15 +132,19 @@ class Channel:
                 None: start a heartbeat.
             full_duplex: create a second gloo group, for large transfers over a slow link.
             liveness: whether errors name the lost ranks; off on all ranks if any rank passes False.
+            urgent: whether nccl's kernels have priority over the model's, which would otherwise
+                occupy the device first.
         """
         mine = None
+        options = _urgent_options(timeout) if urgent and backend == "nccl" else None
         sockets = CloseOnFork()
         with sockets.opening():
             for ranks in groups:
                 group = downward = None
                 if len(ranks) > 1:
-                    make = partial(dist.new_group, list(ranks), timeout=timeout, backend=backend)
-                    with nullcontext() if backend == "nccl" else _without_bound_device():
+                    make = partial(dist.new_group, list(ranks), timeout, backend, options)
+                    splits = backend == "nccl" == dist.get_backend()
+                    with nullcontext() if splits else _without_bound_device():
                         group = make()
                         downward = make() if full_duplex and backend == "gloo" else None
                 if rank in ranks:
@@ -171,9 +176,16 @@ class Channel:
         if self._is_alone():
             return Pending(lambda: tensor.unsqueeze(0))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
-        # Not `dist.all_gather`: when a peer dies during it, gloo frees memory that its other
-        # connections still send from, and the process aborts. An exchange sends as many bytes and
-        # needs as much memory, because gloo gathers into a copy of its own.
+        if self.device.type == "cuda":
+            received = tensor.new_empty(self.size, *tensor.shape)
+            with self.peers.launching(tag):
+                work = dist.all_gather_into_tensor(
+                    received, tensor.contiguous(), group=self.group, async_op=True
+                )
+            return self._pending([work], received, tag)
+        # Not gloo's own: when a peer dies during it, gloo frees memory that its other connections
+        # still send from, and the process aborts. An exchange sends as many bytes and needs as much
+        # memory, because gloo gathers into a copy of its own.
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -205,6 +217,8 @@ class Channel:
         """Destroy the process groups; pending results are lost."""
         # before the groups: a peer whose connection breaks can then read that this rank has left
         self.peers.close(self._owns_monitor)
+        if self.peers.ended:  # else destroying a group waits for a hung rank until the timeout
+            self._sockets.disconnect()
         for group in (None if self._keeps_group else self.group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -309,13 +323,20 @@ def _all_to_all(
     )
 
 
+def _urgent_options(timeout: timedelta | None) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # else `new_group` warns that it overrides the default
+    return options
+
+
 @contextmanager
 def _without_bound_device() -> Iterator[None]:
-    """Keep `new_group` from splitting a CUDA communicator when it creates gloo groups.
+    """Keep `new_group` from splitting the default group, unless both groups are nccl's.
 
-    Lightning binds the default group to a device. Ranks outside a new group then participate in a
-    split of the default group, which only nccl supports; with a gloo default group on a CUDA device
-    it fails.
+    Lightning binds the default group to a device. torch then splits the new group from it, and
+    ranks outside the new group take part in the split. Only nccl supports that: it fails if the
+    default group on a CUDA device is gloo's, whatever the new group is.
     """
     default = dist.group.WORLD
     assert default is not None, "the process group is initialized"

@@ -1,4 +1,4 @@
-"""Compile CPU loops with numba: faster than torch operations, with the same results.
+"""Compile CPU loops with numba, and GPU kernels with Triton: faster than torch, the same results.
 
 The loops need numba (`pip install 'lightning-commfree[numba]'`). Importing it takes a second. The
 first call of a loop takes another second, unless numba finds it in its cache: next to the loop's
@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 _log = logging.getLogger(__name__)
 
@@ -64,3 +66,28 @@ def load_loops(module: str, what: str) -> ModuleType | None:
             _log.warning(text, type(error).__name__, error, slower, folder)
         return None
     return loops
+
+
+@cache
+def load_kernels(module: str, what: str) -> ModuleType | None:
+    """Import a module of Triton kernels for a GPU and try them out; if that fails, log why.
+
+    Args:
+        module: name of the module, which has a function `try_out` that compares each kernel with
+            torch.
+        what: as in `load_loops`.
+
+    Returns:
+        The module, or None without a CUDA device or Triton, or if Triton cannot be used.
+    """
+    if not torch.cuda.is_available():
+        return None
+    try:
+        kernels = import_module(module)
+        kernels.try_out()
+    except Exception as error:  # noqa: BLE001 - as above
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
+            text = "Triton cannot be used (%s: %s): %s use torch operations, which are slower."
+            _log.warning(text, type(error).__name__, error, what)
+        return None
+    return kernels

@@ -61,19 +61,10 @@ class View(NamedTuple):
 
 
 class Membership(Protocol):
-    """Provider of the view for each exchange."""
-
-    changes: bool  # whether members may come and go; exchanges then keep their inputs for a retry
+    """Provider of the views in which exchanges run."""
 
     def view(self) -> View:
         """Return the current view."""
-
-    def after_failure(self, view: View, error: RuntimeError) -> View:
-        """Return the view in which to continue after an exchange in `view` has failed.
-
-        Raises:
-            RuntimeError: the job cannot continue.
-        """
 
     def leave(self) -> None:
         """Exit the group; the other members continue without this one."""
@@ -82,19 +73,12 @@ class Membership(Protocol):
 class FixedMembership:
     """Membership that never changes: the loss of a member ends the job."""
 
-    changes = False
-
     def __init__(self, channel: Channel) -> None:
         self._view = View.of(channel)
 
     def view(self) -> View:
         """Return the only view."""
         return self._view
-
-    def after_failure(self, view: View, error: RuntimeError) -> View:
-        """Raise `error`, which names the lost ranks."""
-        del view
-        raise error
 
     def leave(self) -> None:
         """Do nothing: the job owns and closes the channel."""

@@ -93,9 +93,14 @@ class RankInfo:
     rank: int  # global
     size: int  # number of ranks in the job
     timeout: timedelta  # of an exchange
-    backend: str  # of process groups on `device`
+    chosen_backend: str | None  # the user's choice for all groups on `device`; None: no choice
     device: torch.device
     main_address: str | None  # of rank 0's machine; None on a single machine
+
+    @property
+    def backend(self) -> str:
+        """Backend of process groups within a replica or node, for tensors on `device`."""
+        return self.chosen_backend or str(dist.get_default_backend_for_device(self.device))
 
 
 # -- the channels
@@ -132,9 +137,10 @@ class ReplicaChannels:
             return cls(world, world, Channel([rank], rank, inner))
 
         def fast(axis: str, counted: Ledger) -> Channel:
-            groups = mesh.groups(axis)
+            groups, backend, device = mesh.groups(axis), info.backend, info.device
+            urgent = axis == TENSOR  # the model's kernels wait for its sums
             return Channel.open(
-                groups, rank, counted, info.backend, timeout, info.device, parent=world
+                groups, rank, counted, backend, timeout, device, parent=world, urgent=urgent
             )
 
         if fast_between:  # within first: all ranks must create groups in the same order
@@ -184,11 +190,6 @@ def waiting_for_all(info: RankInfo) -> Iterator[None]:
 # -- the process group of the framework
 
 
-def default_backend(device: torch.device) -> str:
-    """Return torch's default backend for tensors on a device."""
-    return str(dist.get_default_backend_for_device(device))
-
-
 def restart_count() -> int:
     """Return how often torchrun has restarted this job; 0 without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -196,7 +197,18 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def join_restarted_world(info: RankInfo) -> None:
+def world_backend(mesh: Mesh, info: RankInfo) -> str:
+    """Return the backend of the default process group, which contains all ranks.
+
+    With replicas on several machines it is gloo, also for CUDA devices, unless the user has chosen
+    a backend. nccl would connect all machines when the job starts, over an interface and ports of
+    its own choice, and the framework's barriers and metrics would use these connections.
+    """
+    slow_link = info.main_address is not None and mesh.axes[0] == REPLICA
+    return "gloo" if slow_link and info.chosen_backend is None else info.backend
+
+
+def join_restarted_world(info: RankInfo, backend: str) -> None:
     """Initialize the default process group if torchrun has restarted this job.
 
     torchrun keeps one store for all attempts. Ranks would find the addresses of the previous
@@ -212,7 +224,7 @@ def join_restarted_world(info: RankInfo) -> None:
     store = dist.PrefixStore(f"attempt_{restart_count()}", agents)  # type: ignore[attr-defined]
     bound: dict[str, Any] = {} if info.device.type == "cpu" else {"device_id": info.device}
     dist.init_process_group(
-        info.backend,
+        backend,
         store=store,
         rank=info.rank,
         world_size=info.size,

@@ -354,8 +354,13 @@ class PeerWatch:
             return
         start = time.monotonic()
         with self._explaining(tag):
-            while not all(map(_has_ended, works)):
+            while not all(map(has_ended, works)):
                 self._check_wait(time.monotonic() - start)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended with an error (a lost rank, or one that all ranks raise)."""
+        return self.monitor is not None and bool(self.monitor.verdict)
 
     def close(self, owner: bool) -> None:
         """Interrupt the waits of other threads, and close the monitor if `owner`."""
@@ -576,7 +581,7 @@ def _key(token: int) -> str:
     return f"commfree/{token:x}"
 
 
-def _has_ended(work: dist.Work) -> bool:
+def has_ended(work: dist.Work) -> bool:
     """Wait briefly; return whether `work` has ended. Raise its error if it failed."""
     try:
         work.wait(_SLICE)

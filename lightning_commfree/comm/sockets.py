@@ -81,6 +81,26 @@ def choose_interface(main_address: str) -> str | None:
     )
 
 
+def own_address(towards: str) -> str:
+    """Return this machine's IPv4 address on the network that leads to a host.
+
+    `GLOO_SOCKET_IFNAME` names another interface.
+
+    Raises:
+        ValueError: that interface has no address, or no network leads to the host.
+    """
+    name = os.environ.get(VARIABLE)
+    address = interface_address(name) if name else _address_towards(towards)
+    if address is None:
+        raise ValueError(
+            f"The interface {name!r} (`{VARIABLE}`) has no IPv4 address; `ip address` lists those"
+            " that do."
+            if name
+            else f"No network of this machine leads to {towards!r}: check the name or address."
+        )
+    return address
+
+
 def connection_error(error: Exception) -> str:
     """Return an error message for ranks on several machines that cannot connect."""
     return (
@@ -119,7 +139,7 @@ _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
 class CloseOnFork:
-    """Set of TCP sockets to close in forked children."""
+    """Set of TCP sockets, which are closed in forked children."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor, to detect one that was reused
@@ -127,24 +147,36 @@ class CloseOnFork:
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Register all TCP sockets opened in a `with` block, by any thread and any library."""
-        before = _tcp_sockets()
+        before = tcp_sockets()
         try:
             yield
         finally:
-            new = {fd: inode for fd, inode in _tcp_sockets().items() if before.get(fd) != inode}
+            new = {fd: inode for fd, inode in tcp_sockets().items() if before.get(fd) != inode}
             if not self._inodes:
                 util.register_after_fork(self, CloseOnFork._close)
             self._inodes |= new
 
+    def disconnect(self) -> None:
+        """End the connections of the registered sockets in this process, which stay open files."""
+        for descriptor in self._still_open():
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+                if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo would abort
+                    copy.shutdown(socket.SHUT_RDWR)
+
     def _close(self) -> None:
         """Close the registered sockets in a forked child; the parent's remain open."""
+        for descriptor in self._still_open():
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def _still_open(self) -> Iterator[int]:
         for descriptor, inode in self._inodes.items():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
-                    os.close(descriptor)
+                    yield descriptor
 
 
-def _tcp_sockets() -> dict[int, int]:
+def tcp_sockets() -> dict[int, int]:
     """Return the inodes of this process's TCP sockets, by descriptor."""
     found = {}
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
@@ -153,6 +185,14 @@ def _tcp_sockets() -> dict[int, int]:
             if stat.S_ISSOCK(status.st_mode) and _is_tcp(int(name)):
                 found[int(name)] = status.st_ino
     return found
+
+
+def hang_up(descriptor: int, inode: int) -> None:
+    """Shut down a connection of another library; do nothing if its descriptor has been reused."""
+    with suppress(OSError):
+        if os.fstat(descriptor).st_ino == inode:
+            with socket.socket(fileno=os.dup(descriptor)) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
 
 
 def _is_tcp(descriptor: int) -> bool:

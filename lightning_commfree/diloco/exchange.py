@@ -9,20 +9,23 @@ A message has four sections:
 
 1. *header*: three int64. First, flags (the sender requests a stop; its values contain NaN or Inf)
    and, in the bits above, a hash of the fragments that joined during the fit. Second, the sender's
-   inner step. Third, a hash of its global copy (0: none). On the way down, the owner of a shard
-   sends a summary of all headers.
+   inner step and, in the bits above, its weight. Third, a hash of its global copy (0: none). On the
+   way down, the owner of a shard sends a summary of all headers.
 2. *gram*, only down: inner products of all replicas' gradients, restricted to the owner's shard.
 3. *payload*: the values as the codec encodes them.
 4. *buffers*: averaged buffers, always in fp32, because a rounded variance could become zero.
 
 On CUDA, encoding and the copy to host memory run on a side stream, and a background thread waits
-for them and sends the message.
+for them and sends the message. When the messages of the others have arrived, that thread uploads
+them and starts to decode them on the side stream, so that a landing only has to wait for an event
+on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -41,6 +44,8 @@ TAG = "outer_gradient"
 _STOP, _NONFINITE = 1, 2  # bits of the header's first word
 _JOINED_SHIFT = 8  # first bit of the hash of the fragments that joined
 JOINED_BITS = 40
+_WEIGHT_SHIFT = 40  # first bit of the weight, in the second word
+MAX_WEIGHT = 2**22
 
 
 # -- headers
@@ -54,12 +59,14 @@ class Header(NamedTuple):
     digest: Tensor | int  # int64
     nonfinite: Tensor | bool = False  # the values contain NaN or Inf
     joined: int = 0  # hash of the fragments that joined during the fit; `JOINED_BITS` bits
+    weight: int = 1  # of the values in the mean; at most `MAX_WEIGHT`
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
         """The three int64 values that are sent."""
         flags = self.stop * _STOP + self.nonfinite * _NONFINITE
-        return flags + (self.joined << _JOINED_SHIFT), self.step, self.digest
+        step = self.step + ((self.weight - 1) << _WEIGHT_SHIFT)
+        return flags + (self.joined << _JOINED_SHIFT), step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return `values`, and those of the header's tensors that are on the same device."""
@@ -75,29 +82,48 @@ class HeaderSummary(NamedTuple):
     steps_differ: bool  # the messages were sent after different inner steps
     joined_differ: bool  # different fragments have joined
     nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
+    weights: tuple[int, ...]  # of all members; on the way down, 1 for all that are not 0
+
+    @property
+    def counted(self) -> list[int]:
+        """The members in the mean: without nonfinite values or, unless all have it, weight 0."""
+        finite = [m for m in range(len(self.weights)) if m not in self.nonfinite]
+        finite = finite or [*range(len(self.weights))]
+        return [m for m in finite if self.weights[m]] or finite
 
 
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
     """Summarize the headers of all replicas, int64, shape (M, 3), in host memory."""
-    flags, steps, digests = headers_M3.unbind(1)
+    flags, _, digests = headers_M3.unbind(1)
+    steps, weights = _steps_and_weights(headers_M3)
     drifted, steps_differ, joined_differ = (
         bool((words != words[0]).any()) for words in (digests, steps, flags >> _JOINED_SHIFT)
     )
-    return HeaderSummary(_any_stops(flags), drifted, steps_differ, joined_differ, _nonfinite(flags))
+    differ = drifted, steps_differ, joined_differ
+    return HeaderSummary(_any_stops(flags), *differ, _nonfinite(flags), weights)
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
     """Combine the summaries sent by all owners (`summary_header`)."""
-    flags, drifted, steps_differ = headers_M3.unbind(1)
+    flags, _, steps_differ = headers_M3.unbind(1)
+    drifted, weights = _steps_and_weights(headers_M3)
     seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_SHIFT).any())
-    return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags))
+    return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags), weights)
 
 
 def summary_header(summary: HeaderSummary, member: int) -> Header:
     """Create the header with which the owner `member` sends its summary down."""
     # the fields `step` and `digest` are free on the way down; every member sends its own NaN flag
     step, digest, joined = summary.drifted, summary.steps_differ, summary.joined_differ
-    return Header(summary.stop, int(step), int(digest), member in summary.nonfinite, int(joined))
+    weight = int(summary.weights[member] > 0)
+    nonfinite = member in summary.nonfinite
+    return Header(summary.stop, int(step), int(digest), nonfinite, int(joined), weight)
+
+
+def _steps_and_weights(headers_M3: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    words = headers_M3[:, 1]
+    weights = (words >> _WEIGHT_SHIFT) + 1
+    return words & ((1 << _WEIGHT_SHIFT) - 1), tuple(weights.tolist())
 
 
 def _any_stops(flags_M: Tensor) -> bool:
@@ -108,10 +134,9 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
     return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())
 
 
-def finite_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
-    """Remove the messages of `nonfinite` members, or none if no message would remain."""
-    counted = [m for m in range(len(messages)) if m not in nonfinite]
-    if not 0 < len(counted) < len(messages):
+def counted_messages(messages: Tensor, counted: Sequence[int]) -> Tensor:
+    """Return the messages of the members in `counted`."""
+    if len(counted) == len(messages):
         return messages
     # indexing with a list would copy the list to the device, and the host would wait
     return torch.stack([messages[m] for m in counted])
@@ -185,7 +210,9 @@ class FragmentMessage:
             decode_all(self._codec, self._layout.section(message, "payload"), row)
         return values_MN
 
-    def average(self, messages: Tensor, padding: int = 0) -> tuple[Tensor, Tensor]:
+    def average(
+        self, messages: Tensor, weights: Sequence[int] | None = None, padding: int = 0
+    ) -> tuple[Tensor, Tensor]:
         """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M).
 
         The last `padding` values become zero: not every codec keeps zeros.
@@ -207,22 +234,38 @@ class FragmentMessage:
             if (stop := self._numel - padding) < chunk.stop:
                 rows_MV[:, max(stop - chunk.start, 0) :].zero_()
 
-            _average(rows_MV, out=mean[chunk])
-            for i, row in enumerate(rows_MV):  # row by row: BLAS is slow for so wide a matrix
-                gram_MM[i, i:] += rows_MV[i:] @ row
+            _average(rows_MV, weights, out=mean[chunk])
+            _add_products(rows_MV, gram_MM)
 
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
-    def average_buffers(self, messages: Tensor) -> Tensor:
+    def average_buffers(self, messages: Tensor, weights: Sequence[int] | None = None) -> Tensor:
         """Return the mean of the buffers, fp32, shape (num_buffers,)."""
         rows_ME = self.buffers(messages)
-        mean = _average(rows_ME, out=torch.empty_like(rows_ME[0]))
+        mean = _average(rows_ME, weights, out=torch.empty_like(rows_ME[0]))
         # values that are equal on all replicas stay as they are, to the last bit, even Inf
         return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
 
 
-def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
+def _add_products(rows_MN: Tensor, gram_MM: Tensor) -> None:
+    """Add the rows' inner products to the upper triangle of `gram_MM`."""
+    # one by one: BLAS is slow for so wide a matrix, and some versions for CUDA compute each element
+    # of a product with a vector in a single thread block
+    for i, row in enumerate(rows_MN):
+        if row.device.type == "cpu":
+            gram_MM[i, i:] += rows_MN[i:] @ row
+        else:
+            for j, other in enumerate(rows_MN[i:], start=i):
+                gram_MM[i, j] += torch.dot(other, row)
+
+
+def _average(rows_MN: Tensor, weights: Sequence[int] | None, out: Tensor) -> Tensor:
     """Write the mean over the replicas to `out`, summing in replica order."""
+    if weights is not None and len(set(weights)) > 1:
+        out.zero_()
+        for row, weight in zip(rows_MN, weights, strict=True):
+            out += row * (weight / sum(weights))
+        return out
     torch.add(rows_MN[0], 0.0, out=out)  # start from 0.0: -0.0 becomes 0.0
     for row in rows_MN[1:]:
         out += row
@@ -246,7 +289,8 @@ class Arrival(NamedTuple):
     def shared_within(self, within: Channel) -> Arrival:
         """Combine the flags and inner products of a replica's ranks; collective within it."""
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
-        mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(within.device)
+        parts = flags.float(), self.gram.flatten()
+        mine = torch.cat([part.to(within.device, non_blocking=True) for part in parts])
         rows = on_host(within.all_gather(mine, WITHIN_TAG).wait(), within.peers)
 
         anywhere = rows[:, : len(flags)].any(dim=0).tolist()
@@ -257,20 +301,32 @@ class Arrival(NamedTuple):
         flagged = stop, drifted, steps_differ, joined_differ
         return Arrival(self.mean, *flagged, self.nonfinite, gram)
 
-    @property
-    def norm(self) -> float:
-        """Euclidean norm of the mean outer gradient."""
-        return float(self.gram.sum().clamp(min=0).sqrt()) / len(self.gram)
 
-    @property
-    def cosine(self) -> float:
-        """Mean cosine similarity of the outer gradients over all pairs of replicas; 1 if K = 1."""
-        norms_M = self.gram.diagonal().sqrt()
-        cosines_MM = self.gram / torch.outer(norms_M, norms_M).clamp(min=1e-30)
+def norm_of_mean(gram_KK: Tensor) -> float:
+    """Return the Euclidean norm of the mean of K outer gradients with these inner products."""
+    return float(gram_KK.sum().clamp(min=0).sqrt()) / len(gram_KK)
 
-        size = len(norms_M)
-        pairs = size * (size - 1)
-        return float((cosines_MM.sum() - cosines_MM.trace()) / pairs) if pairs else 1.0
+
+def mean_cosine(gram_KK: Tensor) -> float:
+    """Return the mean cosine similarity of K outer gradients over all pairs; 1 if K = 1."""
+    norms_K = gram_KK.diagonal().sqrt()
+    cosines_KK = gram_KK / torch.outer(norms_K, norms_K).clamp(min=1e-30)
+
+    size = len(norms_K)
+    pairs = size * (size - 1)
+    return float((cosines_KK.sum() - cosines_KK.trace()) / pairs) if pairs else 1.0
+
+
+@dataclass(eq=False)
+class Decoding:
+    """Decoding of messages on `device`, begun when they arrive if the values sent are on CUDA.
+
+    Attributes:
+        finish: returns the result, for use on the caller's current stream; None until they arrive.
+    """
+
+    device: torch.device
+    finish: Callable[[], Arrival] | None = None
 
 
 # -- exchanges
@@ -311,7 +367,12 @@ class FragmentExchange:
         return self.route.bytes_up(self._up.num_bytes) + self.route.bytes_down(self._down.num_bytes)
 
     def launch(
-        self, values: Tensor, header: Header, residual: Tensor | None = None, tag: str = TAG
+        self,
+        values: Tensor,
+        header: Header,
+        residual: Tensor | None = None,
+        tag: str = TAG,
+        decoding: Decoding | None = None,
     ) -> Pending[Tensor]:
         """Send this replica's values.
 
@@ -320,27 +381,37 @@ class FragmentExchange:
             header: metadata to send with them.
             residual: fp32, shape (N,); filled with the codec's rounding error.
             tag: ledger tag.
+            decoding: filled by the background thread when the messages arrive.
 
         Returns:
-            The received messages, still encoded, on the channel's device. `read` decodes them, and
+            The received messages, still encoded, on the channel's device. `decode` reads them, and
             checkpoints may contain them.
         """
         losses: list[Tensor] = []  # error of the second rounding, in the shard of this replica
+
+        def send_and_decode(messages: Callable[[], Tensor]) -> Tensor:
+            received = exchange(messages)
+            if decoding is not None:
+                decoding.finish = self.decode(received, decoding.device)
+            return received
 
         def exchange(messages: Callable[[], Tensor]) -> Tensor:
             received = self.route.up(messages(), tag).wait()
             if not self.route.two_phase:
                 return received  # decoded when it lands, on the device of the global copy
             reduced, lost = self._reduce(received, residual is not None)
-            if lost is not None:
-                losses.append(lost)
+            if lost is not None and residual is not None:
+                goes_up = residual.is_cuda and not lost.is_cuda
+                losses.append(lost.pin_memory() if goes_up else lost)
             return self.route.down(reduced, tag).wait()
 
         if values.device != self.route.view.channel.device:
             staged = self.background.staging.stage(
                 lambda: self._write(values, header, residual), header.on_device(values)
             )
-            pending = self.background.submit(lambda: exchange(staged), tag, staged, values.device)
+            pending = self.background.submit(
+                lambda: send_and_decode(staged), tag, staged, values.device
+            )
         else:
             messages = self._write(values, header, residual)
             if self.in_thread or self.route.two_phase:
@@ -355,24 +426,39 @@ class FragmentExchange:
         kept = residual
         return pending.then(lambda arrived: self._add_losses(arrived, losses, kept))
 
-    def read(self, arrived: Tensor, device: torch.device) -> Arrival:
-        """Decode received messages on `device`."""
-        if not self.route.two_phase:
-            summary = summarize_headers(self._up.headers(arrived, self.route.view.channel.peers))
-            on_device = finite_messages(arrived, summary.nonfinite).to(device)
-            mean, gram_KK = self._up.average(on_device)
-            return Arrival(
-                _concatenate(mean, self._up.average_buffers(on_device)), *summary, gram_KK
-            )
+    def decode(self, arrived: Tensor, device: torch.device) -> Callable[[], Arrival]:
+        """Start decoding received messages on `device`; the host does not wait for CUDA.
 
-        summary = merge_summaries(self._down.headers(arrived, self.route.view.channel.peers))
-        on_device = arrived.to(device)
-        values = self._down.values(on_device).view(-1)[: self.numel]
-        mean = _concatenate(values, self._down.buffers(on_device).flatten()[: self.num_buffers])
-        # `or`: if no replica is finite, all of them count (`finite_messages`)
-        size = self.route.view.size - len(summary.nonfinite) or self.route.view.size
-        gram_KK = self._down.gram(on_device).sum(0)[: size**2].view(size, size)
-        return Arrival(mean, *summary, gram_KK)
+        Returns:
+            A function that returns the result, for use on the caller's current stream.
+        """
+        peers = self.route.view.channel.peers
+        if self.route.two_phase:
+            summary = merge_summaries(self._down.headers(arrived, peers))
+            work = partial(self._read_reduced, len(summary.counted))
+        else:
+            summary = summarize_headers(self._up.headers(arrived, peers))
+            work = partial(self._average, summary)
+        finish = self.background.staging.upload(arrived, device, work)
+
+        def arrival() -> Arrival:
+            mean, gram_KK = finish()
+            return Arrival(mean, *summary[:-1], gram_KK)
+
+        return arrival
+
+    def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean of all replicas' values, fp32, shape (N + E,), and inner products."""
+        counted = counted_messages(messages, summary.counted)
+        weights = [summary.weights[m] for m in summary.counted]
+        mean, gram_KK = self._up.average(counted, weights)
+        return _concatenate(mean, self._up.average_buffers(counted, weights)), gram_KK
+
+    def _read_reduced(self, size: int, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the same from the messages of the owners; `size` is K."""
+        values = self._down.values(messages).view(-1)[: self.numel]
+        mean = _concatenate(values, self._down.buffers(messages).flatten()[: self.num_buffers])
+        return mean, self._down.gram(messages).sum(0)[: size**2].view(size, size)
 
     def _write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
         """Create one message per shard: uint8, shape (S, message bytes)."""
@@ -393,16 +479,18 @@ class FragmentExchange:
     def _reduce(self, received: Tensor, keep_loss: bool) -> tuple[Tensor, Tensor | None]:
         """Average the shard that this replica owns; return the resulting message and its error."""
         summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
-        counted = finite_messages(received, summary.nonfinite)
+        counted = counted_messages(received, summary.counted)
+        weights = [summary.weights[m] for m in summary.counted]
         end = (self.route.shard + 1) * self._shard
-        mean, gram_KK = self._up.average(counted, padding=max(end - self.numel, 0))
+        mean, gram_KK = self._up.average(counted, weights, padding=max(end - self.numel, 0))
         # K < M if replicas are left out, but all messages must have the same size
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=received.device)
         lost = torch.empty_like(mean) if keep_loss else None
         header = summary_header(summary, self.route.view.rank)
-        self._down.write(message, header, mean, self._up.average_buffers(counted), gram, lost)
+        buffers = self._up.average_buffers(counted, weights)
+        self._down.write(message, header, mean, buffers, gram, lost)
         # Only this replica corrects the error, by a gradient that counts 1/K in the next mean: so
         # keep K times the error.
         return message, None if lost is None else lost.mul_(len(counted))
@@ -412,7 +500,7 @@ class FragmentExchange:
         start = self.route.shard * self._shard
         for loss in losses:
             shard = residual[start : start + self._shard]
-            shard += loss[: len(shard)].to(shard.device)
+            shard += loss[: len(shard)].to(shard.device, non_blocking=True)
         return arrived
 
 
@@ -460,41 +548,14 @@ def fragment_exchanges(
     return by_codec
 
 
-class Flight(NamedTuple):
+@dataclass(frozen=True)
+class Flight:
     """A fragment that has been launched but has not landed."""
 
     exchange: FragmentExchange
-    header: Header
-    pending: Pending[Tensor]
-    launched_s: float  # on the clock of `time.perf_counter`
-    values: Tensor | None = None  # the sent values, fp32; kept only if members may change
-    residual: Tensor | None = None
-
-    @classmethod
-    def launch(
-        cls,
-        exchange: FragmentExchange,
-        values: Tensor,
-        header: Header,
-        residual: Tensor | None = None,
-        tag: str = TAG,
-        keep: bool = False,
-    ) -> Flight:
-        """Launch values; with `keep`, keep them so that they can be relaunched."""
-        pending = exchange.launch(values, header, residual, tag)
-        return cls(exchange, header, pending, perf_counter(), values if keep else None, residual)
-
-    @classmethod
-    def here(cls, exchange: FragmentExchange, header: Header, pending: Pending[Tensor]) -> Flight:
-        """Create a flight from a checkpoint; its messages have already arrived."""
-        return cls(exchange, header, pending, perf_counter())
-
-    def relaunch(self, exchange: FragmentExchange) -> Flight:
-        """Launch the same values again, using the exchange for the next view."""
-        assert self.values is not None, "values are kept only if members may change"
-        # encodes again, because other shards have other blocks; overwrites the lost residual
-        pending = exchange.launch(self.values, self.header, self.residual)
-        return self._replace(exchange=exchange, pending=pending)
+    pending: Pending[Tensor]  # `FragmentExchange.launch`
+    launched_s: float = field(default_factory=perf_counter)
+    decoding: Decoding | None = None
 
     def seconds(self) -> float:
         """Return the time since the launch in seconds."""
@@ -502,7 +563,9 @@ class Flight(NamedTuple):
 
     def receive(self, device: torch.device, within: Channel | None) -> Arrival:
         """Wait for the messages, decode them, and combine the results of a replica's ranks."""
-        arrival = self.exchange.read(self.pending.wait(), device)
+        arrived = self.pending.wait()
+        finish = None if self.decoding is None else self.decoding.finish
+        arrival = (finish or self.exchange.decode(arrived, device))()
         if within is not None and within.size > 1:
             arrival = arrival.shared_within(within)
         return arrival

@@ -50,6 +50,10 @@ class FrozenParameters:
         for name in names:
             del self._parameters[name]
 
+    def digests(self) -> list[int]:
+        """Return hashes of this rank's tensors."""
+        return [int(digest(tensor.contiguous())) for tensor in self._tensors().values()]
+
     def average_moved(
         self, view: View, background: Background, fingerprint: Mapping[str, str]
     ) -> None:

@@ -133,8 +133,12 @@ class ShardLayout:
             whole = torch.split(shares.view(-1)[: self._copied], sizes)
             for i, piece in zip(self._copies, whole, strict=True):
                 flat[i] = piece
+        # The host does not wait for an upload from pinned memory. It writes there at a landing, and
+        # by then has waited for the fragment's message, which the device made after the upload.
+        later = device.type == "cuda"
         return [
-            piece.to(device).view(shape) for piece, shape in zip(flat, self._shapes, strict=True)
+            piece.to(device, non_blocking=later).view(shape)
+            for piece, shape in zip(flat, self._shapes, strict=True)
         ]
 
 
@@ -224,11 +228,19 @@ class OuterFragment:
         Pass `local` if the local copy is currently swapped out of the module.
         """
         # buffers are averaged, not stepped, and a rounded difference could give a negative variance
-        gradient = self.local_values(local)
-        parameters = gradient[: self.parameter_numel]
-        outer = self.global_copy[: self.parameter_numel].to(gradient.device, non_blocking=True)
-        torch.sub(outer, parameters, out=parameters)
-        return gradient
+        values = self.local_values(local)
+        self.subtract_from(self.global_copy.to(values.device, non_blocking=True), values)
+        return values
+
+    def subtract_from(self, outer: Tensor, values: Tensor) -> None:
+        """Turn local values into the outer gradient, in place.
+
+        Args:
+            outer: the global copy, on the device of `values`.
+            values: from `local_values`.
+        """
+        parameters = values[: self.parameter_numel]
+        torch.sub(outer[: self.parameter_numel], parameters, out=parameters)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
         """Return whether the local copy equals the global one, in the local dtype."""

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,18 +32,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lightning_commfree.comm.background import Background
+from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.exchange import Membership, View
 from lightning_commfree.diloco.codec import CODECS, codec_of, warm_up
 from lightning_commfree.diloco.exchange import (
     JOINED_BITS,
     TAG,
     Arrival,
+    Decoding,
     Flight,
     FragmentExchange,
     Header,
     fragment_exchanges,
+    mean_cosine,
+    norm_of_mean,
 )
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.frozen import FrozenParameters
@@ -105,7 +111,7 @@ class StreamingDiLoCo:
         schedule: the steps at which fragments launch and land.
         view: the current replicas.
         flights: in-flight fragments, by index, in order of launch.
-        landings: each fragment's latest `Landing`.
+
         optimizers: the inner optimizers; nonfinite state is reset if this replica abstains.
         weight_swap: swaps the outer weights into the module.
     """
@@ -135,7 +141,8 @@ class StreamingDiLoCo:
         self.optimizers: Sequence[Optimizer] = ()
 
         self.flights: dict[int, Flight] = {}
-        self.landings: dict[int, Landing] = {}
+        self._landings: dict[int, Pending[Landing]] = {}
+        self._abstentions: Counter[int] = Counter()
         self._frozen = FrozenParameters(module, fragments)
         self._mean: list[Tensor] | None = None  # of the local copies; cached until the next step
         self._enter(membership.view())
@@ -197,24 +204,31 @@ class StreamingDiLoCo:
     def launch(self, p: int, stop: bool) -> None:
         """Launch a fragment: send its outer gradient to all replicas."""
         with record_function(f"launch fragment #{p}"):
-            fragment = self.fragments[p]
-            gradient = fragment.outer_gradient()
-            if fragment.residual is not None:  # error feedback
-                gradient[: fragment.parameter_numel] += fragment.residual.mul_(self._feedback)
-            self.flights[p] = self._send(p, gradient, stop, residual=fragment.residual)
+            fragment, residual = self.fragments[p], self.fragments[p].residual
+            values = fragment.local_values()  # a copy: training continues
+            used = [values] if residual is None else [values, residual]
+            with self._background.staging.beside_training(used):
+                # on CUDA, a global copy in host memory is uploaded here, without delaying training
+                outer = fragment.global_copy.to(values.device, non_blocking=True)
+                fragment.subtract_from(outer, values)
+                if residual is not None:  # error feedback
+                    values[: fragment.parameter_numel] += residual.mul_(self._feedback)
+                self.flights[p] = self._send(p, values, stop, residual, outer=outer)
 
     def land(self, p: int) -> bool:
         """Land a fragment: outer step and merge; return whether any replica requested a stop."""
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
-            self.fragments[p].outer_step(arrival.mean)
-            self.fragments[p].average_buffers(arrival.mean)
-
+            self._outer_step(p, arrival.mean)
             if self.view.rank in arrival.nonfinite:
                 self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
                 self.fragments[p].merge(self.settings.mix)
             return arrival.stop
+
+    def _outer_step(self, p: int, mean: Tensor) -> None:
+        self.fragments[p].outer_step(mean)
+        self.fragments[p].average_buffers(mean)
 
     # -- the end of a fit
 
@@ -241,11 +255,14 @@ class StreamingDiLoCo:
             self.flights[p] = self._send(p, self.fragments[p].outer_gradient(), stop)
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
-            self.fragments[p].take_mean(arrival.mean if self.num_replicas > 1 else None)
-            self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
+            self._take_mean(p, arrival.mean if self.num_replicas > 1 else None)
+            self._landings[p] = self._landings[p].then(lambda one: one._replace(outer_lr=1.0))
             if self.view.rank in arrival.nonfinite:
                 self._reset_after_abstaining(p, [p])
             return arrival.stop
+
+    def _take_mean(self, p: int, mean: Tensor | None) -> None:
+        self.fragments[p].take_mean(mean)
 
     @property
     def stops_after(self) -> int:
@@ -261,14 +278,30 @@ class StreamingDiLoCo:
         stop: bool,
         residual: Tensor | None = None,
         tag: str = TAG,
+        outer: Tensor | None = None,
     ) -> Flight:
-        """Launch the exchange of a fragment's `values` (fp32, shape (S,)) with other replicas."""
+        """Launch the exchange of a fragment's `values` (fp32, shape (S,)) with other replicas.
+
+        `outer` is the global copy on the device of `values`, if the caller has it.
+        """
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
-        digest = self._digest(p) if tag == TAG else 0
-        header = Header(stop, self.step, digest, nonfinite, self._joined_hash)
-        exchange, keep = self._exchange(p, residual), self._membership.changes
-        return Flight.launch(exchange, values, header, residual, tag, keep)
+        hashed = self._digest(p, outer) if tag == TAG else 0
+        header = Header(stop, self.step, hashed, nonfinite, self._joined_hash, self._weight(p))
+        return self._launch(p, values, header, residual, tag)
+
+    def _launch(
+        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
+    ) -> Flight:
+        exchange = self._exchange(p, residual)
+        decoding = Decoding(self.fragments[p].global_copy.device)
+        pending = exchange.launch(values, header, residual, tag, decoding)
+        return Flight(exchange, pending, decoding=decoding)
+
+    def _weight(self, p: int) -> int:
+        """Return the weight of this replica's values in a fragment's mean."""
+        del p
+        return 1
 
     def _receive(self, p: int) -> Arrival:
         """Wait for a fragment's messages, decode and check them, and record a `Landing`."""
@@ -280,31 +313,26 @@ class StreamingDiLoCo:
 
         arrival = flight.receive(fragment.global_copy.device, self._within)
         self._check(arrival, p)
-        before = self.landings[p].abstentions if p in self.landings else 0
-        self.landings[p] = Landing(
-            gradient_norm=arrival.norm,
-            cosine=arrival.cosine,
+        self._abstentions[p] += len(arrival.nonfinite)
+        landing = partial(
+            Landing,
             outer_lr=float(fragment.optimizer.param_groups[0]["lr"]),
             flight_s=flight.seconds(),
             waited_s=waited_s,
             num_bytes=flight.exchange.num_bytes,
-            abstentions=before + len(arrival.nonfinite),
+            abstentions=self._abstentions[p],
+        )
+        # the inner products come down from a CUDA device while training continues
+        gram, gram_arrived = to_host(arrival.gram, self.view.channel.peers)
+        self._landings[p] = Pending(gram_arrived).then(
+            lambda _: landing(gradient_norm=norm_of_mean(gram), cosine=mean_cosine(gram))
         )
         return arrival
 
     def _wait(self, p: int) -> Flight:
-        """Wait for a fragment's messages; if a member is lost, relaunch in the next view."""
-        while True:
-            flight = self.flights[p]
-            try:
-                flight.pending.wait()
-                return flight
-            except RuntimeError as error:
-                # with a fixed membership this raises `error`
-                view = self._membership.after_failure(flight.exchange.route.view, error)
-                self._background.close()  # it refuses further tasks after a failed one
-                self._enter(view)
-                self.flights[p] = flight.relaunch(self._exchange(p, flight.residual))
+        """Wait for a fragment's messages."""
+        self.flights[p].pending.wait()
+        return self.flights[p]
 
     def _check(self, arrival: Arrival, p: int) -> None:
         names = self.fragments[p].fragment.parameters
@@ -327,13 +355,13 @@ class StreamingDiLoCo:
         """Return the exchange of a fragment for values with error feedback, or without."""
         return (self._last_exchanges if residual is None else self._exchanges)[p]
 
-    def _digest(self, p: int) -> Tensor | int:
+    def _digest(self, p: int, outer: Tensor | None) -> Tensor | int:
         """Return the global copy's hash if hashes are compared in this launch, else 0."""
         every = self.settings.check_drift_every
         cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
         if not every or cycle % every:
             return 0
-        return self.fragments[p].digest()
+        return self.fragments[p].digest() if outer is None else digest(outer)
 
     def _reset_after_abstaining(self, p: int, taken: Sequence[int]) -> None:
         """Clear the state of the fragments in `taken`, which are reset to the global copies."""
@@ -482,7 +510,7 @@ class StreamingDiLoCo:
         own = {
             "local": self.weight_swap.local,
             "residuals": [fragment.residual for fragment in self.fragments],
-            "in_flight": {p: flight.pending.wait() for p, flight in self.flights.items()},
+            "in_flight": {p: self._wait(p).pending.wait() for p in self.flights},
         }
         return shared, own
 
@@ -515,9 +543,7 @@ class StreamingDiLoCo:
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
         for p, arrived in own["in_flight"].items():
-            # the header is only needed for a relaunch; the saved messages contain the original one
-            header = Header(stop=False, step=self.schedule.latest_launch(p, self.step), digest=0)
-            self.flights[p] = Flight.here(self._exchanges[p], header, Pending.here(arrived))
+            self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
         """Return None: on a different number of ranks, a fit continues from the outer weights."""
@@ -541,6 +567,11 @@ class StreamingDiLoCo:
     def num_replicas(self) -> int:
         """M, the number of replicas, including this one."""
         return self.view.size
+
+    @property
+    def landings(self) -> dict[int, Landing]:
+        """Each fragment's latest `Landing`; waits until a CUDA device has computed it."""
+        return {p: pending.wait() for p, pending in self._landings.items()}
 
     @property
     def in_flight(self) -> list[int]:

@@ -27,8 +27,8 @@ b1, b2     `betas`                  --                 (0.9, 0.99)   Algorithm 1
 
 Read in this order:
 
-1. `worker`: the computation of one worker (on a CPU by the loops of `worker_numba`). `vote`: how
-   ballots are counted.
+1. `worker`: the computation of one worker (on a CPU by the loops of `worker_numba`, on a GPU by the
+   kernels of `worker_triton`). `vote`: how ballots are counted.
 2. `ballot`: how ballots are exchanged. `buckets` and `voting`: when they are sent, and a full step.
 3. `optimizer`: the `torch.optim.Optimizer`. `session`: runs its votes during a fit.
 

@@ -42,12 +42,15 @@ class PackedDelta(NamedTuple):
         """Return a copy on `device`."""
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
-    def read(self, start: int, out: Tensor) -> Tensor:
-        """Write Delta of N consecutive parameters to `out` and return it; only the division rounds.
+    def read(self, start: int, out: Tensor, factor: float = 1.0) -> Tensor:
+        """Write Delta of N consecutive parameters, times `factor`, to `out` and return it.
+
+        Only the division and the product round.
 
         Args:
             start: index of the first value.
             out: floating point, shape (N,).
+            factor: rounded to the dtype of `out`.
         """
         bits = torch.empty(len(self.planes), out.numel(), dtype=torch.uint8, device=out.device)
         unpack_bits_part(self.planes, start, bits)
@@ -59,12 +62,14 @@ class PackedDelta(NamedTuple):
             total.add_(row, alpha=weight)
 
         signed = total.view(torch.int8) if total.dtype == torch.uint8 else total
-        out.copy_(signed.sub_(self.offset))
-        return out if self.offset == 1 else self._divide(out)
-
-    def _divide(self, out: Tensor) -> Tensor:
-        # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number
-        return out.div_(torch.full((), self.offset, dtype=out.dtype, device=out.device))
+        signed.sub_(self.offset)
+        # tensors, because their dtype makes the result's; and CUDA multiplies by the rounded
+        # reciprocal of a number, or of a tensor on the CPU, by which it should divide
+        if self.offset == 1:
+            return torch.mul(signed, torch.full((), factor, dtype=out.dtype), out=out)
+        divisor = torch.full((), self.offset, dtype=out.dtype, device=out.device)
+        torch.div(signed, divisor, out=out)
+        return out if factor == 1.0 else out.mul_(factor)
 
 
 class Shard(NamedTuple):

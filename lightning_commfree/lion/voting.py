@@ -11,6 +11,7 @@ A background thread exchanges the ballots in CPU memory (`ballot`).
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -49,6 +50,7 @@ from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule, compare_to
 from lightning_commfree.lion.worker import (
     MOMENTUM_TAG,
+    FlatMomenta,
     LionParam,
     average_momenta,
     cast_ballot,
@@ -129,6 +131,7 @@ class Voting:
         self._flights: list[BallotInFlight] = []
         self._in_step: list[list[LionParam]] = []  # per bucket, in the current step
         self._awaited: list[set[nn.Parameter]] = []  # per bucket, parameters without a gradient yet
+        self._launching = threading.Lock()
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._counted_from = (self.step, self._sent())  # where `bits_per_parameter` begins to count
@@ -191,10 +194,11 @@ class Voting:
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if not self._awaited:  # outside `during_backward`: gradients accumulate, or no overlap
             return
-        self._awaited[self._bucket_of[parameter]].discard(parameter)
-        # by index, even if a later bucket is ready: the order must be the same on all workers
-        while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
-            self._launch(len(self._flights))
+        with self._launching:  # autograd has a thread for each device of the module
+            self._awaited[self._bucket_of[parameter]].discard(parameter)
+            # by index, even if a later bucket is ready: the order must be the same on all workers
+            while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
+                self._launch(len(self._flights))
 
     def _launch(self, index: int) -> None:
         if index == 0:  # once per step: `_members` reads all groups of the optimizer
@@ -338,6 +342,7 @@ class BucketVote:
     ) -> None:
         self.bucket = bucket
         self.latest: PackedVote | None = None
+        self._momenta = FlatMomenta()
         self._valid = torch.zeros(bucket.plane_bytes, dtype=torch.uint8)
         pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool), 0, self._valid)
         self._valid_on_device = self._valid.to(bucket.parameters[0].device)
@@ -367,7 +372,8 @@ class BucketVote:
             tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
             hashes = join_digests(tuning, _digest(self.bucket) if due else 0)
 
-            raw = cast_ballot(self.bucket, members, self._valid_on_device, flags, hashes)
+            momenta = self._momenta.of(members)
+            raw = cast_ballot(self.bucket, members, self._valid_on_device, flags, hashes, momenta)
             host, wait_for_host = to_host(raw, self._view.channel.peers)
             head = header_bytes(len(self.bucket.parameters))
             ballot = Ballot(host[:head], *host[head:].view(2, -1))

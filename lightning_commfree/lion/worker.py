@@ -7,9 +7,10 @@
 The arithmetic is in fp32 (fp64 for fp64 parameters) for any gradient dtype, and every operation
 rounds once: no fused multiply-add is used, so the result does not depend on device or layout.
 
-On a GPU, all parameters of a bucket are computed by the same few kernels. On a CPU, the compiled
-loops in `worker_numba` are used if numba is installed; otherwise, the same torch operations run on
-chunks that fit into the cache.
+On a GPU, each parameter is computed by three Triton kernels (`worker_triton`), or without Triton,
+all parameters of a bucket by the same few torch operations. On a CPU, the compiled loops in
+`worker_numba` are used if numba is installed; otherwise, the same torch operations run on chunks
+that fit into the cache.
 
 With "ns_steps" above 0 in its group, a matrix votes with the signs of its Newton-Schulz direction
 instead of c (SignMuon, arXiv:2605.16311). These are matrix products, whose rounding may differ
@@ -33,7 +34,7 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.compiled import load_loops
+from lightning_commfree.comm.compiled import load_kernels, load_loops
 from lightning_commfree.comm.exchange import Route, View, ordered_sum
 from lightning_commfree.lion.ballot import (
     HAS_GRADIENT,
@@ -104,8 +105,41 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
     ]
 
 
+class FlatMomenta:
+    """A bucket's momentum buffers in one tensor, which takes fewer passes over memory.
+
+    The parameters' states hold views of it, so that checkpoints have one buffer per parameter.
+    """
+
+    def __init__(self) -> None:
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+
+    def of(self, members: list[LionParam]) -> Tensor | None:
+        """Return the buffers of `members`, shape (N,), and put views of it into their states.
+
+        None if the compiled loops compute this bucket, or if the buffers' dtypes differ.
+        """
+        held = [member.state["momentum"] for member in members]
+        if _loops(held[0]) or len({momentum.dtype for momentum in held}) > 1:
+            return None
+        if [*map(id, held)] != [*map(id, self._views)]:  # at first, and when states were loaded
+            self._flat = torch.cat([momentum.view(-1) for momentum in held])
+            parts = torch.split(self._flat, [momentum.numel() for momentum in held])
+            shapes = [momentum.shape for momentum in held]
+            self._views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            for member, view in zip(members, self._views, strict=True):
+                member.state["momentum"] = view
+        return self._flat
+
+
 def cast_ballot(
-    bucket: Bucket, members: list[LionParam], valid: Tensor, flags: int, digest: Tensor | int
+    bucket: Bucket,
+    members: list[LionParam],
+    valid: Tensor,
+    flags: int,
+    digest: Tensor | int,
+    momenta: Tensor | None = None,
 ) -> Tensor:
     """Compute a worker's ballot for one bucket, without changing any state.
 
@@ -115,6 +149,7 @@ def cast_ballot(
         valid: uint8, shape (bucket.plane_bytes,): bits that are not padding.
         flags: as in `write_header`.
         digest: as in `write_header`.
+        momenta: from `FlatMomenta`, if any.
 
     Returns:
         A single buffer with the header, plane c > 0 and plane c != 0: uint8, on the parameters'
@@ -128,6 +163,9 @@ def cast_ballot(
     header, planes = buffer[:head], buffer[head:].view(2, -1)
     marks = marks_of(header, len(members))
     voters: list[Tensor | int] = []  # numbers of nonzero directions
+    # of the compiled loops: the same number, then 1 for each parameter with a nonfinite direction
+    totals: Tensor | None = None
+    looped: list[int] = []  # positions of their parameters
 
     values = [
         _orthogonalized(member, gradient) if gradient is not None and member.ns_steps else gradient
@@ -136,17 +174,17 @@ def cast_ballot(
     for run in _runs(members, values, bucket.starts):
         # a Newton-Schulz direction already contains the momentum
         betas = [0.0 if members[part.position].ns_steps else part.group["betas"][0] for part in run]
-        if loops := _loops(run):
+        if loops := _loops(run[0].momentum):
+            if totals is None:
+                totals = torch.zeros(1 + len(members), dtype=torch.int64, device=valid.device)
             for part, beta in zip(run, betas, strict=True):
-                gradient = part.values.float()
-                found, finite = loops.cast(part.momentum, gradient, beta, planes, part.start)
-                voters.append(found)
-                marks[part.position] |= HAS_GRADIENT if finite else HAS_GRADIENT + NONFINITE
+                sick = totals[1 + part.position :][:1]
+                place = planes, part.start
+                loops.cast(part.momentum, part.values, beta, *place, totals[:1], sick)
+                looped.append(part.position)
             continue
 
-        directions, by_part = _weighted_gradients(run, betas)
-        torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
-
+        directions, by_part = _directions(run, betas, momenta)
         signs = _positive_and_nonzero(directions)
         pack_bits_part(signs, run[0].start, planes)
         voters.append(signs[1].sum())
@@ -156,6 +194,12 @@ def cast_ballot(
         both = HAS_GRADIENT + NONFINITE  # the latter is subtracted where the values are finite
         of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
 
+    if totals is not None:
+        voters.append(totals[0])
+        given = torch.zeros(len(members), dtype=torch.uint8)
+        given[looped] = HAS_GRADIENT
+        marks.bitwise_or_(given.to(marks.device, non_blocking=True))
+        marks.add_(totals[1:], alpha=NONFINITE)
     write_header(header, flags, bucket.numel, voters, digest)
     return buffer
 
@@ -180,6 +224,22 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
+
+
+def _directions(
+    run: list[_Part], betas: list[float], momenta: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return b1 m + (1 - b1) g as one tensor and as one view per part."""
+    if momenta is None or len({*betas}) > 1:
+        directions, by_part = _weighted_gradients(run, betas)
+        torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
+        return directions, by_part
+
+    sizes = [part.values.numel() for part in run]
+    directions = momenta[run[0].start : run[0].start + sum(sizes)] * betas[0]
+    by_part = [*torch.split(directions, sizes)]
+    torch._foreach_add_(by_part, _gradient_parts(run, betas))
+    return directions, by_part
 
 
 def _positive_and_nonzero(directions: Tensor) -> Tensor:
@@ -242,31 +302,41 @@ def take_step(
 def _update_values(run: list[_Part], delta: PackedDelta) -> None:
     rates = [float(part.group["lr"]) for part in run]
     kept = [1 - lr * float(part.group["weight_decay"]) for part, lr in zip(run, rates, strict=True)]
-    if loops := _loops(run):
+    if loops := _loops(run[0].momentum):
         for part, lr, keep in zip(run, rates, kept, strict=True):
             loops.update_values(part.values, *delta, part.start, keep, lr)
         return
 
     values = [part.values for part in run]
     sizes = [chunk.numel() for chunk in values]
-    deltas = delta.read(run[0].start, values[0].new_empty(sum(sizes)))
-    by_part = torch.split(deltas, sizes)
+    common = rates[0] if len({*rates}) == 1 else 1.0  # read with Delta, in the same pass
+    scaled = delta.read(run[0].start, values[0].new_empty(sum(sizes)), common)
+    by_part = torch.split(scaled, sizes)
     torch._foreach_mul_(values, kept)
-    torch._foreach_mul_(by_part, rates)
+    if len({*rates}) > 1:
+        torch._foreach_mul_(by_part, rates)
     torch._foreach_sub_(values, by_part)
 
 
 def _update_momenta(run: list[_Part]) -> None:
     betas = [part.group["betas"][1] for part in run]
-    if loops := _loops(run):
+    if loops := _loops(run[0].momentum):
         for part, beta in zip(run, betas, strict=True):
-            loops.update_momentum(part.momentum, part.values.float(), beta)
+            loops.update_momentum(part.momentum, part.values, beta)
         return
 
     momenta = [part.momentum for part in run]
-    _, by_part = _weighted_gradients(run, betas)
     torch._foreach_mul_(momenta, betas)
-    torch._foreach_add_(momenta, by_part)
+    torch._foreach_add_(momenta, _gradient_parts(run, betas))
+
+
+def _gradient_parts(run: list[_Part], betas: list[float]) -> list[Tensor]:
+    """Return (1 - b) g in the momentum's precision, as one tensor per part."""
+    gradients = [part.values for part in run]
+    if all(gradient.dtype == run[0].momentum.dtype for gradient in gradients):
+        return [*torch._foreach_mul(gradients, [1 - beta for beta in betas])]
+    # converted first, because the product must not be rounded to the gradient's dtype
+    return _weighted_gradients(run, betas)[1]
 
 
 def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
@@ -337,11 +407,12 @@ def _continues(run: list[_Part], part: _Part, size: int) -> bool:
     return fits and same_dtype and part.position == run[-1].position + 1
 
 
-def _loops(run: list[_Part]) -> ModuleType | None:
-    """Return the compiled loops if they support these values, else None."""
-    momentum = run[0].momentum
-    if momentum.device.type == "cpu" and momentum.dtype == torch.float32:
+def _loops(momentum: Tensor) -> ModuleType | None:
+    """Return the compiled loops if they support the parameter of this buffer, else None."""
+    if momentum.dtype == torch.float32 and momentum.device.type == "cpu":
         return load_loops("lightning_commfree.lion.worker_numba", "Lion's steps")
+    if momentum.dtype == torch.float32 and momentum.device.type == "cuda":
+        return load_kernels("lightning_commfree.lion.worker_triton", "Lion's steps")
     return None
 
 

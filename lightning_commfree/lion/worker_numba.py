@@ -24,23 +24,30 @@ _INF = f32(np.inf)
 
 
 def cast(
-    momentum: Tensor, gradient: Tensor, beta: float, planes: Tensor, start: int
-) -> tuple[int, bool]:
+    momentum: Tensor,
+    gradient: Tensor,
+    beta: float,
+    planes: Tensor,
+    start: int,
+    voters: Tensor,
+    sick: Tensor,
+) -> None:
     """Write the signs of directions b1 m + (1 - b1) g into the planes c > 0 and c != 0.
 
     Args:
         momentum: fp32, shape (n,).
-        gradient: fp32, shape (n,).
+        gradient: floating point, shape (n,).
         beta: b1.
         planes: uint8, shape (2, B), in the layout of `comm.bits`; the bits to be written must be 0.
         start: index of the first value in the planes.
-
-    Returns:
-        (number of nonzero directions, whether all directions are finite).
+        voters: int64, shape (1,); the number of nonzero directions is added.
+        sick: int64, shape (1,); set to 1 if a direction is not finite.
     """
-    factors = f32(beta), f32(1 - beta)
-    voters, finite = _cast(momentum.numpy(), gradient.numpy(), *factors, planes.numpy(), start)
-    return int(voters), bool(finite)
+    values = momentum.numpy(), gradient.float().numpy()
+    found, finite = _cast(*values, f32(beta), f32(1 - beta), planes.numpy(), start)
+    voters += int(found)
+    if not finite:
+        sick.fill_(1)
 
 
 def update_values(
@@ -69,14 +76,14 @@ def update_values(
 
 
 def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
-    """Set m to b2 m + (1 - b2) g, in place; fp32, shape (n,)."""
-    _update_momentum(momentum.numpy(), gradient.numpy(), f32(beta), f32(1 - beta))
+    """Set m (fp32) to b2 m + (1 - b2) g, in place; shape (n,)."""
+    _update_momentum(momentum.numpy(), gradient.float().numpy(), f32(beta), f32(1 - beta))
 
 
 def try_out() -> None:
     """Compile the loops, or load them from numba's cache."""
     value, planes = torch.zeros(1), torch.zeros(2, 8, dtype=torch.uint8)
-    cast(value, value, 0.5, planes, 0)
+    cast(value, value, 0.5, planes, 0, *torch.zeros(2, 1, dtype=torch.int64))
     update_values(value, planes, (2, 1), 1, 0, 1.0, 0.0)
     update_momentum(value, value.clone(), 0.5)
 

@@ -24,6 +24,11 @@ def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
         yield from block_names(child, f"{prefix}{name}.")
 
 
+def is_compiled_submodule(module: nn.Module) -> bool:
+    """Return whether `torch.compile` or `Module.compile` was called on exactly this module."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
 def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     """Return the names of the outermost submodules whose class is in `classes`, in model order.
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.ledger import all_gather_bytes
-from lightning_commfree.model.blocks import block_names, outermost
+from lightning_commfree.model.blocks import block_names, is_compiled_submodule, outermost
 from lightning_commfree.model.meta_init import Materializer
 
 # methods of a LightningModule that compute, besides `forward`
@@ -87,7 +87,7 @@ def refuse_wrapped(strategy: str, module: nn.Module) -> None:
     for name, child in module.named_modules():
         kind = type(child).__name__
         wrapped = isinstance(child, DistributedDataParallel) or "FSDP" in kind
-        compiled = kind == "OptimizedModule" or child._compiled_call_impl is not None
+        compiled = is_compiled_submodule(child)
         if wrapped or compiled:
             what = f"'{name}'" if name else "The module"
             raise ValueError(

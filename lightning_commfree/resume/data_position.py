@@ -12,13 +12,17 @@ the RNG state at both moments, and a resumed fit restores it at both.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, cast
 
 import torch
 from lightning_utilities.core.imports import module_available
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from lightning_commfree.host import CombinedLoader, pl
 from lightning_commfree.lightning_internals import (
@@ -30,7 +34,7 @@ from lightning_commfree.lightning_internals import (
     set_last_reload,
     take_loader_states,
 )
-from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks
+from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks, start_in_epoch
 from lightning_commfree.resume.rank_files import plain_or_none
 
 GeneratorStates = dict[str, Any]  # "random": the host's; "generators": the loaders' own
@@ -74,9 +78,38 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 def loader_generators(loaders: Iterable[object]) -> list[torch.Generator]:
     """Return the loaders' own random number generators, without duplicates."""
-    # samplers' generators are not included: each kind of sampler keeps its own elsewhere
+    # those of samplers are not included: a sampler may have more state of its own
     given = (getattr(loader, "generator", None) for loader in loaders)
     return list(dict.fromkeys(one for one in given if isinstance(one, torch.Generator)))
+
+
+def samplers_with_generators(loader: object) -> list[str]:
+    """Return class names of a loader's samplers that have a random number generator of their own.
+
+    No checkpoint contains such a generator. Omitted are samplers that share the loader's generator,
+    which is saved, and those with `set_epoch`, which derive their order from the epoch.
+    """
+    given = getattr(loader, "generator", None)
+    found: list[str] = []
+    samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    for sampler in samplers:  # grows by the samplers that they wrap
+        own = getattr(sampler, "__dict__", {})
+        # Lightning's sampler for several ranks has the user's sampler in its `dataset`
+        inside = getattr(own.get("dataset"), "__dict__", {})
+        for value in (*own.values(), *inside.values()):
+            if isinstance(value, Sampler) and not any(value is one for one in samplers):
+                samplers.append(value)
+        private = [value for value in own.values() if _is_generator(value) and value is not given]
+        if private and not hasattr(sampler, "set_epoch"):
+            found.append(type(sampler).__name__)
+    return list(dict.fromkeys(found))
+
+
+def _is_generator(value: object) -> bool:
+    kind = type(value)
+    return isinstance(value, torch.Generator | random.Random) or (
+        kind.__module__.startswith("numpy.random") and hasattr(value, "shuffle")
+    )
 
 
 def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
@@ -273,6 +306,13 @@ def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
     return loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
 
 
+_OTHER_ORDER = (
+    "the order of the training data may be another one: `{}` has a random number generator of its"
+    " own, which is not saved. Give the same generator to the loader (`DataLoader(generator=...)`),"
+    " or use a loader with a `state_dict`"
+)
+
+
 def restore_data_position(
     trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]
 ) -> list[str]:
@@ -307,6 +347,9 @@ def restore_data_position(
             loader.load_state_dict(state)
 
     texts = skipped_hooks(trainer, moment)
+    for loader in loaders:
+        if not hasattr(loader, "load_state_dict"):
+            texts += map(_OTHER_ORDER.format, samplers_with_generators(loader))
     at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
     if at_batch and MID_EPOCH.works(trainer):
         begin.load_state_dict(own["epoch_start"], begun=moment.begun)
@@ -345,3 +388,58 @@ def _restore_iterator(
     for _ in range(moment.batches):
         next(fetcher.iterator)  # not `next(fetcher)`: Lightning has restored its counters already
     return []
+
+
+# -- a fit that begins where others are
+
+
+class _Skipping:
+    """A sampler that leaves out its first samples once."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler, self._count = sampler, count
+
+    def __iter__(self) -> Iterator[Any]:
+        count, self._count = self._count, 0
+        return islice(iter(self._sampler), count, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+def continue_at(trainer: pl.Trainer, step: int) -> None:
+    """Begin a fit after `step` optimizer steps that others have taken; no batch is read for them.
+
+    Call it in `on_train_start`. Schedulers that do not monitor a metric are stepped as often.
+
+    Raises:
+        RuntimeError: the training data have no length.
+    """
+    every, total = trainer.accumulate_grad_batches, trainer.num_training_batches
+    loaders = training_loaders(trainer)
+    samplers = [getattr(getattr(one, "batch_sampler", None), "sampler", None) for one in loaders]
+    if math.isinf(total) or None in samplers:
+        raise RuntimeError(
+            "A replica that joins cannot find its position in training data without a length and a"
+            " sampler. Use a map-style dataset, for example with a fixed number of samples."
+        )
+    epoch, steps = divmod(step, -(-int(total) // every))
+    batches = steps * every
+    start_in_epoch(trainer, step, epoch, batches)
+    set_epoch(epoch, loaders)
+    for loader, sampler in zip(loaders, samplers, strict=True):
+        loader._iterator = None  # persistent workers have read the first batches
+        if batches:
+            loader.batch_sampler.sampler = _Skipping(sampler, batches * loader.batch_size)
+    if batches:
+        iter(data_fetcher(trainer))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        for config in trainer.lr_scheduler_configs:
+            count = (step if config.interval == "step" else epoch) // config.frequency
+            scheduler: Any = config.scheduler
+            while not config.reduce_on_plateau and scheduler.last_epoch < count:
+                scheduler.step()

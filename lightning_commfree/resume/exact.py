@@ -349,6 +349,10 @@ class ExactResume:
         if "inside" in own:
             fit.inside.load_state_dict(own["inside"])
 
+    def skip(self) -> None:
+        """Restore nothing more from the checkpoint."""
+        self._own = None
+
     # -- saving
 
     def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:

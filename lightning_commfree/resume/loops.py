@@ -28,6 +28,7 @@ from lightning_commfree.lightning_internals import (
     count_step,
     data_fetcher,
     restart_in_mid_epoch,
+    set_step,
     validate_first,
 )
 
@@ -81,6 +82,26 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
         loop.epoch_loop.reset_restart_stage()
         loop.epoch_loop.restarting = False  # the setter does the same for its child loops
     return Moment(epoch.processed, batch.processed, begun, trained, in_hook)
+
+
+def start_in_epoch(trainer: pl.Trainer, step: int, epoch: int, batches: int) -> None:
+    """Make Lightning's loops begin after `step` steps, after the first `batches` of an epoch.
+
+    Call it in `on_train_start`.
+    """
+    set_step(trainer, step)
+    loop = trainer.fit_loop
+    progress: Any = loop.epoch_loop.batch_progress
+    before = epoch * int(trainer.num_training_batches)
+    for tracker, count in ((progress.total, before + batches), (progress.current, batches)):
+        tracker.ready = tracker.started = tracker.processed = tracker.completed = count
+    epochs: Any = loop.epoch_progress
+    for tracker in (epochs.total, epochs.current):
+        tracker.processed = tracker.completed = epoch
+        tracker.ready = tracker.started = epoch + bool(batches)
+    loop.restarting = loop.epoch_loop.restarting = False
+    if batches:
+        _continue_after_batch(trainer, batches, trained=False, in_hook=False)
 
 
 def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook: bool) -> None:

@@ -16,12 +16,14 @@ from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.contracts import EveryStep, LocalUpdates
 from lightning_commfree.strategies.distributed_lion import DistributedLionStrategy
 from lightning_commfree.strategies.domino_tp import DominoTPStrategy
+from lightning_commfree.strategies.elastic_diloco import ElasticDiLoCoStrategy
 from lightning_commfree.strategies.inside import DataParallel
 from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 _NAMES = {
     "distributed_lion": DistributedLionStrategy,
     "domino_tp": DominoTPStrategy,
+    "elastic_diloco": ElasticDiLoCoStrategy,
     "streaming_diloco": StreamingDiLoCoStrategy,
 }
 _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
@@ -70,6 +72,7 @@ __all__ = [
     "DataParallel",
     "DistributedLionStrategy",
     "DominoTPStrategy",
+    "ElasticDiLoCoStrategy",
     "EveryStep",
     "LocalUpdates",
     "ReplicaStrategy",

@@ -52,22 +52,22 @@ from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import save_on_sigterm_only, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
+from lightning_commfree.strategies.unwrappable import Unwrappable
 
 # set to a level above INFO by users who do not want the summary at the end of a fit
 _logger = logging.getLogger("lightning_commfree")
 
-# for errors of a user's code that does not expect the model as this strategy holds it
+# what to do about errors of torch, by a part of their text
 _ADVICE = {
-    "object has no attribute 'module'": (
-        "`trainer.model` may be the LightningModule itself under this strategy, as on a single"
-        " device, rather than a wrapper with a `module` attribute. Use `trainer.lightning_module`,"
-        " which works with every strategy."
-    ),
     "data is not allocated yet": (
         "A hook reads the values of a sharded tensor (`DTensor`) as if it were a plain one, as"
         " Lightning's `grad_norm` does. For the norm of all gradients use"
         " `trainer.strategy.grad_norm()`; for one tensor, `tensor.full_tensor()` on all ranks of"
         " the replica."
+    ),
+    "'fsdp::chunk_cat' with arguments from the 'Sparse": (
+        "FSDP2 (`inside='fsdp'`) cannot train a parameter with sparse gradients. Use `sparse=False`"
+        " where the model calls `nn.functional.embedding`."
     ),
 }
 
@@ -95,6 +95,7 @@ class ReplicaStrategy(DDPStrategy):
     settings: Any
     liveness = True
     session_type: type[FitSession[Any]] = LocalWeightsSession
+    model: Any
     _trainers_accelerator: Any = None
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
@@ -110,7 +111,13 @@ class ReplicaStrategy(DDPStrategy):
         self._log: FitLog | None = None
         self._evaluation: SharedEvaluation
         self._drift: DriftCheck | None = None
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
+        self.ranks = Ranks(
+            self,
+            ddp_kwargs.get("timeout", DEFAULT_TIMEOUT),
+            ddp_kwargs.get("process_group_backend"),
+            inside.mesh,
+            self._open_channels,
+        )
         self._launch_method = ddp_kwargs.get("start_method", "popen")
         self._clean_launcher: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
@@ -128,6 +135,10 @@ class ReplicaStrategy(DDPStrategy):
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
         """Create the algorithm, after model and optimizers are set up and all settings agree."""
+
+    def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
+        """Return what decides when the fit stops."""
+        return Stopping(trainer, self.ranks, clock, self.patches)
 
     def equal_weights(self) -> tuple[int, Channel]:
         """Return the steps between weight comparisons (0: never), and the ranks to compare."""
@@ -237,7 +248,7 @@ class ReplicaStrategy(DDPStrategy):
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # before `super().setup` creates the schedulers, which may ask for the length of an epoch
         clock = Clock(spans_batch=not self.module.automatic_optimization)
-        stopping = Stopping(trainer, self.ranks, clock, self.patches)
+        stopping = self.stopping(trainer, clock)
         super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)
@@ -258,6 +269,8 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         self.inside.prepare(self)
+        if self.model is self.lightning_module:  # not wrapped by DDP
+            self.model = Unwrappable(self.module)
 
     @override
     def on_train_start(self) -> None:
@@ -389,6 +402,8 @@ class ReplicaStrategy(DDPStrategy):
     def teardown(self) -> None:
         session, self.session = self.session, OutsideOfFit()
         session.end()
+        if type(self.model) is Unwrappable:
+            self.model = self.lightning_module
         if self.lightning_module is not None and on_meta(self.lightning_module):
             # An error ended the fit before the model had values. Lightning moves it to the CPU,
             # which would raise another error and hide the first.

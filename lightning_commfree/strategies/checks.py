@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from lightning_commfree.host import (
     pl,
 )
 from lightning_commfree.lightning_internals import is_compiled, validation_seconds
+from lightning_commfree.model.blocks import is_compiled_submodule
 from lightning_commfree.model.replication import CommonGradScaler
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -39,6 +41,22 @@ def why_gradients_change(
     for callback in callbacks:
         reasons += _overridden(callback, pl.Callback, _HOOKS)
     return reasons
+
+
+def compiled_as_a_whole(module: pl.LightningModule) -> str | None:
+    """Return the name of a compiled submodule with most of the trained parameters; None if none.
+
+    All gradients of a compiled module are ready only when its backward ends.
+    """
+
+    def numel(part: nn.Module) -> int:
+        return sum(p.numel() for p in part.parameters() if p.requires_grad)
+
+    for name, part in module.named_modules():  # the module itself comes first
+        compiled = is_compiled(module) if part is module else is_compiled_submodule(part)
+        if compiled and 2 * numel(part) > numel(module):
+            return name or type(module).__name__
+    return None
 
 
 def _overridden(owner: Any, parent: type, hooks: Sequence[str]) -> list[str]:

@@ -14,7 +14,11 @@ from lightning_commfree.host import callbacks, pl
 from lightning_commfree.lion import LionSettings, VotingSession, only_lions, refuse_without_momenta
 from lightning_commfree.model.replication import common_buffers
 from lightning_commfree.strategies.base import ReplicaStrategy
-from lightning_commfree.strategies.checks import agree_on_overflow, why_gradients_change
+from lightning_commfree.strategies.checks import (
+    agree_on_overflow,
+    compiled_as_a_whole,
+    why_gradients_change,
+)
 from lightning_commfree.strategies.inside import (
     FSDPSettings,
     TensorParallel,
@@ -155,6 +159,12 @@ class DistributedLionStrategy(ReplicaStrategy):
                 " gradients are not exchanged."
             )
         self._overlaps = self.overlap and not why
+        if self._overlaps and (compiled := compiled_as_a_whole(self.module)):
+            rank_zero_warn(
+                f"Votes start only when backward ends, despite `overlap=True`, because `{compiled}`"
+                " is compiled as a whole, and torch.compile returns all of its gradients together."
+                " Compile block by block instead: `for block in blocks: block.compile()`."
+            )
         return VotingSession(self.module, lions, self.settings, self.channels, self._overlaps)
 
     @override

@@ -46,6 +46,7 @@ class FitSession(Generic[B]):
         ValueError: the ranks have different algorithms; raised on all ranks.
     """
 
+    least_ranks = 1  # in a job of DDP with which traffic is compared
     trains_independently = False  # ranks exchange nothing at most steps
     compares_weights = False  # the exchange of a step compares the ranks' weights
     computing = False  # whether a training step is running
@@ -66,7 +67,8 @@ class FitSession(Generic[B]):
         self.clock = stopping.clock
         check_agreement(self._world, between.fingerprint())
 
-        ddp_bytes = float(ring_all_reduce_bytes(4 * numel, ranks.size))
+        num_ranks = max(ranks.size, self.least_ranks)
+        ddp_bytes = float(ring_all_reduce_bytes(4 * numel, num_ranks))
         traffic = Traffic(*between.cycle(), ddp_bytes)
         self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
         stopping.sigterm.stops_after = self.stops_after

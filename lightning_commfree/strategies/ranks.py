@@ -11,29 +11,37 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_commfree.comm.job import (
+    Mesh,
     RankInfo,
     ReplicaChannels,
-    default_backend,
     delay_exit,
     join_restarted_world,
     waiting_for_all,
+    world_backend,
 )
 from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
 from lightning_commfree.host import DDPStrategy, SIGTERMException, TrainerStatus
+from lightning_commfree.lightning_internals import set_world_backend
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a job from this rank's point of view, during and outside a fit."""
+    """All ranks of a job from this rank's point of view, during and outside a fit.
+
+    `backend` is the user's `process_group_backend`, and `mesh` lays out a number of ranks.
+    """
 
     def __init__(
         self,
         strategy: DDPStrategy,
         timeout: timedelta,
+        backend: str | None,
+        mesh: Callable[[int], Mesh],
         open_channels: Callable[[RankInfo], ReplicaChannels],
     ) -> None:
-        self._strategy, self._timeout, self._open_channels = strategy, timeout, open_channels
+        self._strategy, self.timeout, self._backend = strategy, timeout, backend
+        self._mesh, self._open_channels = mesh, open_channels
         self._sockets, self._interface = CloseOnFork(), GlooInterface()
         self._channels: ReplicaChannels | None = None
 
@@ -50,10 +58,12 @@ class Ranks:
         if info.main_address is not None:
             self._interface.select(info.main_address)
         delay_exit(hosts_store=info.rank == 0 and info.size > 1)
+        backend = world_backend(self._mesh(info.size), info)
+        set_world_backend(self._strategy, backend)
         try:
             # a killed rank's connections must break, even if its forked workers survive it
             with self._sockets.opening():
-                join_restarted_world(info)
+                join_restarted_world(info, backend)
                 create_group()
         except RuntimeError as error:
             if info.main_address is not None and "gloo" in str(error).lower():
@@ -188,12 +198,11 @@ class Ranks:
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment
-        device = strategy.root_device
         return RankInfo(
             strategy.global_rank,
             strategy.world_size,
-            self._timeout,
-            strategy.process_group_backend or default_backend(device),
-            device,
+            self.timeout,
+            self._backend,
+            strategy.root_device,
             environment.main_address if environment is not None and several else None,
         )

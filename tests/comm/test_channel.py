@@ -5,15 +5,25 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.job import DATA, REPLICA, Mesh
+from lightning_commfree.comm.job import (
+    DATA,
+    REPLICA,
+    TENSOR,
+    Mesh,
+    RankInfo,
+    ReplicaChannels,
+)
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, LedgerTotals
 from tests.world import run_ranks
 
@@ -311,3 +321,69 @@ def test_a_stream_that_waits_for_nccl_is_counted(monkeypatch: pytest.MonkeyPatch
         channel._pending([Work()], result, "b").wait()
     assert dict(ledger.seconds_by_tag) == {"a": 0.5, "b": 0.25}
     assert dict(ledger.seconds_by_phase) == {START: 0.5, STEPS: 0.25}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("default", ["gloo", "nccl"])
+def test_only_nccl_groups_are_split_from_the_default_group(
+    default: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning binds its group to the device; torch would give gloo's as the parent to nccl."""
+    device, bound = torch.device("cuda", 0), []
+    world = SimpleNamespace(bound_device_id=device)
+
+    def new_group(*_: Any, **__: Any) -> object:
+        bound.append(world.bound_device_id)
+        return object()
+
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", world)
+    monkeypatch.setattr(dist, "get_backend", lambda: default)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(Channel, "_start_monitor", lambda *_: None)
+    Channel.open([[0, 1]], 0, Ledger(), backend, device=device)
+    assert bound == [device if default == backend == "nccl" else None]
+    assert world.bound_device_id == device
+
+
+def test_nccl_gathers_by_its_own_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange would copy the tensor once for every rank before sending it."""
+    done = SimpleNamespace(wait=lambda: None)
+
+    def gather(received: Tensor, sent: Tensor, **_: Any) -> Any:
+        assert sent.is_contiguous()
+        received.copy_(sent)
+        return done
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(Channel, "_order_stream", lambda *_: None)
+    ledger, group = Ledger(), object()
+    channel = Channel([0, 1, 2], 0, ledger, group, torch.device("cuda", 0))  # type: ignore[arg-type]
+    for tensor in (torch.ones(2, 3).t(), torch.tensor(4)):
+        rows = channel.all_gather(tensor, "a").wait()
+        assert torch.equal(rows, tensor.expand(3, *tensor.shape))
+    assert ledger.bytes_by_tag["a"] == (2 * 6 * 4 + 2 * 8)
+
+
+@pytest.mark.parametrize("axes", [(REPLICA, DATA), (DATA, TENSOR), (REPLICA, TENSOR)], ids=str)
+def test_only_the_tensor_groups_kernels_have_priority(
+    axes: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[tuple[int, ...], Any] = {}
+
+    def new_group(ranks: list[int], timeout: Any, backend: str, options: Any) -> object:
+        if backend == "nccl":
+            made[tuple(ranks)] = options
+        return object()
+
+    nccl, world = SimpleNamespace(Options=SimpleNamespace), SimpleNamespace(bound_device_id=None)
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", world)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(Channel, "_start_monitor", lambda *_: None)
+    timeout = timedelta(minutes=7)
+    info = RankInfo(0, 4, timeout, "nccl", torch.device("cuda", 0), None)
+    ReplicaChannels.open(Mesh(axes, (2, 2)), info, (Ledger(), Ledger()))
+    expected = SimpleNamespace(is_high_priority_stream=True, _timeout=timeout)
+    inner = expected if axes[1] == TENSOR else None
+    assert (made[0, 1], made.get((0, 2))) == (inner, None)

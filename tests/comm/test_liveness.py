@@ -65,6 +65,9 @@ def lose(rank: int, size: int, name: str, victim: int, how: int) -> Any:
             pending.wait()
     finally:
         assert time.monotonic() - start < SOON_S, "the timeout is 60 s"
+        closing = time.monotonic()
+        channel.close()
+        assert time.monotonic() - closing < 3.0, "not the rest of the timeout"
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,13 @@ from lightning_commfree.comm.exchange import View, routes
 from lightning_commfree.diloco import codec as wire_module
 from lightning_commfree.diloco.codec import BLOCK, CODECS
 from lightning_commfree.diloco.exchange import (
+    Decoding,
     FragmentExchange,
     Header,
     cheaper_exchange,
     fragment_exchanges,
+    mean_cosine,
+    norm_of_mean,
 )
 from tests.diloco.training import (
     NESTEROV,
@@ -54,13 +57,15 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
         for way in ways:
             before = channel.ledger.bytes_sent
             header = Header(stop=rank == 1, step=7, digest=5 if name != "bf16" else 5 + rank)
-            arrived = way.launch(gradient(rank), header).wait()
+            decoding = Decoding(torch.device("cpu"))
+            arrived = way.launch(gradient(rank), header, decoding=decoding).wait()
             sent = channel.ledger.bytes_sent - before
-            arrival = way.read(arrived, torch.device("cpu"))
+            assert (decoding.finish is not None) == from_device, "by the thread, on arrival"
+            arrival = (decoding.finish or way.decode(arrived, decoding.device))()
             outcomes[name, way.route.two_phase] = (
                 arrival,
-                arrival.cosine,
-                arrival.norm,
+                mean_cosine(arrival.gram),
+                norm_of_mean(arrival.gram),
                 sent,
                 way.num_bytes,
             )
@@ -70,7 +75,7 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
     ]
     for other_step in ways:
         late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
-        read = other_step.read(late, torch.device("cpu"))
+        read = other_step.decode(late, torch.device("cpu"))()
         outcomes["late", other_step.route.two_phase] = read.stop, read.drifted, read.steps_differ
     background.close()
     channel.close()
@@ -138,7 +143,7 @@ def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
         way.launch(values, Header(False, 7, 0)) for way, values in zip(ways, sent, strict=True)
     ]
     arrivals = [
-        way.read(pending.wait(), torch.device("cpu"))
+        way.decode(pending.wait(), torch.device("cpu"))()
         for way, pending in zip(ways, pendings, strict=True)
     ]
     background.close()

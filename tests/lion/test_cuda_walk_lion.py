@@ -242,7 +242,7 @@ def test_a_bucket_takes_few_kernels(
 
 
 @pytest.mark.parametrize(
-    ("function", "during"), [("_weighted_gradients", "backward"), ("_update_momenta", "optimizer")]
+    ("function", "during"), [("_directions", "backward"), ("_update_momenta", "optimizer")]
 )
 def test_a_planted_item_is_seen(
     monkeypatch: pytest.MonkeyPatch, function: str, during: str

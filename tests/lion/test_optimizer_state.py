@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_commfree.lion import DistributedLion
+from lightning_commfree.lion import DistributedLion, worker
 from tests.lion import training
 from tests.lion.training import train_alone
 
@@ -89,3 +89,26 @@ def test_a_copy_continues_independently(copied: Copy, steps: int) -> None:
     training.assert_same(training.snapshot(other_named), training.snapshot(named))
     assert_same_state(other, lion)
     assert other.voting is not lion.voting
+
+
+def test_each_parameter_has_its_own_momentum_though_a_bucket_has_one_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: states are saved by parameter, and what is loaded is put together again."""
+    monkeypatch.setattr(worker, "_loops", lambda momentum: None)
+    training.small_buckets(monkeypatch)
+    named, other = training.parameters(), training.parameters()
+    lion, loaded = (DistributedLion(training.groups(p), lr=0.1) for p in (named, other))
+    step_mixed(named, lion, range(3))
+    loaded.load_state_dict(saved_and_loaded(lion.state_dict()))
+    for p, q in zip(named.values(), other.values(), strict=True):
+        q.data.copy_(p.data)
+    for one, parameters in ((lion, named), (loaded, other)):
+        step_mixed(parameters, one, range(3, 6))
+        assert one.voting is not None
+        for bucket in one.voting.buckets:
+            momenta = [one.state[p]["momentum"] for p in bucket.parameters]
+            assert len({m.untyped_storage().data_ptr() for m in momenta}) == 1
+            assert [m.shape for m in momenta] == [p.shape for p in bucket.parameters]
+    assert_same_state(loaded, lion)
+    training.assert_same(dict(other), dict(named), "parameters")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
@@ -208,6 +210,25 @@ def test_no_later_gradient_can_be_taken_for_the_voted_one() -> None:
     with pytest.raises(RuntimeError, match=CHANGED):
         lion.step()
     lion.leave()
+
+
+def test_gradients_of_two_devices_send_a_bucket_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd has a thread for each: a bucket left again while its launch was under way."""
+    _, _, voting = joined()
+    launched: list[int] = []
+
+    def launch(self: Voting, index: int) -> None:
+        launched.append(index)
+        time.sleep(0.1)
+        self._flights.append(cast(Any, None))
+
+    monkeypatch.setattr(Voting, "_launch", launch)
+    voting._awaited = [set(bucket.parameters[:1]) for bucket in voting.buckets[:2]]
+    voting._awaited += [set(bucket.parameters) for bucket in voting.buckets[2:]]
+    ready = [bucket.parameters[0] for bucket in voting.buckets[:2]]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(voting._gradient_ready, ready))
+    assert launched == [0, 1]
 
 
 def test_no_hook_outlives_the_joining() -> None:

@@ -15,7 +15,13 @@ from lightning_commfree.lion import worker
 from lightning_commfree.lion.ballot import header_bytes, summarize_headers
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import PackedDelta
-from lightning_commfree.lion.worker import _CHUNK, LionParam, cast_ballot, take_step
+from lightning_commfree.lion.worker import (
+    _CHUNK,
+    FlatMomenta,
+    LionParam,
+    cast_ballot,
+    take_step,
+)
 from tests.lion.ballots import valid_of
 from tests.planes import pack_bits
 
@@ -57,7 +63,8 @@ def bucket_of(members: Sequence[LionParam]) -> Bucket:
 def ballot(members: list[LionParam], stop: bool = False, digest: int = 0) -> tuple[Any, Any, Any]:
     """Return what the header says, and the planes of c > 0 and c != 0 as flags in order."""
     bucket = bucket_of(members)
-    raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
+    momenta = FlatMomenta().of(members)
+    raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest, momenta)
     cut = header_bytes(len(bucket.parameters))
     assert raw.numel() == cut + 2 * bucket.plane_bytes
     summary = summarize_headers(raw[:cut].unsqueeze(0), len(bucket.parameters))

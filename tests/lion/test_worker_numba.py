@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_commfree.lion import worker
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule
-from lightning_commfree.lion.worker import LionParam, cast_ballot, take_step
+from lightning_commfree.lion.worker import FlatMomenta, LionParam, cast_ballot, take_step
 from tests.lion.ballots import valid_of
 from tests.lion.training import assert_same
 
@@ -50,7 +50,9 @@ def worker_of(dtype: torch.dtype, device: str = "cpu") -> tuple[Bucket, list[Lio
 
 def outcome(dtype: torch.dtype, rule: Rule, workers: int, zeros: bool) -> dict[str, Tensor]:
     bucket, members = worker_of(dtype)
-    found = {"ballot": cast_ballot(bucket, members, valid_of(bucket), 0, 0)}
+    found = {
+        "ballot": cast_ballot(bucket, members, valid_of(bucket), 0, 0, FlatMomenta().of(members))
+    }
     weights = rule.weights(workers, zeros)
     generator = torch.Generator().manual_seed(workers)
     size = (len(weights), bucket.plane_bytes)

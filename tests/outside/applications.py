@@ -1,4 +1,4 @@
-"""Train ten packages that use Lightning, under `ddp` and under Streaming DiLoCo, and print a table.
+"""Train ten packages that use Lightning, under `ddp` and under our strategies, and print a table.
 
     python tests/outside/applications.py [NAME ...]
 
@@ -6,6 +6,9 @@ The first run makes a virtual environment in `build/applications`, some minutes.
 cannot be installed or imported is named with the reason. Every fit is a process of its own that
 imports the package first and then `lightning_commfree`, so the package decides between
 `lightning.pytorch` and `pytorch_lightning`. Two forked CPU ranks train on small synthetic data.
+
+Distributed Lion votes with no other optimizer, and few packages let their user choose one. So the
+table's Lion is a strategy that replaces a package's optimizers (`register_strategies`).
 """
 
 from __future__ import annotations
@@ -25,31 +28,53 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "build/applications"
 PYTHON = PLACE / "venv/bin/python"
-STRATEGIES = ("ddp", "diloco")
+STRATEGIES = ("ddp", "diloco", "lion", "domino")
 STEPS = 120  # of the optimizer, where a package lets us choose
 Outcome = dict[str, Any]
 
 
-def trainer_for(strategy: str) -> dict[str, Any]:
-    """Return arguments for the Trainer. Call it when the package is imported.
-
-    Streaming DiLoCo is registered with settings for a short fit, under a name with "ddp" in it:
-    some packages look for that.
-    """
-    import lightning_commfree
+def register_strategies() -> None:
+    """Register our strategies under names with "ddp" in them: some packages look for that."""
+    from lightning_commfree import (
+        DistributedLion,
+        DistributedLionStrategy,
+        DominoTPStrategy,
+        StreamingDiLoCoStrategy,
+    )
     from lightning_commfree.host import StrategyRegistry
 
-    StrategyRegistry.register(
-        "diloco_ddp_fork",
-        lightning_commfree.StreamingDiLoCoStrategy,
-        override=True,
-        start_method="fork",
-        sync_every=10,
-        num_fragments=2,
-        fragment_pattern="balanced",
-    )
+    class LionForAny(DistributedLionStrategy):
+        """Votes with a `DistributedLion` in place of each optimizer that a package has made."""
+
+        def setup_optimizers(self, trainer: Any) -> None:
+            super().setup_optimizers(trainer)
+            replaced = {made: lion_like(made) for made in self.optimizers}
+            self.optimizers = list(replaced.values())
+            for scheduler in (config.scheduler for config in self.lr_scheduler_configs):
+                scheduler.optimizer = replaced[scheduler.optimizer]
+
+    def lion_like(made: Any) -> DistributedLion:
+        """Return Lion with the same parameters and learning rates: these fits are short."""
+        names = ("params", "lr", "initial_lr", "weight_decay")
+        groups = [{n: group[n] for n in names if n in group} for group in made.param_groups]
+        return DistributedLion(groups, lr=1e-3)
+
+    diloco = {"sync_every": 10, "num_fragments": 2, "fragment_pattern": "balanced"}
+    for name, kind, settings in (
+        ("diloco", StreamingDiLoCoStrategy, diloco),
+        ("lion", LionForAny, {}),
+        ("domino", DominoTPStrategy, {}),
+    ):
+        StrategyRegistry.register(
+            f"{name}_ddp_fork", kind, override=True, start_method="fork", **settings
+        )
+
+
+def trainer_for(strategy: str) -> dict[str, Any]:
+    """Return arguments for the Trainer. Call it when the package is imported."""
+    register_strategies()
     quiet = ("enable_progress_bar", "enable_model_summary", "logger")
-    name = {"ddp": "ddp_fork", "diloco": "diloco_ddp_fork"}[strategy]
+    name = "ddp_fork" if strategy == "ddp" else f"{strategy}_ddp_fork"
     return {"accelerator": "cpu", "devices": 2, "strategy": name, **dict.fromkeys(quiet, False)}
 
 
@@ -58,40 +83,53 @@ def alone() -> dict[str, Any]:
     return {**trainer_for("ddp"), "devices": 1, "strategy": "auto"}
 
 
-def fit_and_resume(make: Callable[[], Any], loader: Any, strategy: str, **more: Any) -> Outcome:
+def resume(fit: Callable[[list[Any], str | None], Any]) -> tuple[Any, str]:
     """Fit, resume from the middle, and compare the weights.
 
     Args:
-        make: returns a LightningModule, the same one with every call.
-        loader: the training data.
-        strategy: one of `STRATEGIES`.
-        **more: arguments of the Trainer.
+        fit: trains a new LightningModule with these callbacks, from this checkpoint, and returns
+            it.
 
     Returns:
-        "module", after the first fit, and "resume".
+        The module of the first fit, and how its weights compare with the resumed one's.
     """
     import torch
 
-    from lightning_commfree.host import ModelCheckpoint, pl
+    from lightning_commfree.host import pl
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == STEPS // 2:
+                trainer.save_checkpoint(path)
 
     with tempfile.TemporaryDirectory() as folder:
-        save = ModelCheckpoint(folder, "{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
-        fitted = []
-        for path in (None, Path(folder) / f"step={STEPS // 2}.ckpt"):
-            pl.seed_everything(1)
-            trainer = pl.Trainer(
-                **trainer_for(strategy),
-                max_steps=STEPS,
-                enable_checkpointing=path is None,
-                callbacks=[save] if path is None else [],
-                **more,
-            )
-            fitted.append(make())
-            # checkpoints of some packages hold more than tensors
-            trainer.fit(fitted[-1], loader, ckpt_path=path, weights_only=False)
-    pairs = zip(fitted[0].parameters(), fitted[1].parameters(), strict=True)
+        path = f"{folder}/middle.ckpt"
+        straight, resumed = fit([Save()], None), fit([], path)
+    pairs = zip(straight.parameters(), resumed.parameters(), strict=True)
     same = all(torch.equal(one, other) for one, other in pairs)
-    return {"module": fitted[0], "resume": "exact" if same else "ran"}
+    return straight, "exact" if same else "ran"
+
+
+def fit_and_resume(make: Callable[[], Any], loader: Any, strategy: str, **more: Any) -> Outcome:
+    """Fit `make()` on the data of `loader`, and resume it; `more` are arguments of the Trainer."""
+    from lightning_commfree.host import pl
+
+    def fit(callbacks: list[Any], path: str | None) -> Any:
+        pl.seed_everything(1)
+        trainer = pl.Trainer(
+            **trainer_for(strategy),
+            max_steps=STEPS,
+            enable_checkpointing=False,
+            callbacks=callbacks,
+            **more,
+        )
+        module = make()
+        # checkpoints of some packages hold more than tensors
+        trainer.fit(module, loader, ckpt_path=path, weights_only=False)
+        return module
+
+    module, resumed = resume(fit)
+    return {"module": module, "resume": resumed}
 
 
 # -- the packages; each returns its metric, and whether a resumed fit ends with the same weights
@@ -270,11 +308,20 @@ def scvi(strategy: str) -> Outcome:
     generator = np.random.default_rng(0)
     rates = generator.gamma(1.0, 2.0, size=(4, 30))[np.arange(400) % 4]
     data = anndata.AnnData(generator.poisson(rates).astype("float32"))
-    package.settings.seed = 1
     package.model.SCVI.setup_anndata(data)
-    model = package.model.SCVI(data, n_hidden=16, n_latent=4)
-    model.train(max_epochs=8, batch_size=16, train_size=1.0, plan_kwargs={"lr": 0.01}, **arguments)
-    return {"metric": float(model.get_elbo(data))}
+    models = []
+
+    def fit(callbacks: list[Any], path: str | None) -> Any:
+        package.settings.seed = 1
+        models.append(package.model.SCVI(data, n_hidden=16, n_latent=4))
+        models[-1].train(
+            max_epochs=10, batch_size=16, train_size=1.0, plan_kwargs={"lr": 0.01},
+            callbacks=callbacks, ckpt_path=path, **arguments,
+        )  # fmt: skip
+        return models[-1].module
+
+    _, resumed = resume(fit)
+    return {"metric": float(models[0].get_elbo(data)), "resume": resumed}
 
 
 def chemprop(strategy: str) -> Outcome:
@@ -309,15 +356,23 @@ def gluonts(strategy: str) -> Outcome:
     arguments = trainer_for(strategy)
     from lightning_commfree.host import pl
 
-    pl.seed_everything(1)
     values = np.sin(np.arange(612) / 7)
     data = ListDataset([{"start": pd.Period("2020", "D"), "target": values[:-12]}], freq="D")
-    predictor = SimpleFeedForwardEstimator(
-        12, context_length=24, hidden_dimensions=[16], batch_size=16, num_batches_per_epoch=15,
-        trainer_kwargs={"max_epochs": 8, **arguments},
-    ).train(data)  # fmt: skip
-    (forecast,) = predictor.predict(data)
-    return {"metric": float(abs(forecast.mean - values[-12:]).mean())}
+    outputs = []
+
+    def fit(callbacks: list[Any], path: str | None) -> Any:
+        pl.seed_everything(1)
+        estimator = SimpleFeedForwardEstimator(
+            12, context_length=24, hidden_dimensions=[16], batch_size=16, num_batches_per_epoch=15,
+            trainer_kwargs={"max_epochs": 8, "callbacks": callbacks, **arguments},
+        )  # fmt: skip
+        outputs.append(estimator.train_model(data, ckpt_path=path))
+        return outputs[-1].trainer.lightning_module
+
+    _, resumed = resume(fit)
+    (forecast,) = outputs[0].predictor.predict(data)
+    error = float(abs(forecast.mean - values[-12:]).mean())
+    return {"metric": error, "resume": resumed}
 
 
 def deeptab(strategy: str) -> Outcome:
@@ -416,6 +471,8 @@ def run_here(name: str) -> dict[str, Outcome]:
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
             outcome = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}
+            if "found no model in" in str(error):  # of transformers, as Domino needs
+                outcome = {"error": "refused"}
         outcome.pop("module", None)
         from lightning_commfree.host import HOST  # chosen when the package was imported
 
@@ -425,10 +482,11 @@ def run_here(name: str) -> dict[str, Outcome]:
 
 def show(name: str, measure: str, outcomes: dict[str, Outcome]) -> str:
     """Return a row of the table."""
-    ours, ddp = outcomes["diloco"], outcomes["ddp"]
-    cells = [name, ours.get("host", ddp.get("host", "?")), measure]
-    cells += [f"{o['metric']:.3g}" if "metric" in o else o["error"] for o in (ddp, ours)]
-    return f"| {' | '.join([*cells, ours.get('resume', ''), ddp.get('resume', '')])} |"
+    hosts = (outcome["host"] for outcome in outcomes.values() if "host" in outcome)
+    cells = [name, next(hosts, "?"), measure]
+    cells += [f"{o['metric']:.3g}" if "metric" in o else o["error"] for o in outcomes.values()]
+    cells += [outcomes[strategy].get("resume", "") for strategy in STRATEGIES[:3]]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -438,8 +496,10 @@ def main() -> None:
         print(json.dumps(run_here(sys.argv[2])))
         return
     make_environment()
-    print("| package | imports | metric | `ddp` | diloco | resume | resume of `ddp` |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        f"| package | imports | metric | {' | '.join(STRATEGIES)} | resume: ddp | diloco | lion |"
+    )
+    print("|---" * 10 + "|")
     for name in sys.argv[1:] or PACKAGES:
         print(show(name, PACKAGES[name][1], run_apart(name)), flush=True)
 

@@ -80,10 +80,10 @@ def test_votes_equal_the_librarys(num_replicas) -> None:
 
 
 def test_power_sgd_is_close_to_the_measurement() -> None:
-    """benchmarks/bandwidth/result.md: 561,153 bytes a step, of GPT-2 with 6 blocks of width 256."""
+    """benchmarks/bandwidth/result.md: 561,000 bytes a step, of GPT-2 with 6 blocks of width 256."""
     model = Model((789_760,) * 6, 1_081_856)
     sent = named(replace(TRAINING, model=model), "DDP, PowerSGD").bytes_per_step
-    assert 0.8 * 561_153 < sent < 561_153, "vectors, which are ignored, are a sixth"
+    assert 0.8 * 561_000 < sent < 561_000, "vectors, which are ignored, are a sixth"
 
 
 def test_power_sgd_counts_rows_and_columns() -> None:

@@ -1,4 +1,4 @@
-"""Reading the saved state of loaders and schedulers runs no code."""
+"""Reading the saved state of loaders and schedulers runs no code; samplers that are not saved."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lightning_commfree.resume.data_position import needing_pickle
+from lightning_commfree.resume.data_position import needing_pickle, samplers_with_generators
 from lightning_commfree.resume.rank_files import plain_or_none
+from tests.strategies.models import Seeded, dataset
 
 
 class Touching:
@@ -52,3 +55,32 @@ def test_plain_values_are_kept(state: Any, tmp_path: Path) -> None:
     assert plain_or_none(state) is state
     torch.save(state, tmp_path / "state.pt")
     torch.load(tmp_path / "state.pt", weights_only=True)
+
+
+class ByEpoch(RandomSampler):
+    """Derives its order from the epoch, so that its own generator need not be saved."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(epoch)
+
+
+DATA, GIVEN = dataset(8), torch.Generator()
+
+
+@pytest.mark.parametrize(
+    ("loader", "names"),
+    [
+        (DataLoader(DATA, sampler=Seeded(8)), ["Seeded"]),
+        (DataLoader(DATA, batch_sampler=BatchSampler(Seeded(8), 2, False)), ["Seeded"]),
+        (DataLoader(DATA, sampler=DistributedSamplerWrapper(Seeded(8), 2, 0)), ["Seeded"]),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, generator=GIVEN)), ["RandomSampler"]),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, generator=GIVEN), generator=GIVEN), []),
+        (DataLoader(DATA, sampler=ByEpoch(DATA, generator=GIVEN)), []),
+        (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), []),
+        (DataLoader(DATA, shuffle=True, generator=GIVEN), []),
+        (DataLoader(DATA, shuffle=True), []),
+        ([1, 2], []),
+    ],
+)
+def test_samplers_with_a_generator_of_their_own_are_found(loader: Any, names: list[str]) -> None:
+    assert samplers_with_generators(loader) == names

@@ -21,6 +21,7 @@ from tests.strategies.models import (
     Drawn,
     Noisy,
     Recorder,
+    Seeded,
     Tiny,
     assert_same,
     dataset,
@@ -134,6 +135,23 @@ def test_lightning_does_not_call_an_exact_resume_unreliable(tmp_path: Path) -> N
     exact, plain = run_ranks(listen, 2, tmp_path, tmp_path)[0]
     assert exact == (False, True)
     assert plain == (True, False)
+
+
+def resume_seeded(rank: int, size: int, folder: Path) -> Any:
+    del rank
+    data = dataset(EPOCH_STEPS * BATCH * size)
+    trainer, module, straight, _ = fit(folder, size)
+    trainer.fit(module, DataLoader(data, BATCH, sampler=Seeded(len(data))))
+    again = DataLoader(data, BATCH, sampler=Seeded(len(data)))
+    return straight.local, resume(size, folder / "step=13.ckpt", again)
+
+
+def test_a_sampler_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
+    for straight, resumed in run_ranks(resume_seeded, 2, tmp_path, tmp_path / "saved"):
+        (said,) = resumed["said"]
+        assert "`Seeded` has a random number generator of its own, which is not saved" in said
+        last, again = straight[-1]["head.weight"], resumed["local"][-1]["head.weight"]
+        assert not torch.equal(last, again), "else the message would be wrong"
 
 
 def draw(random: torch.Generator) -> list[Tensor]:

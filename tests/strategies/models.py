@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
 
 from lightning_commfree import DistributedLion
 from lightning_commfree.host import pl
@@ -88,6 +89,20 @@ def rank_loader(rows: int, batch_size: int, rank: int, size: int) -> DataLoader[
     data = dataset(rows)
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False)
     return DataLoader(data, batch_size=batch_size, sampler=sampler)
+
+
+class Seeded(Sampler[int]):
+    """Shuffles with a generator of its own, as chemprop's `SeededSampler` does."""
+
+    def __init__(self, rows: int, seed: int = 3) -> None:
+        self.indices, self.random = np.arange(rows), np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        self.random.shuffle(self.indices)
+        return iter(self.indices.tolist())
 
 
 class Drawn:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -327,6 +328,16 @@ class Sparse(Uneven):
         self.words = nn.Embedding(10, 6, sparse=True)
 
 
+class SparseCall(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = torch.arange(len(x))
+        return super().forward(x) + nn.functional.embedding(words, self.words.weight, sparse=True)
+
+
 class Mixed(Uneven):
     """Frozen parameters and other units may have other dtypes."""
 
@@ -354,6 +365,20 @@ def refused(rank: int, size: int) -> list[str]:
         except (ValueError, TypeError) as error:
             texts.append(str(error))
     return texts
+
+
+def train_sparsely(rank: int, size: int) -> str:
+    strategy = StreamingDiLoCoStrategy(**{**SETTINGS, "inside": "fsdp"})
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=1)
+    with warnings.catch_warnings(record=True) as said, suppress(RuntimeError):
+        warnings.simplefilter("always")
+        trainer.fit(SparseCall(), loader(8))
+    return " ".join(str(one.message) for one in said)
+
+
+def test_sparse_gradients_that_torch_cannot_scatter_are_explained(tmp_path: Path) -> None:
+    said, _ = run_ranks(train_sparsely, 2, tmp_path)
+    assert "cannot train a parameter with sparse gradients. Use `sparse=False` where" in said
 
 
 def test_unsupported_modules_are_refused(tmp_path: Path) -> None:

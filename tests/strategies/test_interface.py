@@ -1,18 +1,25 @@
-"""Two machines, network namespaces, whose host names point to 127.0.1.1, as Debian writes it."""
+"""Two machines, network namespaces: over which interface and backend ranks find each other."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from benchmarks.lab import NetLab, netlab
-from lightning_commfree import DistributedLionStrategy
+from benchmarks.lab.nodes import command_output, parse_counters
+from lightning_commfree import DistributedLionStrategy, DominoTPStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.strategies import ranks
 
 UNAVAILABLE = netlab.why_unavailable()
 needs_namespaces = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
@@ -50,6 +57,94 @@ def test_the_ranks_find_each_other(tmp_path: Path) -> None:
         for result in lab.run([command] * 2, timeout_s=120, env=env):
             assert result.returncode == 0, result.output[-2000:]
             assert "steps 3" in result.output
+
+
+# Of another interface of node 1, with the default route and the host name. It is below the other
+# addresses: gloo connects from the higher one to the lower one.
+WRONG = "10.1.0.1"
+# torch asks for the names of addresses, and a name server may be anywhere
+NO_NAMES = """
+echo nameserver 127.0.0.1 > "$1/$RANK" && mount --bind "$1/$RANK" /etc/resolv.conf
+shift && exec "$@"
+"""
+
+
+@needs_namespaces
+def test_nothing_connects_over_another_interface_that_has_the_default_route(tmp_path: Path) -> None:
+    """gloo by itself would listen where the host name points, and node 0 could not reach it."""
+    env = {"GLOO_SOCKET_IFNAME": "", "PYTHONPATH": ":".join(sys.path)}
+    command = ["sh", "-c", NO_NAMES, "sh", str(tmp_path), sys.executable, "-c", JOB]
+    with NetLab(nodes=2, rate=None) as lab:
+        space = lab._namespace(1)
+        for setup in (
+            "link add wan0 type veth peer name wan1",
+            "link set wan0 addrgenmode none",  # no IPv6, which would send by itself
+            "link set wan1 addrgenmode none up",
+            f"address add {WRONG}/24 dev wan0",
+            "link set wan0 up",
+            f"route add default via {WRONG} dev wan0",
+        ):
+            command_output("ip", "-n", space, *setup.split())
+        hosts = lab._hosts(1)
+        hosts.write_text(hosts.read_text().replace(lab.address(1), WRONG))
+        for result in lab.run([command] * 2, timeout_s=120, env=env):
+            assert result.returncode == 0, result.output[-2000:]
+            assert "steps 3" in result.output
+            assert result.sent_bytes > 0
+        table = command_output("ip", "netns", "exec", space, "cat", "/proc/self/net/dev")
+        assert parse_counters(table, "wan0") == (0, 0)
+
+
+DILOCO, LION = StreamingDiLoCoStrategy, DistributedLionStrategy
+GROUPS: dict[str, tuple[Callable[..., Any], int, str, str]] = {  # machines, world, within
+    "replicas": (partial(DILOCO, replica_size=2), 2, "gloo", "nccl"),
+    "replicas with Domino": (partial(DILOCO, replica_size=2, inside="domino"), 2, "gloo", "nccl"),
+    "nodes of Lion": (partial(LION, node_size=2), 2, "gloo", "nccl"),
+    "one machine": (partial(DILOCO, replica_size=2), 1, "nccl", "nccl"),
+    "Domino": (partial(DominoTPStrategy, tensor_parallel_size=2), 2, "nccl", "nccl"),
+    "the user's nccl": (
+        partial(DILOCO, replica_size=2, process_group_backend="nccl"),
+        *(2, "nccl", "nccl"),
+    ),
+    "the user's gloo": (
+        partial(DILOCO, replica_size=2, process_group_backend="gloo"),
+        *(1, "gloo", "gloo"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_between_replicas_on_several_machines_every_group_is_gloo(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nccl connected all machines at start, over an interface that nobody had chosen."""
+    make, nodes, world, within = GROUPS[name]
+    opened: list[str] = []
+    near: set[str] = set()
+
+    def open_channel(
+        groups: Any, rank: int, ledger: Any, backend: str = "gloo", *_: Any, **__: Any
+    ) -> Channel:
+        near.add(backend)
+        return Channel([rank], rank, ledger)
+
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: opened.append(backend))
+    monkeypatch.setattr(Channel, "open", open_channel)
+    monkeypatch.setattr(ranks, "delay_exit", lambda hosts_store: None)
+    for variable, value in (
+        ("GLOO_SOCKET_IFNAME", "lo"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29500"),
+    ):
+        monkeypatch.setenv(variable, value)
+    devices = [torch.device("cuda", i) for i in range(2)]
+    strategy = make(cluster_environment=LightningEnvironment(), parallel_devices=devices)
+    strategy.num_nodes = nodes
+    for _ in range(2):  # Lightning keeps the backend of the first time
+        strategy.ranks.join(strategy.setup_distributed)
+        strategy.ranks.leave()
+    assert opened == [world, world]
+    assert near == {"gloo", within}
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,31 @@ def test_clipping_is_local_and_a_warning_says_so(ranks: list[Any]) -> None:
             assert any("`gradient_clip_val` is set" in t for t in clipped["said"])
 
 
+class Compiled(Voter):
+    """Most parameters are in `net`, compiled as a whole or layer by layer."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 1))
+        for part in [self.net] if whole else self.net:
+            part.compile(backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def compiled(rank: int, size: int) -> list[list[str]]:
+    return [fit(rank, size, Compiled(whole))["said"] for whole in (False, True)]
+
+
+def test_a_model_compiled_as_a_whole_is_told_to_compile_its_blocks(tmp_path: Path) -> None:
+    torch.compile(nn.Linear(1, 1))  # imports for seconds: here, and not in the fork
+    ((by_block, whole),) = run_ranks(compiled, 1, tmp_path)
+    assert by_block == []
+    assert len(whole) == 1
+    assert "because `net` is compiled as a whole" in whole[0]
+
+
 def test_weights_written_at_the_start_are_trained(ranks: list[Any]) -> None:
     """Weights under a master copy, and a parameter put into a group: a step of 0.5 moves all."""
     for outcomes in ranks:

@@ -3,33 +3,82 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import (
+    DistributedLionStrategy,
+    DominoTPStrategy,
+    StreamingDiLoCoStrategy,
+)
 from lightning_commfree.host import DDPStrategy, pl
-from tests.strategies.models import Noisy, dataset, quiet_trainer
+from tests.strategies import causal_lm
+from tests.strategies.models import Noisy, Tiny, Voter, dataset, loader, quiet_trainer
+from tests.world import run_ranks
 
 
 class Unwraps(pl.Callback):
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    """Unwraps in the usual ways, in a step."""
+
+    def __init__(self) -> None:
+        self.models: list[Any] = []
+
+    def on_before_zero_grad(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, _: Any
+    ) -> None:
         assert isinstance(trainer.strategy, DDPStrategy)
-        assert trainer.model.module is pl_module
+        model: Any = trainer.model
+        assert model.module is trainer.strategy.model.module is pl_module
+        while hasattr(model, "module"):
+            model = model.module
+        assert model is pl_module
+        self.models.append(trainer.model)
 
 
-def test_a_script_that_unwraps_the_model_is_told_what_to_use() -> None:
-    """Also from a forked rank, whose error reaches the launching process as text."""
-    trainer = quiet_trainer(
-        strategy="streaming_diloco_fork", devices=2, max_steps=1, callbacks=[Unwraps()]
-    )
-    with (
-        pytest.warns(UserWarning, match=r"Use `trainer.lightning_module`, which works with every"),
-        pytest.raises(Exception, match="object has no attribute 'module'"),
+def check_is_the_module_otherwise(model: Any, module: nn.Module) -> None:
+    assert isinstance(model, type(module))
+    assert model.state_dict().keys() == module.state_dict().keys()
+    assert vars(model) is vars(module)
+    model.added = nn.Linear(1, 1)
+    assert module.added is model.added
+    del model.added
+    assert not hasattr(module, "added")
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is type(module)
+        assert copied.state_dict().keys() == module.state_dict().keys()
+    x = torch.ones(2, 3)
+    assert torch.equal(model(x), module(x))
+    assert torch.equal(torch.compile(model, backend="eager")(x), module(x))
+
+
+def unwrap(rank: int, size: int) -> None:
+    del rank
+    diloco: Any = {"sync_every": 2, "num_fragments": 1, "replica_size": size}
+    for strategy, module, data in (
+        (StreamingDiLoCoStrategy(sync_every=2, num_fragments=1), Tiny(), loader(8)),
+        (DistributedLionStrategy(), Voter(), loader(8)),
+        (DominoTPStrategy(size, "batch"), causal_lm.CausalLM(), causal_lm.loader(8, 2)),
+        (StreamingDiLoCoStrategy(**diloco, inside="fsdp"), Tiny(), loader(8)),
+        (StreamingDiLoCoStrategy(**diloco, inside="ddp"), Tiny(), loader(8)),
     ):
-        trainer.fit(Noisy(), DataLoader(dataset(8), batch_size=2))
+        unwraps = Unwraps()
+        trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=2, callbacks=[unwraps])
+        trainer.fit(module, data)
+        assert trainer.model is module, "as after a fit with `ddp`"
+        assert len(unwraps.models) == 2
+        if type(module) is Tiny and strategy.inside.size == 1:
+            check_is_the_module_otherwise(unwraps.models[0], module)
+
+
+def test_a_script_may_unwrap_the_model_as_under_ddp(tmp_path: Path) -> None:
+    run_ranks(unwrap, 2, tmp_path)
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "auto"])

@@ -170,6 +170,18 @@ def test_a_diloco_runs_figures_are_the_ledgers(fit, capfd) -> None:
     assert f"this run's sent {share(summary.ddp_bytes / sent)} of that" in rows["fp32 DDP"]
 
 
+def test_the_panel_names_the_memory_of_error_feedback(fit, capfd) -> None:
+    strategy = StreamingDiLoCoStrategy(sync_every=4, wire_dtype="int2", start_method="fork")
+    _, module, summary = fit(strategy=strategy)
+    parameters = sum(p.numel() for p in module.parameters())
+    shown = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    assert f"error feedback {human_bytes(4 * parameters)} on each rank" in shown
+    # an exchange of 2.06 bits a value in the steps, and the last one in fp4
+    sent = (summary.bytes_by_phase[phase]["outer_gradient"] for phase in ("steps", "end"))
+    in_steps, at_the_end = sent
+    assert in_steps / 2 < 0.6 * at_the_end
+
+
 def test_the_loss_of_a_divided_model_is_that_of_the_whole_one(fit, data, capfd) -> None:
     _, module, summary = fit(strategy=DominoTPStrategy(start_method="fork"))
     whole = token_loss(module, data.val_dataloader())

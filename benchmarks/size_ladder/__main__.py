@@ -1,0 +1,91 @@
+"""Compare losses with DDP over model size: `python -m benchmarks.size_ladder --until 16:30`.
+
+First build the corpus: `python -m benchmarks.size_ladder.corpus`. Every finished run is a line of
+`records.jsonl`, and a later call continues where this one stopped, in the middle of a run too. One
+process with one thread trains all replicas. `--page-only` writes the page from the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.page import provenance, write_page
+from benchmarks.common.pretraining import composed
+from benchmarks.size_ladder import corpus
+from benchmarks.size_ladder.cells import Cell, planned
+from benchmarks.size_ladder.outer import RadialDiLoCo
+from benchmarks.size_ladder.page import draw_page, page_lines
+from benchmarks.size_ladder.played import Run, Stopped
+from benchmarks.size_ladder.records import RECORDS, Records
+from lightning_commfree.diloco import StreamingDiLoCo
+
+PAGE = Path(__file__).with_name("result.md")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the missing runs until the time is up; then write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--until", type=clock, default=math.inf, help="stop at HH:MM of today")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--work", type=Path, default=corpus.FOLDER)
+    parser.add_argument("--page-only", action="store_true", help="run nothing")
+    options = parser.parse_args(arguments)
+    records = Records(options.records)
+    if not options.page_only:
+        run_until(options.until, records, options.seeds, options.records, options.work)
+    picture = options.page.with_suffix(".png")
+    draw_page(records, picture)
+    write_page(options.page, page_lines(records, picture.name))
+
+
+def clock(text: str) -> float:
+    """Return HH:MM of today as `time.time()`."""
+    hours_minutes = datetime.strptime(text, "%H:%M").time()
+    return datetime.combine(datetime.now().date(), hours_minutes).timestamp()
+
+
+def run_until(until: float, records: Records, seeds: int, path: Path, work: Path) -> None:
+    """Make the missing runs in order; stop at `until`, `time.time()`.
+
+    Raises:
+        SystemExit: the corpus is missing, or the working tree has uncommitted changes.
+    """
+    made_by = provenance("size_ladder", [], path)
+    corpus.check(work)
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    while time.time() < until:
+        missing = (cell for cell in planned(records.losses, seeds) if cell not in records.losses)
+        cell = next(missing, None)
+        if cell is None:
+            return
+        before_s = time.process_time()
+        try:
+            losses = start(cell, work).losses(until)
+        except Stopped:
+            return
+        records.add(cell, losses, time.process_time() - before_s, made_by)
+        print(f"{datetime.now():%H:%M:%S} {cell}: {losses}", flush=True)
+
+
+def start(cell: Cell, work: Path) -> Run:
+    """Return a cell's run, continued from its checkpoint if there is one."""
+    name = hashlib.sha256(repr(cell).encode()).hexdigest()[:16]
+    config = composed(cell.overrides(work, work / "cache"))
+    algorithm = RadialDiLoCo if cell.radial else StreamingDiLoCo
+    return Run(config, cell.replicas, work / f"{name}.pt", algorithm)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The cells of the ladder: sizes, settings, learning rates, and the order of the runs.
+
+Every run of a size takes the same tokens in the same steps, whatever its method. The batch grows
+with the square root of the size (in arXiv:2503.09799 it grows too), so that larger models have more
+steps, and with them more cycles of H steps.
+
+Learning rates are rungs of half an octave. At the two smallest sizes the rate is tuned for each
+model and M, with seed 1, H = 100 and the default outer step, like DDP's; the best rung has a worse
+one on both sides. A larger size takes the rungs of the one before, less one for each doubling of
+the width. H, length, wire and outer step keep the rate of their model, size and M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.ladder import LossAt, best_rung, rungs_to_run
+from benchmarks.size_ladder.corpus import SEPARATOR, SPLITS
+
+VOCABULARY = 512
+BLOCK = 64  # tokens
+MODELS = ("gpt2", "llama")
+REPLICAS = (1, 2, 4, 8)
+OVERLAP = 5  # as on the bandwidth page
+FIRST_RUNGS = (-1, 0, 1)  # of DDP's search; those of M replicas are a rung lower per doubling of M
+SEARCHED = ("0.04M", "0.2M")  # sizes at which learning rates are tuned
+LONG = 100  # tokens per parameter of the longer runs
+SHORT = 20
+# changes of the outer step that are tried at the smallest size, in short and long runs, because a
+# short run has 8 cycles; the first three follow the rule of
+# arXiv:2503.09799, Figure 7, that the outer learning rate grows with M
+TRIALS: tuple[dict[str, Any], ...] = (
+    {"outer_lr": 0.6},
+    {"outer_lr": 0.8},
+    {"outer_lr": 1.0},
+    {"outer_lr": 0.8, "momentum": 0.5},
+    {"outer_lr": 1.0, "momentum": 0.5, "mix": 0.0},
+    {"restart_every": 4},
+    {"restart_every": 4, "outer_lr": 0.8},
+    {"radial": True},
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A rung of the ladder: width and layers of both models, and blocks of tokens per step."""
+
+    width: int
+    layers: int
+    blocks: int
+
+    def parameters(self, model: str) -> int:
+        """Return the number of trainable parameters."""
+        width, inside = self.width, self.inside
+        if model == "gpt2":
+            block = 12 * width**2 + 13 * width
+            return (VOCABULARY + BLOCK) * width + self.layers * block + 2 * width
+        block = 3 * width**2 + 3 * width * inside + 2 * width  # keys and values have half the heads
+        return VOCABULARY * width + self.layers * block + width
+
+    @property
+    def inside(self) -> int:
+        """Width of Llama's MLP: 8/3 of the model's, rounded up to a multiple of 8."""
+        return -(-8 * self.width // 24) * 8
+
+
+SIZES: Mapping[str, Size] = {
+    "0.04M": Size(32, 2, 16),
+    "0.2M": Size(64, 3, 32),
+    "0.8M": Size(128, 4, 64),
+    "3M": Size(256, 4, 128),
+}
+NAMES = tuple(SIZES)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. With `replicas` 0 it is DDP, and the settings of DiLoCo have their defaults.
+
+    Attributes:
+        model: of `MODELS`.
+        size: of `SIZES`.
+        seed: of weights and order of the data.
+        rung: of the inner learning rate; see `lr_of`.
+        replicas: M, or 0 for DDP.
+        sync_every: H.
+        tokens_per_parameter: length of the run.
+        wire: `wire_dtype`.
+        optimizer: a file in conf/optimizer.
+        outer_lr: of the outer SGD.
+        momentum: of the outer SGD, Nesterov's.
+        mix: weight of the local weights at landing.
+        restart_every: outer steps between two restarts of the momentum; 0: never.
+        radial: average norms and directions apart.
+    """
+
+    model: str
+    size: str
+    seed: int
+    rung: int
+    replicas: int = 0
+    sync_every: int = 100
+    tokens_per_parameter: int = SHORT
+    wire: str = "fp4"
+    optimizer: str = "adamw"
+    outer_lr: float = 0.4
+    momentum: float = 0.9
+    mix: float = 0.5
+    restart_every: int = 0
+    radial: bool = False
+
+    @property
+    def outer(self) -> tuple[Any, ...]:
+        """The settings of the outer step."""
+        return tuple(getattr(self, name) for name in OUTER)
+
+    @property
+    def default(self) -> Cell:
+        """The cell with the default outer step."""
+        return replace(self, **dict(zip(OUTER, DEFAULT_OUTER, strict=True)))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        size = SIZES[self.size]
+        tokens = self.tokens_per_parameter * size.parameters(self.model)
+        return round(tokens / (size.blocks * BLOCK))
+
+    def overrides(self, corpus: Path, cache: Path) -> list[str]:
+        """Return the overrides for `recipes.pretrain`; everything else has its default."""
+        size = SIZES[self.size]
+        words = [
+            f"model={self.model}_tiny",
+            "data=text",
+            *(f"data.corpus.{name}={corpus}/{name}.txt" for name in SPLITS),
+            f"data.corpus.document_separator={SEPARATOR!r}",
+            f"tokenizer.vocab_size={VOCABULARY}",
+            f"data.block_size={BLOCK}",
+            f"data.batch_size={size.blocks}",  # of all replicas together
+            f"trainer.max_steps={self.steps}",
+            f"trainer.devices={max(self.replicas, 1)}",
+            f"optimizer={self.optimizer}",
+            f"optimizer.lr={lr_of(self.rung)}",
+            f"seed={self.seed}",
+            f"cache_dir={cache}",
+        ]
+        if self.model == "gpt2":
+            words += [f"model.n_embd={size.width}", f"model.n_layer={size.layers}"]
+        else:
+            words += [
+                f"model.hidden_size={size.width}",
+                f"model.intermediate_size={size.inside}",
+                f"model.num_hidden_layers={size.layers}",
+            ]
+        if not self.replicas:
+            return [*words, "strategy=ddp"]
+        sgd = f"_partial_: true, lr: {self.outer_lr}, momentum: {self.momentum}, nesterov: true"
+        if self.restart_every:
+            target = (
+                f"benchmarks.size_ladder.outer.RestartedSGD, restart_every: {self.restart_every}"
+            )
+        else:
+            target = "torch.optim.SGD"
+        return [
+            *words,
+            "strategy=streaming_diloco",
+            f"strategy.sync_every={self.sync_every}",
+            f"strategy.overlap_steps={OVERLAP}",
+            f"strategy.wire_dtype={self.wire}",
+            f"strategy.mix={self.mix}",
+            f"strategy.outer_optimizer={{_target_: {target}, {sgd}}}",
+        ]
+
+
+OUTER = ("outer_lr", "momentum", "mix", "restart_every", "radial")
+DEFAULT_OUTER = Cell("", "", 0, 0).outer
+Losses = Mapping[Cell, float]
+
+
+def lr_of(rung: int) -> float:
+    """Return the learning rate of a rung."""
+    return round(0.008 * 2 ** (rung / 2), 5)
+
+
+def search(losses: Losses, cell: Cell) -> list[Cell]:
+    """Return the runs that tune a cell's learning rate, as far as the losses determine them."""
+    tuned = _tuned(cell)
+    rungs = rungs_to_run(_loss_at(losses, tuned), _first_rungs(cell))
+    return [replace(tuned, rung=rung) for rung in rungs]
+
+
+def row(losses: Losses, cell: Cell) -> Cell | None:
+    """Return a cell with the learning rate of its model, size and M; None while unknown."""
+    rung = _rung(losses, cell)
+    return None if rung is None else replace(cell, rung=rung)
+
+
+def _rung(losses: Losses, cell: Cell) -> int | None:
+    if cell.size in SEARCHED:
+        return best_rung(_loss_at(losses, _tuned(cell)), _first_rungs(cell))
+    before = _rung(losses, replace(cell, size=NAMES[NAMES.index(cell.size) - 1]))
+    return None if before is None else before - 1  # each of these sizes has twice the width
+
+
+def _tuned(cell: Cell) -> Cell:
+    """Return the cell whose learning rate this one takes."""
+    return Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=cell.optimizer)
+
+
+def _first_rungs(cell: Cell) -> list[int]:
+    doublings = max(cell.replicas, 1).bit_length() - 1
+    return [rung - doublings for rung in FIRST_RUNGS]
+
+
+def _loss_at(losses: Losses, cell: Cell) -> LossAt:
+    return lambda rung: losses.get(replace(cell, rung=rung))
+
+
+def reference(cell: Cell) -> Cell:
+    """Return the DDP run on the same tokens, with the learning rate left open."""
+    return Cell(
+        cell.model,
+        cell.size,
+        cell.seed,
+        0,
+        tokens_per_parameter=cell.tokens_per_parameter,
+        optimizer=cell.optimizer,
+    )
+
+
+def grid(
+    size: str,
+    seed: int,
+    tokens_per_parameter: int = SHORT,
+    optimizer: str = "adamw",
+    replicas: tuple[int, ...] = (4, 2, 1, 8),
+    **settings: Any,
+) -> Iterator[Cell]:
+    """Yield DDP and DiLoCo for each M, of one size and seed, with learning rates left open."""
+    common: dict[str, Any] = {"tokens_per_parameter": tokens_per_parameter, "optimizer": optimizer}
+    ddps = [Cell(model, size, seed, 0, **common) for model in MODELS]
+    yield from ddps
+    for m in replicas:
+        yield from (replace(ddp, replicas=m, **settings) for ddp in ddps)
+
+
+def open_cells(seeds: int) -> Iterator[Cell]:
+    """Yield the cells in the order in which they are run, with learning rates left open."""
+
+    def of_seeds(size: str, **settings: Any) -> Iterator[Cell]:
+        return (cell for seed in range(1, seeds + 1) for cell in grid(size, seed, **settings))
+
+    small, middle, large, largest = NAMES
+    yield from of_seeds(small)
+    yield from of_seeds(small, sync_every=30)
+    yield from grid(middle, 1)
+    for trial in TRIALS:
+        yield from grid(small, 1, replicas=(4, 8), **trial)
+    yield from of_seeds(middle)
+    yield from of_seeds(small, tokens_per_parameter=LONG)
+    yield from of_seeds(small, wire="fp32")
+    yield from of_seeds(small, wire="int2")
+    yield from of_seeds(small, sync_every=30, wire="topk")
+    for trial in TRIALS:
+        yield from grid(small, 1, tokens_per_parameter=LONG, replicas=(4, 8), **trial)
+    yield from of_seeds(middle, sync_every=30)
+    yield from of_seeds(large)
+    yield from of_seeds(large, sync_every=30)
+    yield from of_seeds(middle, tokens_per_parameter=LONG)
+    yield from of_seeds(largest)
+
+
+def planned(losses: Losses, seeds: int) -> Iterator[Cell]:
+    """Yield the runs in order, as far as the losses determine them."""
+    for cell in open_cells(seeds):
+        if cell.size in SEARCHED:
+            yield from search(losses, cell)
+        with_lr = row(losses, cell)
+        if with_lr is not None:
+            yield with_lr

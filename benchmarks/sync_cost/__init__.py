@@ -1,1 +1,0 @@
-"""Cost of a sync by number of replicas, and memory of the outer state."""

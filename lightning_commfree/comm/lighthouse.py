@@ -1,0 +1,269 @@
+"""Rendezvous of elastic replicas on torchft's lighthouse; the only module that imports torchft.
+
+Of torchft, three parts are used: the lighthouse itself, its client's `quorum`, and `ManagerServer`,
+whose thread sends heartbeats in Rust, so that a busy interpreter does not look dead. A heartbeat
+takes 363 bytes with all headers and acknowledgments, so a replica sends 0.4 kB/s
+(`tests/comm/test_elastic_network.py` counts it); a quorum takes about 1 kB per replica.
+
+What the lighthouse does, as far as others rely on it:
+
+- It answers as soon as all members of the last quorum have asked. If some have not, it waits until
+  their heartbeats are older than its timeout, or until `join_timeout` if they are alive.
+- It never answers half or less of the replicas that send heartbeats.
+- It forgets everything when it is restarted, and counts quorums from 1 again.
+
+Whoever reaches its port can call `POST /replica/<id>/kill`, without a password. The lighthouse
+would pass it on to the address that a replica has given. Ours give the address of their state
+server, which does not know the request. Their `ManagerServer`, which does, listens on a random
+address in 127.0.0.0/8: otherwise somebody who poses as a replica could give 127.0.0.1 as address,
+and end a replica that runs beside the lighthouse.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import threading
+import time
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+from lightning_commfree.comm.board import read_board
+from lightning_commfree.comm.membership import Member, Quorum
+from lightning_commfree.comm.sockets import hang_up, tcp_sockets
+from lightning_commfree.comm.state_server import public_address
+
+HEARTBEAT_SECONDS = 1.0
+_CONNECT = timedelta(seconds=2)  # for one attempt to reach the lighthouse
+_FIRST_CONTACT_S = 60.0  # for a lighthouse that is started together with the replicas
+_WAITED_S = 5.0  # a call that fails after longer had reached the lighthouse
+_RETRY_S = 0.2
+_HANG_UP_S = 2.0  # for a call to end whose connection was closed
+log = logging.getLogger(__name__)
+
+
+class LighthouseRendezvous:
+    """A `Rendezvous` on the lighthouse at `url`, such as "http://10.0.0.1:29510".
+
+    Args:
+        url: of the lighthouse.
+        timeout_s: how long a quorum may take, and how long the lighthouse may be away.
+    """
+
+    def __init__(self, url: str, timeout_s: float = 1800.0) -> None:
+        self.url, self.timeout_s = url, timeout_s
+        self._torchft = _torchft()
+        self._lock = threading.Lock()
+        self._heartbeat: Any = None  # a ManagerServer
+        self._client: Any = None
+        self._connections: dict[int, int] = {}  # of the client: inodes by descriptor
+        self._was_there = False
+        self._closed = threading.Event()
+        self._answered = threading.Condition()
+        self._asking: set[threading.Thread] = set()
+
+    def quorum(self, mine: Member) -> Quorum:
+        """Ask for a quorum, as `mine.replica`; block until it is complete.
+
+        Raises:
+            RuntimeError: no lighthouse answers at the address, it stayed unreachable or gave no
+                answer for longer than the timeout, or `close` was called.
+        """
+        answer: list[Quorum | RuntimeError] = []
+
+        def ask() -> None:
+            try:
+                answer.append(self._ask(mine))
+            except RuntimeError as error:
+                answer.append(error)
+            with self._answered:
+                self._asking.discard(threading.current_thread())
+                self._answered.notify_all()
+
+        # a thread of its own, because nothing interrupts a call in Rust
+        thread = threading.Thread(target=ask, name="lighthouse-quorum", daemon=True)
+        with self._answered:
+            self._asking.add(thread)
+            thread.start()
+            self._answered.wait_for(lambda: answer or self._closed.is_set())
+        if not answer or self._closed.is_set():
+            raise RuntimeError("The rendezvous was closed while this replica waited for a quorum.")
+        if isinstance(answer[0], RuntimeError):
+            raise answer[0]
+        return answer[0]
+
+    def heartbeats(self) -> dict[str, float]:
+        """Return the seconds since the last heartbeat of every replica, without joining a quorum.
+
+        Raises:
+            ConnectionError: the lighthouse does not answer.
+        """
+        return read_board(self.url).heartbeats
+
+    def close(self) -> None:
+        """Stop the heartbeat, and interrupt a `quorum` in another thread with a `RuntimeError`."""
+        atexit.unregister(self.close)
+        self._closed.set()
+        with self._lock:
+            if self._heartbeat is not None:
+                self._heartbeat.shutdown()
+            self._heartbeat = self._client = None
+            # A thread that returned from Rust while the interpreter exits would abort the process.
+            for descriptor, inode in self._connections.items():
+                hang_up(descriptor, inode)
+        with self._answered:
+            self._answered.notify_all()
+            self._answered.wait_for(lambda: not self._asking, _HANG_UP_S)
+
+    def _ask(self, mine: Member) -> Quorum:
+        failing_s = start_s = time.monotonic()
+        while not self._closed.is_set():
+            asked_s = time.monotonic()
+            left_s = start_s + self.timeout_s - asked_s
+            try:
+                client = self._connect(mine.replica)
+                found = client.quorum(
+                    replica_id=mine.replica,
+                    timeout=timedelta(seconds=max(left_s, 0.001)),
+                    address=public_address(mine.states[0]) if mine.states else "",
+                    store_address=mine.store,
+                    step=mine.step,
+                    world_size=max(len(mine.states), 1),
+                    data=mine._asdict(),
+                )
+                self._was_there = True
+                return _quorum(found)
+            except (RuntimeError, TimeoutError) as error:
+                self._client = None  # so that `_connections` are always those in use
+                now = time.monotonic()
+                if now - start_s >= self.timeout_s:
+                    raise RuntimeError(
+                        f"The lighthouse at {self.url} gave no quorum for {self.timeout_s:g} s:"
+                        " another replica is alive but did not ask, or there are fewer than its"
+                        f" `--min-replicas`. `commfree-lighthouse status {self.url}` shows them."
+                    ) from error
+                if now - asked_s > _WAITED_S:
+                    failing_s, self._was_there = now, True  # it was there until just now
+                patience_s = self.timeout_s if self._was_there else _FIRST_CONTACT_S
+                if now - failing_s >= patience_s:
+                    raise RuntimeError(
+                        f"No lighthouse answers at {self.url} ({error}). Start one there with"
+                        " `commfree-lighthouse --bind ADDRESS`, or correct `rendezvous`."
+                    ) from error
+                self._closed.wait(_RETRY_S)
+        raise RuntimeError("The rendezvous is closed.")
+
+    def _connect(self, replica: str) -> Any:
+        """Return the client; start it and the heartbeat with the first call."""
+        with self._lock:
+            if self._closed.is_set():
+                raise RuntimeError("The rendezvous is closed.")
+            if self._client is None:
+                before = tcp_sockets()
+                self._client = self._torchft.LighthouseClient(self.url, _CONNECT)
+                self._connections = dict(tcp_sockets().items() - before.items())
+                atexit.register(self.close)
+            if self._heartbeat is None:
+                self._heartbeat = self._torchft.ManagerServer(
+                    replica_id=replica,
+                    lighthouse_addr=self.url,
+                    hostname="localhost",
+                    bind=f"{_loopback()}:0",
+                    store_addr="",
+                    world_size=1,
+                    heartbeat_interval=timedelta(seconds=HEARTBEAT_SECONDS),
+                    connect_timeout=_CONNECT,
+                    quorum_retries=0,
+                )
+            return self._client
+
+
+def serve_lighthouse(
+    host: str, port: int, min_replicas: int, join_timeout_s: float, heartbeat_timeout_s: float
+) -> Any:
+    """Start a lighthouse in this process; its `shutdown()` ends it.
+
+    Args:
+        host: address to listen on.
+        port: 0 lets the kernel choose.
+        min_replicas: below it, no quorum is complete.
+        join_timeout_s: how long a quorum waits for replicas that are alive but have not asked.
+        heartbeat_timeout_s: of silence, after which a replica is gone.
+
+    Raises:
+        ModuleNotFoundError: torchft is not installed.
+        OSError: the address cannot be used.
+        ValueError: an argument is out of range.
+    """
+    if heartbeat_timeout_s < 2 * HEARTBEAT_SECONDS:
+        raise ValueError(
+            f"`--heartbeat-timeout {heartbeat_timeout_s:g}` is too short: replicas send a heartbeat"
+            f" every {HEARTBEAT_SECONDS:g} s, so take at least {2 * HEARTBEAT_SECONDS:g}."
+        )
+    if min_replicas < 1 or join_timeout_s < 0:
+        raise ValueError("`--min-replicas` must be at least 1, and `--join-timeout` at least 0.")
+    try:
+        return _torchft().LighthouseServer(
+            bind=f"{host}:{port}",
+            min_replicas=min_replicas,
+            join_timeout_ms=round(1e3 * join_timeout_s),
+            heartbeat_timeout_ms=round(1e3 * heartbeat_timeout_s),
+        )
+    except RuntimeError as error:
+        raise OSError(
+            f"Cannot listen on {host}:{port} ({error}). Choose another `--port`, or a `--bind` that"
+            " is an address of this machine; `ip address` lists them."
+        ) from error
+
+
+def _loopback() -> str:
+    """Return a random address of this machine that no other machine reaches."""
+    return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
+
+
+def _torchft() -> ModuleType:
+    # torchft logs every quorum, and the tokens in it, unless told otherwise when it is imported
+    is_set = "RUST_LOG" in os.environ
+    if not is_set:
+        os.environ["RUST_LOG"] = "warn"
+    try:
+        from torchft import coordination  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Elastic replicas need torchft: `pip install 'lightning-commfree[elastic]'`. It has"
+            " packages for Linux on x86_64 only."
+        ) from error
+    finally:
+        if not is_set:
+            del os.environ["RUST_LOG"]
+    module: ModuleType = coordination
+    return module
+
+
+def _quorum(found: Any) -> Quorum:
+    """Convert torchft's quorum; leave out replicas that are none of ours."""
+    members = []
+    for participant in found.participants:
+        try:
+            members.append(_member(participant.replica_id, participant.data))
+        except (KeyError, TypeError, ValueError):
+            log.warning(
+                "Another program takes part in quorums at this lighthouse, as '%s'. It is ignored;"
+                " give it a lighthouse of its own.",
+                participant.replica_id,
+            )
+    return Quorum(int(found.quorum_id), tuple(members))
+
+
+def _member(replica: str, data: Any) -> Member:
+    """Return the record of a replica from JSON; raise an error if it is none."""
+    member = Member(**{**data, "states": tuple(map(str, data["states"]))})
+    expected = Member(replica)
+    if member.replica != replica or any(
+        not isinstance(value, type(like)) for value, like in zip(member, expected, strict=True)
+    ):
+        raise ValueError("not a record of a replica")
+    return member

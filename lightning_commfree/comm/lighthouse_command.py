@@ -1,0 +1,163 @@
+"""`commfree-lighthouse`: the meeting point of elastic replicas, and a table of who is there.
+
+::
+
+    commfree-lighthouse --bind 10.0.0.1
+    commfree-lighthouse status http://10.0.0.1:29510
+
+The first serves until it is interrupted. It holds no state worth saving: replicas wait while it is
+away and continue when it is back. The second shows all replicas, once a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_commfree.comm.board import Board, get_text, read_board
+from lightning_commfree.comm.lighthouse import serve_lighthouse
+
+PORT = 29510
+_REFRESH_S = 1.0
+_FORGET_S = 300.0  # after which a replica that is gone is no longer shown
+_CLEAR = "\x1b[H\x1b[J"  # cursor to the top left, and erase what is below
+_COLUMNS = ("replica", "heartbeat", "step", "steps/s", "stalled", "sent")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve, or show the table; return the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["status"]:
+        return _status(given[1:])
+    return _serve(given)
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    """Return the parser of the serving command."""
+    parser = argparse.ArgumentParser(
+        prog="commfree-lighthouse",
+        description="Serve the meeting point of elastic replicas, until interrupted."
+        " `commfree-lighthouse status [URL]` shows the replicas of one that is running.",
+    )
+    add = parser.add_argument
+    add(
+        "--bind",
+        default="127.0.0.1",
+        help="address to listen on, of the private network that the replicas share"
+        " (default: %(default)s, this machine only)",
+    )
+    add("--port", type=int, default=PORT, help="default: %(default)s")
+    add("--min-replicas", type=int, default=1, help="below it, all wait (default: %(default)s)")
+    add(
+        "--join-timeout",
+        type=float,
+        default=60.0,
+        help="seconds that replicas wait at an exchange for one that is alive but late; it is then"
+        " left out (default: %(default)s)",
+    )
+    add(
+        "--heartbeat-timeout",
+        type=float,
+        default=5.0,
+        help="seconds of silence after which a replica is gone; they send one heartbeat a second"
+        " (default: %(default)s)",
+    )
+    return parser
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    parser = serve_parser()
+    options = parser.parse_args(arguments)
+    try:
+        server = serve_lighthouse(
+            options.bind,
+            options.port,
+            options.min_replicas,
+            options.join_timeout,
+            options.heartbeat_timeout,
+        )
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        parser.error(str(error))
+    ended = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: ended.set())
+    print(
+        f"Lighthouse: http://{options.bind}:{options.port}. Anyone who reaches this port can read,"
+        " stop and change the training (SECURITY.md).",
+        flush=True,
+    )
+    while not ended.wait(_REFRESH_S):
+        pass
+    server.shutdown()
+    return 0
+
+
+def _status(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="commfree-lighthouse status", description="Show the replicas of a lighthouse."
+    )
+    parser.add_argument("url", nargs="?", default=f"http://127.0.0.1:{PORT}")
+    parser.add_argument("--once", action="store_true", help="print one table and exit")
+    options = parser.parse_args(arguments)
+    is_live = sys.stdout.isatty() and not options.once
+    while True:
+        try:
+            lines = table(options.url, read_board(options.url))
+        except ConnectionError as error:
+            if not is_live:
+                parser.error(str(error))
+            lines = [str(error)]
+        print(_CLEAR if is_live else "", *lines, sep="\n", flush=True)
+        if options.once:
+            return 0
+        try:
+            time.sleep(_REFRESH_S)
+        except KeyboardInterrupt:
+            return 0
+
+
+def table(url: str, board: Board) -> list[str]:
+    """Return the lines of the table; asks every member for its report."""
+    members = {member.replica_id: member for member in board.members}
+    rows = [_COLUMNS]
+    for name in sorted({*board.heartbeats, *members}):
+        age = board.heartbeats.get(name, 0.0)
+        if name in members and name not in board.silent:
+            found = _report(members[name].address, str(members[name].step))
+        elif age > _FORGET_S:
+            continue
+        else:
+            found = ("gone" if name in board.silent else "joining", "-", "-", "-")
+        rows.append((_plain(name), f"{age:.1f} s ago", *found))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
+    return [f"{url}: quorum {board.quorum_id}, {_plain(board.reason)}", *lines]
+
+
+def _report(address: str, step: str) -> tuple[str, str, str, str]:
+    """Return step, speed, seconds stalled and bytes sent, from a replica itself."""
+    try:
+        report: Any = json.loads(get_text(address, "/report", 1.0))
+        return (
+            f"{int(report['step'])}",
+            f"{float(report['steps_per_second']):.2f}",
+            f"{float(report['stalled_seconds']):.1f} s",
+            f"{float(report['sent_bytes']) / 1e6:.1f} MB",
+        )
+    except (ConnectionError, ValueError, KeyError, TypeError):
+        return step, "-", "-", "-"
+
+
+def _plain(text: str) -> str:
+    """Strip what could control the terminal: ids come from the network."""
+    return "".join(filter(str.isprintable, text))[:200]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

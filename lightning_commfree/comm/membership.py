@@ -1,0 +1,662 @@
+"""Membership of an elastic job, in which replicas join, leave and die.
+
+A *flight* is one exchange of the job. Flights are numbered from 0 in the order in which they are
+launched, which is the same on all members. Before each flight, the members ask the *rendezvous* for
+a *quorum*: it answers all of them together, as soon as every member that is alive has asked, with
+the `Member` record of each. All decisions are functions of that answer, so that all members take
+the same ones without further messages:
+
+- *Founding.* If nobody is a member yet, all who asked are founders, from flight 0 on.
+- *The next view.* The view of a flight consists of the members that have completed all earlier
+  flights, and of joiners that have caught up. A joiner that is behind is not waited for.
+- *After a failure.* A member that dies breaks the exchange, possibly on some members only. If some
+  have completed the flight, the others fetch its messages from one of them; otherwise all repeat it
+  in the view without the dead member.
+- *No split views.* A restarted rendezvous has forgotten the members and may answer any subset of
+  them. So a view must contain more than half of the members of the last one. Fewer are enough if
+  the number of the quorum is the next one: the rendezvous then knows that all others are dead.
+
+Asking happens on a background thread: only a landing waits for it. Two things are replaceable: the
+rendezvous (`Rendezvous`), and how a joiner gets what it needs (`StateTransfer`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.member_watch import MemberWatch
+from lightning_commfree.comm.replica_ranks import ReplicaRanks
+from lightning_commfree.comm.sockets import CloseOnFork
+
+_log = logging.getLogger(__name__)
+
+NEW = "new"  # wants to found the job, or to join it
+JOINING = "joining"  # fetches state, and is not part of a view yet
+MEMBER = "member"
+ENDING = "ending"  # a member that has begun the last exchanges of its fit: nobody may join
+LEAVING = "leaving"  # takes part in no further flight
+FINISHED = "finished"  # the same, at the end of its fit
+_GONE = (LEAVING, FINISHED)
+
+
+class Member(NamedTuple):
+    """A replica's record, which it sends to the others whenever it asks for a quorum.
+
+    All fields are JSON values.
+    """
+
+    replica: str  # unique name of this process, not reused after a restart
+    status: str = NEW
+    flights: int = 0  # number of flights that it has completed; -1 while a joiner is not ready
+    slot: int = -1  # its share of the data, and its place in a view; -1 before it is a member
+    view: str = ""  # name of the last view in which it was; "" if none
+    view_size: int = 0  # number of members of that view
+    number: int = 0  # of the last quorum that it was in; if `NEW`, of the first one
+    broken: bool = False  # an exchange in that view has failed, so that its channel is unusable
+    asked: int = 0  # number of times that this process has asked; makes each quorum unique
+    settings: Mapping[str, str] = {}  # settings and model, the same on all replicas
+    step: int = 0  # inner steps in the common schedule
+    store: str = ""  # "host:port" of its TCPStore, where the channels of a view meet
+    states: tuple[str, ...] = ()  # addresses of its ranks' state servers, in rank order
+
+
+class Quorum(NamedTuple):
+    """Answer of the rendezvous, the same for all replicas that it contains."""
+
+    number: int  # from 1; increases if other replicas are in it, and restarts with the rendezvous
+    members: tuple[Member, ...]  # those that asked, in order of `replica`
+
+
+class Rendezvous(Protocol):
+    """Service that knows which replicas are alive."""
+
+    def quorum(self, mine: Member) -> Quorum:
+        """Ask for a quorum, as `mine.replica`; block until it is complete.
+
+        The answer comes when all replicas of the previous quorum have asked that still send
+        heartbeats. A replica sends them from its first call to `close`, also while it waits here.
+        If a thread asks while another one waits, the later record replaces the earlier one, and
+        both get the same answer. While the service is unreachable, the call keeps trying.
+
+        Raises:
+            RuntimeError: there is no such service at the address, or it stayed unreachable or gave
+                no answer for longer than the job's timeout; the message says which.
+        """
+
+    def heartbeats(self) -> Mapping[str, float]:
+        """Return the seconds since the last heartbeat of every replica it has heard from.
+
+        Raises:
+            ConnectionError: the service does not answer.
+        """
+
+    def close(self) -> None:
+        """Stop the heartbeat, and interrupt a `quorum` in another thread with a `RuntimeError`."""
+
+
+class StateTransfer(Protocol):
+    """Serves one rank's state to joiners, and fetches the state of others.
+
+    A snapshot is a (nested) dict, and a message is a dict; both contain only tensors and plain
+    values, so that `torch.load(weights_only=True)` can read them.
+    """
+
+    address: str  # of this rank's server, for `Member.states`
+
+    def serve(
+        self,
+        snapshot: Callable[[], dict[str, Any]],
+        messages: Callable[[int], list[dict[str, Any]]],
+    ) -> None:
+        """Begin to serve.
+
+        Args:
+            snapshot: returns a copy of the state; called on a thread of the server, once per joiner
+                that begins a download.
+            messages: returns the messages of all completed flights from a given one on; raises
+                `LookupError` if some of them are no longer kept.
+        """
+
+    def fetch_snapshot(self, address: str) -> dict[str, Any]:
+        """Fetch a snapshot; a download that breaks off is resumed.
+
+        Raises:
+            ConnectionError: the server is gone, or refuses the token.
+        """
+
+    def fetch_messages(self, address: str, first: int) -> list[dict[str, Any]]:
+        """Fetch the messages of all completed flights from `first` on; may be empty.
+
+        Raises:
+            LookupError: they are no longer kept: a new snapshot is needed.
+            ConnectionError: as above.
+        """
+
+    def close(self) -> None:
+        """Stop serving."""
+
+
+# -- decisions
+
+
+class Limits(NamedTuple):
+    """Allowed sizes of a view."""
+
+    min_replicas: int = 1
+    max_replicas: int = 8
+
+
+class Decision(NamedTuple):
+    """What a quorum decides, for all replicas in it."""
+
+    members: tuple[Member, ...] = ()  # of the next view, by slot; empty if there is none yet
+    established: tuple[Member, ...] = ()  # the members so far; empty before the founding
+    ahead: Member | None = None  # has completed a flight that others must first fetch from it
+    reason: str = ""  # why there is no next view
+    restarted: bool = False  # the reason is that the rendezvous has restarted
+    missed: bool = False  # there was a quorum without these replicas, who may have been stopped
+    is_same: bool = False  # the next view is the current one, whose channel still works
+
+
+def decide(quorum: Quorum, limits: Limits) -> Decision:
+    """Return the decision of a quorum."""
+    present = [m for m in quorum.members if m.status not in (NEW, JOINING)]
+    if not present:
+        return _found(quorum, limits)
+    top = max(m.flights for m in present)
+    leaders = [m for m in present if m.flights == top]
+    leader, views = leaders[0], {m.view for m in leaders}
+    # the others were out of touch while a later view was formed
+    established = tuple(m for m in present if m.flights == top or m.view in views)
+    no_view = Decision(established=established)
+    staying = [m for m in established if m.status not in _GONE]
+    if any(m.flights < top for m in staying):
+        return no_view._replace(ahead=leader, reason="some members are behind")
+
+    known = sum(m.view == leader.view for m in established)
+    last = max(m.number for m in established)
+    if 2 * known <= leader.view_size and quorum.number > last + 1:
+        return no_view._replace(missed=True)
+    if 2 * known <= leader.view_size and quorum.number <= last:
+        reason = (
+            "the rendezvous has restarted, and since then it has heard from only"
+            f" {known} of {leader.view_size} replicas"
+        )
+        return no_view._replace(reason=reason, restarted=True)
+
+    taken = {m.slot for m in staying}
+    slots = [slot for slot in range(limits.max_replicas) if slot not in taken]
+    ready = [m for m in quorum.members if m.status == JOINING and m.flights == top]
+    if any(m.status in (ENDING, FINISHED) for m in established):
+        ready = []
+    entering = [m._replace(slot=slot) for m, slot in zip(ready, slots, strict=False)]
+    members = tuple(sorted([*staying, *entering], key=lambda m: m.slot))
+    if len(members) < limits.min_replicas:
+        return no_view._replace(reason=_too_few(len(members), limits))
+    is_same = len(members) == leader.view_size and all(
+        m.view == leader.view and not m.broken for m in members
+    )
+    return Decision(members, established, is_same=is_same)
+
+
+def _found(quorum: Quorum, limits: Limits) -> Decision:
+    """Found a job with the replicas that have restored the latest step, 0 if none has a file."""
+    new = [m for m in quorum.members if m.status == NEW]
+    latest = [m for m in new if m.step == max(one.step for one in new)]
+    founders = [m for m in latest if m.settings == latest[0].settings][: limits.max_replicas]
+    if len(founders) < limits.min_replicas:
+        return Decision(reason=_too_few(len(founders), limits))
+    return Decision(tuple(m._replace(slot=slot) for slot, m in enumerate(founders)))
+
+
+def _too_few(count: int, limits: Limits) -> str:
+    return f"only {count} of at least {limits.min_replicas} replicas (`min_replicas`) are there"
+
+
+# -- this replica
+
+_ASK_AGAIN_S = 0.2
+_CONNECT = timedelta(seconds=15)  # for the members of a new view to connect to each other
+_LEAVE_S = 5.0  # how long a replica waits for the others to ask, before it leaves
+_NEVER = 2**62  # higher than any number of a quorum
+TOO_LATE = (
+    "The other replicas are finishing their fit, so this one is too late to join. Their last"
+    " checkpoint contains the result."
+)
+_NONE_LEFT = (
+    "The replicas from which this one got its state are gone. Restart it to join again, or if no"
+    " replica is left, to begin with the last checkpoint (`ckpt_path`)."
+)
+
+
+_LIMITS = Limits()
+
+
+class ElasticMembership:
+    """One replica's part in an elastic job.
+
+    Args:
+        rendezvous: knows which replicas are alive; used on the first rank only.
+        transfer: serves this rank's state.
+        replica: unique name of this replica, not reused after a restart.
+        ledger: counts the bytes of the exchanges.
+        host: this machine's address for other replicas.
+        limits: allowed sizes of a view.
+        timeout: of an exchange, and of waiting for enough replicas.
+        heartbeat_timeout_s: of silence, after which an exchange with a member is given up.
+        ranks: the ranks of this replica; None for a single one.
+
+    Attributes:
+        record: what this replica tells the others.
+        view_members: the records of the members of the latest view, by slot.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        transfer: StateTransfer,
+        replica: str,
+        ledger: Ledger,
+        host: str = "127.0.0.1",
+        limits: Limits = _LIMITS,
+        timeout: timedelta = timedelta(minutes=5),
+        heartbeat_timeout_s: float = 5.0,
+        ranks: ReplicaRanks | None = None,
+    ) -> None:
+        self.rendezvous, self.transfer, self.ledger = rendezvous, transfer, ledger
+        self.limits, self._timeout = limits, timeout
+        self._host, self._heartbeat_timeout_s = host, heartbeat_timeout_s
+        self._sockets = CloseOnFork()
+        with self._sockets.opening():
+            self._store = _store_on(host)
+        address = f"{host}:{self._store.port}"
+        self.ranks = ranks or ReplicaRanks()
+        replica, address = self.ranks.share(lambda: [replica, address])
+        states = tuple(self.ranks.gather(transfer.address))
+        self.record = Member(replica, store=address, states=states)
+        self._quorum = Quorum(0, ())
+        self.view_members: tuple[Member, ...] = ()
+        self._view = View(0, (0,), Channel([0], 0, ledger))
+        self._agreed: View | None = None  # for the next flight, by `start` or `enter`
+        self._lock, self._closed = threading.Lock(), False
+
+    def view(self) -> View:
+        """Return the latest view."""
+        return self._view
+
+    # -- beginning
+
+    def start(self, settings: Mapping[str, str], step: int = 0, flights: int = 0) -> bool:
+        """Find the job, or found it; return whether this replica is a founder.
+
+        A founder has an open view for its first flight. Another replica must `enter`.
+
+        Args:
+            settings: settings and model, which must be the same on all replicas.
+            step: inner steps in the file from which this replica was restored.
+            flights: number of flights before that.
+
+        Raises:
+            RuntimeError: the job has ended.
+            ValueError: other replicas have different settings.
+        """
+        self._agreed = None
+        self._tell(status=NEW, step=step, flights=flights, settings=dict(settings))
+        end_s = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            quorum = self._ask()
+            if not self.record.number:
+                self._tell(number=quorum.number)
+            decision = decide(quorum, self.limits)
+            others = decision.established or decision.members
+            if others:
+                self._check_settings(quorum, others[0])
+            if decision.established:
+                self._refuse_late_joiner(decision)
+                return False
+            if decision.members:
+                self._refuse_late(quorum.number, decision.members)
+                if self.record.replica in [m.replica for m in decision.members]:
+                    self._agreed = self._open(quorum, decision)
+                    if self._agreed is not None:
+                        return True
+                    self._tell(status=NEW)
+                    continue
+            self._wait_until(end_s, decision.reason or "other replicas have begun without this one")
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Keep asking in a `with` block, so that members do not wait for this replica.
+
+        For a joiner that is not ready.
+        """
+        self._tell(status=JOINING, flights=-1)
+        done = threading.Event()
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the main thread asks later, and raises it
+                while not done.is_set():
+                    self._ask_alone()
+
+        if not self.ranks.rank:
+            threading.Thread(target=ask, name="joiner", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def enter(self, flights: int) -> int | None:
+        """Ask to take part in flight number `flights`.
+
+        Returns None if this replica is in its view, or else the flight to ask for next: the members
+        have begun the one before that without this replica.
+
+        Raises:
+            RuntimeError: the job has ended, all slots are taken, or no member is left.
+        """
+        while True:
+            self._tell(status=JOINING, flights=flights)
+            quorum = self._ask()
+            decision = decide(quorum, self.limits)
+            self._refuse_joiner(quorum, decision)
+            if self.record.replica in [m.replica for m in decision.members]:
+                self._agreed = self._open(quorum, decision)
+                if self._agreed is not None:
+                    return None
+            elif decision.members:
+                return max(m.flights for m in decision.established) + 1
+            time.sleep(_ASK_AGAIN_S)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether another replica is about to join."""
+        return any(m.status in (NEW, JOINING) for m in self._quorum.members)
+
+    def donor(self, gone: set[str]) -> Member:
+        """Return a member from which to take the state.
+
+        Args:
+            gone: names of replicas that did not answer; cleared when there are newer records.
+
+        Raises:
+            RuntimeError: no member is left.
+        """
+        member = Member(*self.ranks.share(lambda: self._find_donor(gone)))
+        if member.replica in gone:
+            gone.clear()
+        return member
+
+    def _find_donor(self, gone: set[str]) -> Member:
+        while True:
+            found = decide(self._quorum, self.limits).established
+            if not found:
+                raise RuntimeError(_NONE_LEFT)
+            top = max(m.flights for m in found)
+            for member in found:
+                if member.flights == top and member.replica not in gone:
+                    return member
+            gone.clear()
+            self._tell(status=JOINING, flights=-1)
+            self._ask_alone()
+
+    # -- before each flight, on the background thread
+
+    def agree(self, flight: int, step: int) -> View | Member:
+        """Return the view for a flight, or a member that has already completed it.
+
+        Args:
+            flight: its number; this replica has completed all earlier ones.
+            step: the inner step after which it is launched.
+
+        Raises:
+            RuntimeError: the others continue without this replica, or there were not enough
+                replicas for longer than the timeout.
+        """
+        if (agreed := self._agreed) is not None:
+            self._agreed = None
+            return agreed
+        self._tell(flights=flight, step=step)
+        end_s = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            quorum = self._ask()
+            decision = decide(quorum, self.limits)
+            known = self.record.replica in [m.replica for m in decision.established]
+            if decision.missed or not known:
+                raise RuntimeError(
+                    "The other replicas continued without this one, because it did not respond for"
+                    " longer than the heartbeat timeout. Restart it: it then joins again."
+                )
+            if decision.ahead is not None:
+                if decision.ahead.flights > flight:
+                    return decision.ahead
+                continue  # others fetch what this one has
+            if self.record.status in _GONE:
+                raise RuntimeError("This replica has left the job.")
+            if decision.members:
+                if (view := self._open(quorum, decision)) is not None:
+                    return view
+                continue
+            if decision.restarted:
+                self._tell(number=_NEVER)
+            self._wait_until(end_s, decision.reason)
+
+    def failed(self) -> None:
+        """Report that an exchange in the current view has failed."""
+        self._tell(broken=True)
+
+    # -- the end
+
+    def end(self) -> None:
+        """Announce the last exchanges of the fit, so that nobody joins."""
+        self._tell(status=ENDING)
+
+    def leave(self) -> None:
+        """Leave the job; the other replicas continue without this one.
+
+        Waits for at most `_LEAVE_S` until they know. Otherwise they notice that the heartbeat has
+        ended.
+        """
+        self._tell(status=FINISHED if self.record.status == ENDING else LEAVING)
+        if self.record.view and not self._closed and not self.ranks.rank:
+            asking = threading.Thread(target=self._say_leaving, name="leaving", daemon=True)
+            asking.start()
+            asking.join(_LEAVE_S)
+        self.close()
+
+    def close(self) -> None:
+        """End the heartbeat and close all connections."""
+        if not self._closed:
+            self._closed = True
+            self.rendezvous.close()
+            self.transfer.close()
+            _reap(self._view.channel)
+
+    # -- inside
+
+    def _tell(self, **changes: Any) -> Member:
+        with self._lock:
+            self.record = self.record._replace(**changes)
+            return self.record
+
+    def _mine(self, quorum: Quorum) -> Member:
+        """Return this replica's record as all others see it."""
+        return next(m for m in quorum.members if m.replica == self.record.replica)
+
+    def _ask_alone(self) -> Quorum:
+        self._quorum = self.rendezvous.quorum(self._tell(asked=self.record.asked + 1))
+        return self._quorum
+
+    def _ask(self) -> Quorum:
+        """Ask on the first rank; return the answer on all ranks."""
+        number, members = self.ranks.share(self._ask_alone)
+        quorum = Quorum(number, tuple(Member(*fields) for fields in members))
+        self._quorum = quorum
+        if self.record.status in (MEMBER, ENDING) and self.record.number != _NEVER:
+            self._tell(number=quorum.number)
+        return quorum
+
+    def _say_leaving(self) -> None:
+        with suppress(RuntimeError):
+            while decide(self._ask_alone(), self.limits).ahead is not None:
+                pass  # others fetch what this replica has
+
+    def _wait_until(self, end_s: float, reason: str) -> None:
+        if time.monotonic() > end_s:
+            raise RuntimeError(
+                f"Gave up after {self._timeout.total_seconds():g} s (`timeout`): {reason}."
+            )
+        time.sleep(_ASK_AGAIN_S)
+
+    def _open(self, quorum: Quorum, decision: Decision) -> View | None:
+        """Connect the members of the next view, or return the current one if it is the same.
+
+        Returns None if not all members have connected: a replica may have died meanwhile.
+        """
+        self.view_members = decision.members
+        names = [m.replica for m in decision.members]
+        slots, rank = tuple(m.slot for m in decision.members), names.index(self.record.replica)
+        if decision.is_same:
+            self._tell(number=quorum.number)
+            return self._view
+
+        name = hashlib.sha256(repr(quorum).encode()).hexdigest()[:16]
+        status = ENDING if self.record.status == ENDING else MEMBER
+        self._tell(
+            status=status,
+            slot=slots[rank],
+            view=name,
+            view_size=len(slots),
+            number=quorum.number,
+            broken=True,
+        )
+        _reap(self._view.channel)
+        channel = None
+        try:
+            channel = self._connect(name, decision.members[0].store, rank, len(slots))
+        except RuntimeError as error:
+            _log.warning("The members in slots %s could not connect: %s", list(slots), error)
+        if not self.ranks.all(channel is not None) or channel is None:
+            return None
+        channel.peers = MemberWatch(self.rendezvous, names, self._heartbeat_timeout_s)
+        self._view = View(quorum.number, slots, channel)
+        self._tell(broken=False)
+        return self._view
+
+    def _connect(self, name: str, store: str, rank: int, size: int) -> Channel:
+        """Open a channel of a view; its members meet in a store of the first of them."""
+        if size == 1:
+            return Channel([0], 0, self.ledger)
+        host, _, port = store.rpartition(":")
+        with self._sockets.opening():
+            client = dist.TCPStore(  # type: ignore[attr-defined]
+                host, int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT
+            )
+            # two groups, as in `Channel.open` with `full_duplex`
+            up, down = (
+                _gloo_group(
+                    f"{name}/{self.ranks.rank}/{way}", client, rank, size, self._timeout, self._host
+                )
+                for way in ("up", "down")
+            )
+        return Channel(range(size), rank, self.ledger, up, downward=down)
+
+    # -- refusals
+
+    def _check_settings(self, quorum: Quorum, other: Member) -> None:
+        mine, theirs = self._mine(quorum).settings, other.settings
+        differ = [
+            f"`{name}` is {mine.get(name, 'absent')} here, {theirs.get(name, 'absent')} there"
+            for name in sorted({*mine, *theirs})
+            if mine.get(name) != theirs.get(name)
+        ]
+        if differ:
+            raise ValueError(
+                f"This replica differs from the one in slot {max(other.slot, 0)}:"
+                f" {'; '.join(differ)}. Start all replicas with the same settings and model."
+            )
+
+    def _refuse_late(self, number: int, founders: Sequence[Member]) -> None:
+        """Refuse to found a second job at the rendezvous of one that is over.
+
+        A rendezvous does not report that a job has ended, but its numbers continue. So one of the
+        founders of a new job must have seen number 1.
+        """
+        if self.record.step == 0 and number > 1 and all(m.number != 1 for m in founders):
+            raise RuntimeError(
+                "The job at this rendezvous is over: it has finished, or all its replicas are gone."
+                " To continue it, give all replicas its last checkpoint (`ckpt_path`). To begin a"
+                " new job, restart the rendezvous."
+            )
+
+    def _refuse_late_joiner(self, decision: Decision) -> None:
+        if any(m.status in (ENDING, FINISHED) for m in decision.established):
+            raise RuntimeError(TOO_LATE)
+
+    def _refuse_joiner(self, quorum: Quorum, decision: Decision) -> None:
+        self._refuse_late_joiner(decision)
+        mine = self._mine(quorum)
+        top = max((m.flights for m in decision.established), default=-1)
+        if top < mine.flights:
+            raise RuntimeError(_NONE_LEFT)
+        full = len(decision.members) == self.limits.max_replicas
+        if (
+            full
+            and mine.flights == top
+            and mine.replica not in [m.replica for m in decision.members]
+        ):
+            raise RuntimeError(
+                f"All {self.limits.max_replicas} slots are taken (`max_replicas`). To use more"
+                " replicas, start all again with a higher `max_replicas`, from a checkpoint."
+            )
+
+
+def _store_on(host: str) -> Any:
+    """Create a store that listens on `host` only; by itself it listens on every interface."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _gloo_group(
+    name: str, store: Any, rank: int, size: int, timeout: timedelta, host: str
+) -> dist.ProcessGroup:
+    """Create a gloo group that `torch.distributed` does not register, so it needs no default group.
+
+    Collective over its ranks, within `_CONNECT`. It listens on `host`. By itself, gloo listens on
+    the address of the host's name, which on Debian other machines cannot reach.
+    """
+    keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = _CONNECT
+    backend = gloo(keys, rank, size, options)
+    backend._set_default_timeout(timeout)
+    group: Any = dist.ProcessGroup(keys, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    made: dist.ProcessGroup = group
+    return made
+
+
+def _reap(channel: Channel) -> None:
+    """Destroy a channel's groups in a thread: gloo first waits until pending exchanges time out."""
+    groups = [channel.group, channel._downward]
+    channel.group = channel._downward = None
+    threading.Thread(target=groups.clear, name="reaper", daemon=True).start()

@@ -1,0 +1,67 @@
+"""Let the ranks of an elastic replica take the same decisions, through their job's TCPStore.
+
+Not through a channel: this runs on a background thread, while the training thread uses the
+channels. Every rank must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+
+class ReplicaRanks:
+    """The ranks of this replica; by default a single one, which needs no store.
+
+    Args:
+        rank: of this process in the replica.
+        size: number of ranks.
+        store: a client of a store that all ranks share, for this object only.
+        name: prefix of the keys; unique for each fit.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, store: Any = None, name: str = "") -> None:
+        self.rank, self.size = rank, size
+        self._store, self._name, self._calls = store, name, 0
+        assert store is not None or size == 1, "several ranks need a store"
+
+    def share(self, make: Callable[[], Any]) -> Any:
+        """Return the first rank's `make()`, a JSON value, on all ranks.
+
+        Raises:
+            RuntimeError: `make` raised one on the first rank; raised on all ranks.
+        """
+        if self.size == 1:
+            return make()
+        key = self._next_key()
+        if self.rank:
+            value, error = json.loads(self._store.get(key))
+            if error:
+                raise RuntimeError(error)
+            return value
+        value, error = None, ""
+        try:
+            value = make()
+        except RuntimeError as raised:
+            error = str(raised)
+            raise
+        finally:
+            self._store.set(key, json.dumps((value, error)))
+        return json.loads(json.dumps(value))  # as the other ranks see it
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, a JSON value, in rank order."""
+        if self.size == 1:
+            return [value]
+        key = self._next_key()
+        self._store.set(f"{key}/{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{key}/{rank}")) for rank in range(self.size)]
+
+    def all(self, value: bool) -> bool:
+        """Return whether `value` is True on all ranks."""
+        return all(self.gather(value))
+
+    def _next_key(self) -> str:
+        self._calls += 1
+        return f"commfree/{self._name}/{self._calls}"

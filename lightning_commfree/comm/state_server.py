@@ -1,0 +1,490 @@
+"""Give a joining replica its state over HTTP: a small server, and the joiner's side.
+
+A replica that joins needs a *snapshot* of what all members hold equally, and the *messages* of the
+flights that have been completed since. It asks one member, the donor, which keeps training.
+
+=========================== =====================================================================
+request                     answer
+=========================== =====================================================================
+`GET /snapshot/<download>`  a copy of the state, made when a download of this name begins; the rest
+                            of it with `Range: bytes=<first>-`
+`GET /messages/<first>`     the messages of all completed flights from the first on; 410 if they are
+                            no longer kept
+`GET /report`               JSON with this rank's progress; the only answer without a token
+=========================== =====================================================================
+
+Every other request needs `Authorization: Bearer <token>`. A joiner checks the SHA-256 that comes
+with an answer, and loads it with `torch.load(weights_only=True)`, which runs no code. Nothing is
+encrypted, so whoever can read the traffic can read the token: see SECURITY.md.
+
+The token is the environment variable `COMMFREE_TOKEN`, the same on all replicas. Without it each
+server makes a random one, which reaches joiners through the rendezvous, as part of its address.
+
+A stranger who reaches the port can only open connections. A request has no body, at most
+`MAX_HEAD_BYTES`, and `HEAD_SECONDS` to arrive; beyond `MAX_PENDING` connections without a
+complete request, the oldest is closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import json
+import logging
+import os
+import pickle
+import re
+import secrets
+import selectors
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, cast
+from urllib.parse import urlsplit
+
+import torch
+
+from lightning_commfree.comm.sockets import CloseOnFork
+
+TOKEN = "COMMFREE_TOKEN"  # an environment variable
+MAX_HEAD_BYTES = 8192
+HEAD_SECONDS = 5.0  # for a request to arrive
+MAX_PENDING = 256  # connections without a complete request
+MAX_ANSWERS = 8  # in progress at once; further joiners are told to ask again
+MAX_SNAPSHOTS = 4  # on disk at once; the one that was asked for least recently makes room
+STALL_SECONDS = 30.0  # without a byte of progress, after which either side gives up
+IDLE_SECONDS = 60.0  # without a request, after which a snapshot is removed
+
+_BACKLOG = 1024  # connections that the kernel holds until they are accepted
+_BATCH = 16  # connections accepted before others are read
+_TICK_S = 0.2
+_RETRY_S = 0.2
+_PIECE_BYTES = 1 << 20
+_DELIVERED = (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT)
+_PATH = re.compile(r"/(snapshot|messages)/([0-9a-f]{1,32})")
+_RANGE = re.compile(r"bytes=(\d{1,18})-")
+log = logging.getLogger(__name__)
+
+
+class StateServer:
+    """Serve one rank's state to joiners, and fetch the state of others: a `StateTransfer`.
+
+    Args:
+        host: the address to listen on, one that the other replicas can reach. "0.0.0.0" would be
+            every network of this machine.
+        port: 0 lets the kernel choose.
+        patience_s: how long a joiner keeps asking while no byte arrives.
+
+    Attributes:
+        address: URL of this server, with its token unless all replicas have the same; see
+            `public_address`.
+        report: returns the JSON value for `GET /report`; called in the server's threads.
+        sent_bytes: bytes of snapshots and messages sent so far.
+    """
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, patience_s: float = STALL_SECONDS
+    ) -> None:
+        shared = os.environ.get(TOKEN)
+        self.token = shared or secrets.token_urlsafe(32)
+        self.report: Callable[[], Any] = dict
+        self.sent_bytes = 0
+        self._patience_s = patience_s
+        self._lock = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="commfree-state-")
+        self._snapshots: dict[str, _Snapshot] = {}  # by download, least recently used first
+        self._active = 0  # answers in progress
+        self._serving: tuple[Callable[[], Any], Callable[[int], Any]] | None = None
+        self._sockets = CloseOnFork()
+        with self._sockets.opening():
+            self._server = _Server(host, port, self)
+        host, port = self._server.address
+        user = "" if shared else f":{self.token}@"
+        self.address = f"http://{user}{host}:{port}"
+
+    # -- the donor
+
+    def serve(
+        self,
+        snapshot: Callable[[], dict[str, Any]],
+        messages: Callable[[int], list[dict[str, Any]]],
+    ) -> None:
+        """Begin to serve; see `StateTransfer.serve`."""
+        self._serving = snapshot, messages
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop serving; joiners must ask another member."""
+        self._server.close()
+        self._folder.cleanup()
+
+    @contextmanager
+    def answering(self) -> Iterator[bool]:
+        """Context manager of one answer; its value is False if there are too many already."""
+        with self._lock:
+            is_free = self._active < MAX_ANSWERS
+            self._active += is_free
+        try:
+            yield is_free
+        finally:
+            with self._lock:
+                self._active -= is_free
+
+    def snapshot(self, download: str) -> _Snapshot:
+        """Return the snapshot of a download, which is made when it is first asked for."""
+        assert self._serving is not None
+        with self._lock:
+            found = self._snapshots.pop(download, None) or _Snapshot(
+                Path(self._folder.name) / download, self._serving[0]
+            )
+            found.used_s = time.monotonic()
+            self._snapshots[download] = found
+            if len(self._snapshots) > MAX_SNAPSHOTS:
+                self._snapshots.pop(next(iter(self._snapshots))).remove()
+        found.make()  # one download does not wait for another's copy
+        return found
+
+    def messages(self, first: int) -> bytes:
+        """Return the encoded messages of all completed flights from `first` on.
+
+        Raises:
+            LookupError: they are no longer kept.
+        """
+        assert self._serving is not None
+        body = BytesIO()
+        torch.save(self._serving[1](first), body)
+        return body.getvalue()
+
+    def remove_idle(self) -> None:
+        """Remove the snapshots of joiners that have arrived, or are gone."""
+        with self._lock:
+            for download, snapshot in list(self._snapshots.items()):
+                if time.monotonic() - snapshot.used_s > IDLE_SECONDS:
+                    self._snapshots.pop(download).remove()
+
+    def count_sent(self, num_bytes: int) -> None:
+        """Count bytes of snapshots and messages."""
+        with self._lock:
+            self.sent_bytes += num_bytes
+
+    # -- the joiner
+
+    def fetch_snapshot(self, address: str) -> dict[str, Any]:
+        """Fetch a snapshot from the server at `address`; a download that breaks off is resumed.
+
+        Raises:
+            ConnectionError: the server is gone, refuses the token, or its answer is damaged.
+            RuntimeError: the answer contains more than tensors and plain values.
+        """
+        with tempfile.TemporaryFile() as file:
+            path = f"/snapshot/{secrets.token_hex(16)}"
+            self._fetch(address, path, file)
+            found: dict[str, Any] = _load(file, address)
+        return found
+
+    def fetch_messages(self, address: str, first: int) -> list[dict[str, Any]]:
+        """Fetch the messages of all completed flights from `first` on.
+
+        Raises:
+            LookupError: they are no longer kept: a new snapshot is needed.
+            ConnectionError: the server is gone, refuses the token, or its answer is damaged.
+            RuntimeError: the answer contains more than tensors and plain values.
+        """
+        body = BytesIO()
+        self._fetch(address, f"/messages/{first:x}", body)
+        found: list[dict[str, Any]] = _load(body, address)
+        return found
+
+    def _fetch(self, address: str, path: str, into: IO[bytes]) -> None:
+        """Write an answer `into` a file; ask again while it is cut off, and continue there."""
+        progress_s = time.monotonic()
+        while True:
+            start = into.tell()
+            try:
+                if _request(address, self.token, path, into, self._patience_s):
+                    return
+                raise OSError("it is busy")
+            except _RefusedError:
+                raise
+            except (OSError, http.client.HTTPException) as error:
+                now = time.monotonic()
+                progress_s = now if into.tell() > start else progress_s
+                if now - progress_s > self._patience_s:
+                    raise ConnectionError(
+                        f"The state server at {public_address(address)} does not answer ({error}):"
+                        " its replica has ended, or a firewall closes the port."
+                    ) from error
+                time.sleep(_RETRY_S)
+
+
+def public_address(address: str) -> str:
+    """Return the address of a state server without its token."""
+    scheme, _, rest = address.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
+class _RefusedError(ConnectionError):
+    """The server has answered, and asking again would not help."""
+
+
+class _Snapshot:
+    """A copy of the state in a file, made once."""
+
+    def __init__(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
+        self.path, self.num_bytes, self.sha256 = path, 0, ""
+        self.used_s = 0.0
+        self._state = state
+        self._lock = threading.Lock()
+
+    def make(self) -> None:
+        """Write the file unless another request for it has."""
+        with self._lock:
+            if not self.sha256:
+                with self.path.open("w+b") as file:
+                    torch.save(self._state(), file)
+                    self.num_bytes, self.sha256 = file.tell(), _sha256(file)
+
+    def remove(self) -> None:
+        """Remove the file; answers in progress keep it open."""
+        self.path.unlink(missing_ok=True)
+
+
+class _Server:
+    """Reads requests on one thread, and answers complete ones on a thread each."""
+
+    def __init__(self, host: str, port: int, states: StateServer) -> None:
+        self._states = states
+        self._listener = socket.create_server((host, port), backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.address = self._listener.getsockname()
+        self._pending: dict[socket.socket, _Head] = {}  # oldest first
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._closed, self._thread = False, threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed = True
+        if self._thread.ident is not None:
+            self._thread.join()
+        for connection in self._pending:
+            connection.close()
+        self._selector.close()
+        self._listener.close()
+
+    def _run(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(_TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj in self._pending:  # not closed for a newer one just now
+                    self._read(key.fileobj)
+            while self._pending and self._oldest()[1].end_s < time.monotonic():
+                self._take(self._oldest()[0]).close()
+            self._states.remove_idle()
+
+    def _oldest(self) -> tuple[socket.socket, _Head]:
+        return next(iter(self._pending.items()))
+
+    def _accept(self) -> None:
+        for _ in range(_BATCH):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # no further one, or too many open files
+                return
+            connection.setblocking(False)
+            self._pending[connection] = _Head(time.monotonic() + HEAD_SECONDS)
+            self._selector.register(connection, selectors.EVENT_READ)
+            if len(self._pending) > MAX_PENDING:
+                self._take(self._oldest()[0]).close()
+
+    def _read(self, connection: socket.socket) -> None:
+        head = self._pending[connection]
+        try:
+            piece = connection.recv(MAX_HEAD_BYTES + 1 - len(head.content))
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        head.content += piece
+        if not piece or len(head.content) > MAX_HEAD_BYTES:
+            self._take(connection).close()
+        elif b"\r\n\r\n" in head.content:
+            self._take(connection)
+            arguments = connection, bytes(head.content), self._states
+            try:
+                threading.Thread(target=_answer, args=arguments, daemon=True).start()
+            except RuntimeError:  # too many threads
+                connection.close()
+
+    def _take(self, connection: socket.socket) -> socket.socket:
+        """Stop reading a connection."""
+        self._selector.unregister(connection)
+        del self._pending[connection]
+        return connection
+
+
+class _Head:
+    """The part of a request that has arrived."""
+
+    def __init__(self, end_s: float) -> None:
+        self.end_s, self.content = end_s, bytearray()
+
+
+def _answer(connection: socket.socket, head: bytes, states: StateServer) -> None:
+    try:
+        with connection:
+            connection.settimeout(STALL_SECONDS)
+            _Handler(connection, head, states)
+    except Exception:
+        # whoever is at fault, the next request may work
+        log.debug("A request could not be answered.", exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server_version, sys_version = "commfree", ""
+
+    def __init__(self, connection: socket.socket, head: bytes, states: StateServer) -> None:
+        self._head, self._states = head, states
+        super().__init__(connection, connection.getpeername(), cast(Any, None))
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = BytesIO(self._head)
+
+    def do_GET(self) -> None:
+        states = self._states
+        if self.path == "/report":
+            return self._answer(HTTPStatus.OK, json.dumps(states.report()).encode())
+        shown = self.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(shown, f"Bearer {states.token}".encode()):
+            return self._answer(HTTPStatus.UNAUTHORIZED)
+        asked = _PATH.fullmatch(self.path)
+        if asked is None:
+            return self._answer(HTTPStatus.NOT_FOUND)
+        with states.answering() as is_free:
+            if not is_free:
+                return self._answer(HTTPStatus.SERVICE_UNAVAILABLE)
+            if asked[1] == "snapshot":
+                return self._send_snapshot(asked[2])
+            return self._send_messages(int(asked[2], 16))
+
+    def _send_messages(self, first: int) -> None:
+        try:
+            body = self._states.messages(first)
+        except LookupError:
+            return self._answer(HTTPStatus.GONE)
+        self._states.count_sent(len(body))
+        return self._answer(HTTPStatus.OK, body, _sha256(BytesIO(body)))
+
+    def _send_snapshot(self, download: str) -> None:
+        snapshot = self._states.snapshot(download)
+        asked = _RANGE.fullmatch(self.headers.get("Range", "bytes=0-"))
+        if asked is None or int(asked[1]) >= snapshot.num_bytes:
+            return self._answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+        first, end = int(asked[1]), snapshot.num_bytes
+        with snapshot.path.open("rb") as body:
+            self.send_response(HTTPStatus.PARTIAL_CONTENT)
+            self.send_header("Content-Length", str(end - first))
+            self.send_header("Content-Range", f"bytes {first}-{end - 1}/{end}")
+            self.send_header("ETag", snapshot.sha256)
+            self.end_headers()
+            while first < end:
+                sent = self.connection.sendfile(body, first, _PIECE_BYTES)
+                self._states.count_sent(sent)
+                snapshot.used_s = time.monotonic()
+                first += sent
+        return None
+
+    def _answer(self, status: HTTPStatus, body: bytes = b"", sha256: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", sha256)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug(format, *args)
+
+
+def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: float) -> bool:
+    """Append the rest of an answer to a file; return whether the server was free to answer.
+
+    Raises:
+        LookupError: the server no longer has what was asked for.
+        _RefusedError: the server refuses the token, or gave no valid answer.
+        OSError: the connection failed.
+    """
+    url = urlsplit(address)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=timeout_s)
+    headers = {
+        "Authorization": f"Bearer {url.password or token}",
+        "Range": f"bytes={into.tell()}-",
+    }
+    try:
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            raise _RefusedError(
+                f"The state server at {public_address(address)} refuses this replica's token. Set"
+                f" {TOKEN} to the same value on all replicas, or on none."
+            )
+        if response.status == HTTPStatus.GONE:
+            raise LookupError("the server no longer has these messages")
+        if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return False
+        if response.status not in _DELIVERED:
+            raise _RefusedError(
+                f"The server at {public_address(address)} answers with status {response.status}."
+                " Another program may be answering there, or another version of this library."
+            )
+        if response.status == HTTPStatus.OK:  # all of it, whatever was asked
+            into.seek(0)
+            into.truncate()
+        while piece := response.read(_PIECE_BYTES):
+            into.write(piece)
+        if response.length:
+            raise ConnectionResetError(f"{response.length} bytes are missing")
+        sha256 = _sha256(into)
+        if sha256 != response.getheader("ETag"):
+            raise _RefusedError(
+                f"The answer of the state server at {public_address(address)} is damaged: its"
+                " SHA-256 differs from the one that was announced."
+            )
+        return True
+    finally:
+        connection.close()
+
+
+def _load(file: IO[bytes], address: str) -> Any:
+    file.seek(0)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise RuntimeError(
+            f"The state server at {public_address(address)} sent more than tensors and plain"
+            " values; nothing of it was loaded. Another program may be answering there, or another"
+            " version of this library."
+        ) from error
+
+
+def _sha256(file: IO[bytes]) -> str:
+    """Return the digest of a whole file; ends at its end."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while piece := file.read(_PIECE_BYTES):
+        digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,485 @@
+"""Streaming DiLoCo with replicas that join, leave and die.
+
+The algorithm is that of `streaming`; only its exchanges differ. They are numbered in the order of
+their launches (`comm.membership`), and each runs on a background thread:
+
+1. The members agree on the view of the exchange.
+2. The outer gradient, which is kept in fp32 until the exchange has completed, is encoded for that
+   view and exchanged. If a member dies meanwhile, start again at 1. If another member has already
+   completed the exchange, fetch the messages from it instead.
+3. The messages, still encoded, are kept for a few cycles.
+
+A replica that joins takes the outer state from a member (`snapshot`) and replays the landings that
+it has missed from the kept messages. It then takes part from the next launch on, in place of the
+inner steps before. All this takes the members no time.
+
+A replica's values count in proportion to its steps since the fragment's last landing on it, or
+since it joined. So a new replica's first message, which contains only zeros, has no weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_commfree.comm.background import Background
+from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.exchange import Route, View
+from lightning_commfree.comm.membership import TOO_LATE, ElasticMembership, Member
+from lightning_commfree.diloco.codec import Codec
+from lightning_commfree.diloco.exchange import (
+    MAX_WEIGHT,
+    Flight,
+    FragmentExchange,
+    Header,
+    cheaper_exchange,
+)
+from lightning_commfree.diloco.fragments import Fragment
+from lightning_commfree.diloco.messages import Message, startup_messages
+from lightning_commfree.diloco.settings import DiLoCoSettings
+from lightning_commfree.diloco.streaming import StreamingDiLoCo
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.02  # how often a joiner asks a member for new messages
+_KEPT_CYCLES = 2  # of messages
+_KEPT_CYCLES_FOR_JOINERS = 8  # while a replica is joining
+_MAX_FAILURES = 5  # of an exchange, one after the other in views of the same members
+
+
+class Delivery(NamedTuple):
+    """The result of a flight: its messages, and the exchange that decodes them."""
+
+    exchange: FragmentExchange
+    arrived: Tensor
+
+
+class ElasticDiLoCo(StreamingDiLoCo):
+    """Streaming DiLoCo on a replica of an elastic job.
+
+    Args:
+        module: as in `StreamingDiLoCo`, like all arguments.
+        fragments: as above.
+        settings: as above; `evaluate` must be "outer".
+        membership: this replica's part in the job, not started.
+        within: as above.
+
+    Attributes:
+        launched: number of flights that this replica and the others have launched.
+        landed: number of flights that have landed here, in the order of their launches.
+        joined: the flight with which this replica joined the job; None for a founder.
+        inner_steps: number of inner steps that this replica has taken itself; `step` is its
+            position in the schedule, which is the same on all replicas.
+        views: flight and slots of each view in which this replica took part.
+        weight_per_step: weight of an inner step, such as its number of samples.
+    """
+
+    _membership: ElasticMembership
+
+    def __init__(
+        self,
+        module: nn.Module,
+        fragments: Sequence[Fragment],
+        settings: DiLoCoSettings,
+        membership: ElasticMembership,
+        within: Channel | None = None,
+    ) -> None:
+        assert settings.evaluate == "outer", "other weights need all replicas at the same time"
+        ledger = membership.ledger
+        self._thread, self._inline = Background(ledger), _Inline(ledger)
+        self._outer_lock = threading.Lock()  # the state server reads the outer state
+        self._kept: dict[int, dict[str, Any]] = {}  # messages, by flight
+        self._deliveries: dict[int, Pending[Delivery]] = {}  # by fragment
+        self._trained_since = [0] * len(fragments)  # the step of a fragment's last landing here
+        self.launched = self.landed = self.inner_steps = 0
+        self.views: list[tuple[int, tuple[int, ...]]] = []
+        self.weight_per_step = 1
+        self.joined: int | None = None
+        super().__init__(module, fragments, settings, membership, within)
+        self._frozen_digests = self._frozen.digests()
+        membership.transfer.serve(self.snapshot, self.messages)
+
+    # -- a fit
+
+    def begin(self, fingerprint: Mapping[str, str]) -> bool:
+        """Found the job or join it; return whether this replica has joined.
+
+        Blocks until `min_replicas` founders are there, or until the other replicas' next launch.
+        Afterwards, the local weights are the outer weights of all replicas, and `step` is the step
+        that they have reached.
+
+        Args:
+            fingerprint: settings and model, which must be the same on all replicas.
+
+        Raises:
+            RuntimeError: the job has ended, all slots are taken, or no replica is left.
+            ValueError: the other replicas have different settings or another model.
+        """
+        membership = self._membership
+        while membership.start(fingerprint, self.step, self.launched):
+            self._enter(membership.view())
+            first = membership.view_members[0]
+            if self.view.rank:
+                if not self._take_snapshot(first):
+                    continue  # it is gone: begin again
+                self._take_outer(self.step)
+            return False
+        self._join_job()
+        return True
+
+    @override
+    def after_step(self, stop: bool = False) -> bool:
+        self.inner_steps += 1
+        return super().after_step(stop)
+
+    @override
+    def finish(self, stop: bool = False) -> bool:
+        self._membership.end()
+        return super().finish(stop)
+
+    def drain(self, seconds: float) -> None:
+        """Wait until the exchanges in flight have completed, or for `seconds`.
+
+        Call it before this replica leaves the job: the others then have its values.
+        """
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                for p in self.flights:
+                    self._deliveries[p].wait()
+
+        waiting = threading.Thread(target=wait, name="drain", daemon=True)
+        waiting.start()
+        waiting.join(seconds)
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._thread.close()
+
+    # -- flights
+
+    @override
+    def _launch(
+        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
+    ) -> Flight:
+        flight, self.launched = self.launched, self.launched + 1
+        self._deliveries[p] = self._thread.submit(
+            lambda: self._fly(flight, p, values, header, residual), tag, device=values.device
+        )
+        arrived = self._deliveries[p].then(lambda delivery: delivery.arrived)
+        return Flight(self._exchanges[p], arrived)  # `_wait` sets the exchange
+
+    def _fly(
+        self, flight: int, p: int, values: Tensor, header: Header, residual: Tensor | None
+    ) -> Delivery:
+        """Exchange values in the view of a flight, and in later ones if members are lost."""
+        if values.is_cuda:
+            torch.cuda.set_device(values.device)  # of this thread
+        failures: list[tuple[int, ...]] = []
+        while True:
+            found = self._membership.agree(flight, header.step)
+            if isinstance(found, Member):
+                message = self._fetch(found, flight)
+                if message is None:  # that member is gone too
+                    continue
+                delivery = self._decoder(message, p)
+                break
+            codec = self._codec(residual is None)
+            exchange = cheaper_exchange(found, codec, *self._sizes(p), self._inline)
+            arrived, error = None, None
+            try:
+                arrived = exchange.launch(values, header, residual).wait()
+            except RuntimeError as raised:
+                error = raised
+            if not self._membership.ranks.all(error is None):
+                _log.warning("An exchange with slots %s failed: %s", list(found.members), error)
+                self._membership.failed()
+                failures.append(found.members)
+                if failures.count(found.members) == _MAX_FAILURES:
+                    raise error or RuntimeError("Exchanges fail on another rank of this replica.")
+                continue
+            assert arrived is not None
+            delivery = Delivery(exchange, arrived)
+            message = {
+                "flight": flight,
+                "members": list(found.members),
+                "two_phase": exchange.route.two_phase,
+                "corrects": residual is not None,
+                "arrived": delivery.arrived,
+            }
+            self.views.append((flight, found.members))
+            break
+        self._keep(message)
+        return delivery
+
+    @override
+    def _wait(self, p: int) -> Flight:
+        delivery = self._deliveries[p].wait()
+        view = delivery.exchange.route.view
+        if view is not self.view:
+            self._enter(view)
+        self.flights[p] = replace(self.flights[p], exchange=delivery.exchange)
+        return self.flights[p]
+
+    @override
+    def _weight(self, p: int) -> int:
+        steps = self.step - self._trained_since[p]
+        return min(steps * self.weight_per_step, MAX_WEIGHT)
+
+    @override
+    def _outer_step(self, p: int, mean: Tensor) -> None:
+        with self._outer_lock:
+            super()._outer_step(p, mean)
+            self.landed += 1
+        self._trained_since[p] = self.step
+
+    @override
+    def _take_mean(self, p: int, mean: Tensor | None) -> None:
+        with self._outer_lock:
+            super()._take_mean(p, mean)
+            self.landed += 1
+        self._trained_since[p] = self.step
+
+    def _codec(self, is_last: bool) -> Codec:
+        """Return the codec of values without error feedback, or with it."""
+        return self._last_codec if is_last else self.codec
+
+    def _sizes(self, p: int) -> tuple[int, int]:
+        fragment = self.fragments[p]
+        return fragment.parameter_numel, fragment.shard_numel - fragment.parameter_numel
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether a fragment has landed after the latest step."""
+        return self.step in self._trained_since
+
+    @property
+    def slot(self) -> int:
+        """This replica's share of the data, and its place in a view; valid after `begin`."""
+        return self._membership.record.slot
+
+    def model_hash(self) -> str:
+        """Return a hash of the model's names, shapes and dtypes, and of its frozen parameters."""
+        named = [(n, [*p.shape], str(p.dtype)) for n, p in self._module.named_parameters()]
+        text = repr((named, self._frozen_digests))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @override
+    def startup_messages(self, steps: int | None) -> list[Message]:
+        # how many replicas there are now does not matter
+        last_step = None if steps is None else self.step + steps
+        return startup_messages(self._module, self.settings, self.schedule, 2, last_step)
+
+    # -- what other replicas fetch
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return a copy of the outer state, with the number of flights that have landed in it."""
+        with self._outer_lock:
+            states = [fragment.state_dict() for fragment in self.fragments]
+            return copy.deepcopy({"landed": self.landed, "fragments": states})
+
+    def messages(self, first: int) -> list[dict[str, Any]]:
+        """Return the messages of all completed flights from number `first` on.
+
+        Raises:
+            LookupError: some of them are no longer kept.
+        """
+        kept = dict(self._kept)
+        if first < min(kept, default=first):
+            raise LookupError(f"messages are kept from flight {min(kept)} on, not {first}")
+        return [kept[flight] for flight in sorted(kept) if flight >= first]
+
+    def _keep(self, message: dict[str, Any]) -> None:
+        flight = message["flight"]
+        self._kept[flight] = message
+        cycles = _KEPT_CYCLES_FOR_JOINERS if self._membership.is_joined else _KEPT_CYCLES
+        for old in [n for n in self._kept if n <= flight - cycles * len(self.fragments)]:
+            del self._kept[old]
+
+    def _fetch(self, member: Member, flight: int) -> dict[str, Any] | None:
+        """Return the message of a flight that `member` has completed; None if it is gone."""
+        try:
+            messages = self._membership.transfer.fetch_messages(self._address(member), flight)
+        except (ConnectionError, LookupError):
+            messages = []
+        found = next((m for m in messages if m["flight"] == flight), None)
+        if self._membership.ranks.all(found is not None):
+            return found
+        time.sleep(_POLL_S)
+        return None
+
+    def _address(self, member: Member) -> str:
+        return member.states[self._membership.ranks.rank]
+
+    def _decoder(self, message: Mapping[str, Any], p: int) -> Delivery:
+        """Return a fetched message with an exchange that decodes it."""
+        members, slot = tuple(message["members"]), self._membership.record.slot
+        channel = Channel([0], 0, self._membership.ledger)
+        channel.rank = members.index(slot) if slot in members else -1
+        route = Route(View(-1, members, channel), message["two_phase"])
+        codec = self._codec(not message["corrects"])
+        exchange = FragmentExchange(route, codec, *self._sizes(p), self._inline)
+        return Delivery(exchange, message["arrived"])
+
+    # -- joining
+
+    def _join_job(self) -> None:
+        """Take a member's state, replay what has landed since, and launch with the others."""
+        membership, gone = self._membership, set[str]()
+        while True:
+            donor = membership.donor(gone)
+            with membership.asking():
+                if not self._take_snapshot(donor):
+                    gone.add(donor.replica)
+                    continue
+                # the ranks of a replica may have got snapshots of different flights
+                there = self._replay(donor, max(membership.ranks.gather(self.landed)))
+            while there and (later := membership.enter(self.landed)) is not None:
+                with membership.asking():
+                    there = self._replay(donor, later)
+            if there:
+                break
+            gone.add(donor.replica)
+
+        self.joined = self.launched = self.landed
+        self._take_outer(self.launch_step(self.launched))
+        while self.launch_step(self.launched) == self.step:
+            p = self.launched % len(self.fragments)
+            self.launch(p, stop=False)
+            if not self.settings.overlap_steps:
+                self.land(p)
+        self._enter(membership.view())
+
+    def launch_step(self, flight: int) -> int:
+        """Return the inner step after which a flight is launched."""
+        cycle, p = divmod(flight, len(self.fragments))
+        return (cycle + 1) * self.settings.sync_every + self.schedule.offset(p)
+
+    def _try(self, fetch: Callable[[], object]) -> bool:
+        """Call `fetch`; return whether no rank has lost the member that it asks."""
+        try:
+            fetch()
+            found = True
+        except (ConnectionError, LookupError):
+            found = False
+        return self._membership.ranks.all(found)
+
+    def _take_snapshot(self, member: Member) -> bool:
+        """Load a member's outer state; return whether all ranks of this replica got theirs."""
+
+        def fetch() -> None:
+            snapshot = self._membership.transfer.fetch_snapshot(self._address(member))
+            with self._outer_lock:
+                for fragment, state in zip(self.fragments, snapshot["fragments"], strict=True):
+                    fragment.load_state_dict(state)
+                self.landed = self.launched = snapshot["landed"]
+
+        return self._try(fetch)
+
+    def _replay(self, donor: Member, least: int) -> bool:
+        """Apply all landings that this replica has missed; wait until there are `least` in all.
+
+        Returns whether the donor had them.
+
+        Raises:
+            RuntimeError: the other replicas are about to stop.
+        """
+        messages: list[dict[str, Any]] = []
+
+        def fetch(least: int) -> int:
+            while True:
+                messages[:] = self._membership.transfer.fetch_messages(
+                    self._address(donor), self.landed
+                )
+                done = max((m["flight"] + 1 for m in messages), default=self.landed)
+                if done >= least:
+                    return done
+                time.sleep(_POLL_S)
+
+        def fetch_on_first_rank() -> int:
+            try:
+                return fetch(least)
+            except (ConnectionError, LookupError):
+                return -1
+
+        target = self._membership.ranks.share(fetch_on_first_rank)
+        if target < 0 or not self._try(lambda: messages or fetch(target)):
+            return False
+        stops = [self._replay_one(m) for m in messages if m["flight"] < target]
+        if any(self._membership.ranks.gather(any(stops))):
+            raise RuntimeError(TOO_LATE)
+        return True
+
+    def _replay_one(self, message: dict[str, Any]) -> bool:
+        """Apply a landing; return whether a replica requested a stop."""
+        p = message["flight"] % len(self.fragments)
+        exchange, arrived = self._decoder(message, p)
+        arrival = exchange.decode(arrived, self.fragments[p].global_copy.device)()
+        self._outer_step(p, arrival.mean)
+        self._keep(message)
+        return arrival.stop
+
+    def _take_outer(self, step: int) -> None:
+        """Begin at a step of the schedule with the outer weights."""
+        self.step = step
+        self._trained_since = [step] * len(self.fragments)
+        for fragment in self.fragments:
+            fragment.merge(mix=0.0)
+            fragment.clear_residual()
+
+    # -- what needs all replicas at the same time
+
+    @override
+    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Continue from a saved state, without what was in flight; the replica's own is not used.
+
+        Call it before `begin`.
+        """
+        super().load_state_dict(shared, None)
+        counts = [self.schedule.launches_until(p, self.step) for p in range(len(self.fragments))]
+        self.launched = self.landed = sum(counts)
+        self._take_outer(self.step)
+
+    @override
+    def average_moved(self) -> None:
+        if self._frozen.digests() != self._frozen_digests:
+            raise RuntimeError(
+                "A hook changed frozen parameters during the fit. With elastic replicas these are"
+                " not averaged. Use `StreamingDiLoCoStrategy`, or make them buffers that need not"
+                " be the same on all replicas."
+            )
+
+    @override
+    def _join(self, names: Sequence[str], offset: int) -> None:
+        raise RuntimeError(
+            f"The parameters {sorted(names)} became trainable during the fit. Elastic replicas do"
+            " not support this, because a replica that joins later could not follow. Make them"
+            " trainable before `fit`, or use `StreamingDiLoCoStrategy`."
+        )
+
+
+class _Inline(Background):
+    """Runs tasks in the thread that waits for them: all elastic exchanges are on one thread."""
+
+    @override
+    def submit(
+        self,
+        task: Callable[[], T],
+        tag: str,
+        staged: Callable[[], object] | None = None,
+        device: torch.device | None = None,
+    ) -> Pending[T]:
+        return Pending(task)

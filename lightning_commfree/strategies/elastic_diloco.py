@@ -1,0 +1,366 @@
+"""The Lightning strategy for Streaming DiLoCo with replicas that join, leave and die.
+
+Each replica is a job of its own, with its own Trainer: Lightning's world is one replica. What the
+replicas share:
+
+- *Steps.* `trainer.global_step` is the position in the common schedule. A joiner starts at the
+  position of the others, in the middle of an epoch.
+- *Data.* There are `max_replicas` slots, each with a share of the training data. A replica takes
+  the share of its slot, from the position on that belongs to the step.
+- *Validation and checkpoints* are left to the first member of the view. If the fit depends on a
+  monitored metric, every replica validates, with the same weights and so the same result.
+- *Stopping.* `trainer.should_stop` on one replica stops all after the same step. SIGTERM stops only
+  the replica that receives it, after its next landing if it has several ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import time
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_commfree.comm.lighthouse import LighthouseRendezvous
+from lightning_commfree.comm.liveness import job_store
+from lightning_commfree.comm.membership import (
+    ElasticMembership,
+    Limits,
+    Rendezvous,
+    StateTransfer,
+)
+from lightning_commfree.comm.replica_ranks import ReplicaRanks
+from lightning_commfree.comm.settings import check_choice, check_count
+from lightning_commfree.comm.sockets import own_address
+from lightning_commfree.comm.state_server import StateServer
+from lightning_commfree.diloco import split_into_fragments
+from lightning_commfree.diloco.elastic import ElasticDiLoCo
+from lightning_commfree.host import TrainerFn, pl
+from lightning_commfree.lightning_internals import (
+    Patches,
+    forget_loaders,
+    validate_if,
+)
+from lightning_commfree.resume.data_position import continue_at, training_loaders
+from lightning_commfree.strategies.checks import (
+    REFUSED_IF_LOCAL,
+    refuse_callbacks,
+    refuse_manual,
+)
+from lightning_commfree.strategies.clock import Clock
+from lightning_commfree.strategies.fit_session import FitSession
+from lightning_commfree.strategies.local_weights import LocalWeightsSession
+from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.stopping import Stopping
+from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
+
+RENDEZVOUS = "COMMFREE_RENDEZVOUS"
+_SHORT = 40  # characters of a setting that are sent in full
+_DRAIN_S = 20.0  # after SIGTERM, for exchanges in flight
+
+
+class ElasticSession(LocalWeightsSession):
+    """Fit session of one replica: no hook runs on all replicas after the same step."""
+
+    least_ranks = 2  # there may be more replicas
+
+    @override
+    def begin(self, resumed: bool) -> None:
+        del resumed
+        self._trains = True
+        FitSession.begin(self, resumed=True)
+
+    @override
+    def after_step(self) -> None:
+        sigterm, several = self._stopping.sigterm, self._ranks.size > 1
+        diloco: Any = self.between
+        # all ranks of this replica land at the same steps
+        if several and diloco.has_landed and any(self._ranks.all_flags(sigterm.requested)):
+            sigterm.agree()
+        super().after_step()
+
+
+class _ElasticStopping(Stopping):
+    """Stops all replicas when one sends a request; SIGTERM stops this replica only."""
+
+    def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:
+        super().__init__(trainer, ranks, clock, patches)
+        self._several = True
+        self._follow_loops(patches)
+
+    @property
+    @override
+    def wanted(self) -> bool:
+        return self._requested
+
+    @override
+    def agree_in_step(self) -> None:
+        self._agreed = self._trainer.should_stop = True
+
+    @override
+    def agree_here(self) -> None:
+        if self._trains and not self._ranks.interrupted:
+            self._defer_stop()
+
+
+class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
+    """Streaming DiLoCo with replicas that join, leave and die during the fit.
+
+    Start one Trainer per replica, each with its own launcher, and a lighthouse where it is not
+    preempted (`commfree-lighthouse`). If a replica dies, the others repeat the exchange without it
+    and lose no step. A replica that is started again joins: it takes the outer weights from another
+    one and the next exchange includes it. See `docs/elastic.md`.
+
+    All replicas need the same model, settings, `max_steps` and `max_epochs`. They may have
+    different batch sizes: a replica's outer gradient counts in proportion to the samples in it.
+
+    Args:
+        rendezvous: URL of the lighthouse. None: the environment variable COMMFREE_RENDEZVOUS.
+        max_replicas: number of slots, each with its share of the training data. The shares of empty
+            slots are not trained on.
+        min_replicas: with fewer, all wait at the next landing.
+        heartbeat_timeout: in seconds; if a member sends no heartbeat for longer, an exchange with
+            it is given up. Use the same value as for the lighthouse.
+        sync: "steps": every replica takes `sync_every` steps between two exchanges of a fragment;
+            faster ones wait.
+        **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
+            ranks of this Trainer, and `evaluate` "outer".
+
+    Attributes:
+        slot: this replica's slot, from the beginning of a fit on.
+
+    Raises:
+        ValueError: an argument is out of range, or not supported.
+        ModuleNotFoundError: torchft is not installed.
+
+    Example::
+
+        strategy = ElasticDiLoCoStrategy(rendezvous="http://10.0.0.1:29510", sync_every=50)
+        trainer = Trainer(strategy=strategy, devices=1, max_steps=10_000)
+    """
+
+    session_type = ElasticSession
+
+    def __init__(
+        self,
+        rendezvous: str | None = None,
+        max_replicas: int = 8,
+        min_replicas: int = 1,
+        heartbeat_timeout: float = 5.0,
+        sync: str = "steps",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.rendezvous = _checked_url(rendezvous or os.environ.get(RENDEZVOUS))
+        check_count("max_replicas", max_replicas, 1)
+        check_count("min_replicas", min_replicas, 1)
+        if min_replicas > max_replicas:
+            raise ValueError(
+                f"`min_replicas={min_replicas}` is above `max_replicas={max_replicas}`, so the fit"
+                " could never begin."
+            )
+        if not heartbeat_timeout > 0:
+            raise ValueError(f"`heartbeat_timeout={heartbeat_timeout}` must be above 0 seconds.")
+        check_choice("sync", sync, ("steps", "time"))
+        if sync == "time":
+            raise ValueError(
+                "`sync='time'` is not implemented yet. With `sync='steps'` faster replicas wait;"
+                " give slower ones a smaller batch size to balance them."
+            )
+        if self.settings.evaluate != "outer":
+            raise ValueError(
+                f"`evaluate={self.settings.evaluate!r}` needs all replicas at the same time, but"
+                " with elastic replicas one of them validates. Use `evaluate='outer'`."
+            )
+        LighthouseRendezvous(self.rendezvous)  # raises an error without torchft
+        self._limits = Limits(min_replicas, max_replicas)
+        self._heartbeat_timeout_s = heartbeat_timeout
+        self._started_s = self._waited_s = 0.0  # when training starts
+        self.slot = 0
+
+    def services(self, host: str, timeout_s: float) -> tuple[Rendezvous, StateTransfer]:
+        """Return the rendezvous, and a state server that listens on `host`."""
+        return LighthouseRendezvous(self.rendezvous, timeout_s), StateServer(host)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this replica is the first member of the view, which validates and saves."""
+        return self._elastic.view.rank == 0
+
+    @property
+    def _elastic(self) -> ElasticDiLoCo:
+        assert isinstance(self._diloco, ElasticDiLoCo)
+        return self._diloco
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if not self.module.trainer.training:  # every replica validates on all data
+            return super().distributed_sampler_kwargs
+        mine = super().distributed_sampler_kwargs  # within this replica
+        size = mine["num_replicas"]
+        return {
+            "num_replicas": self._limits.max_replicas * size,
+            "rank": self.slot * size + mine["rank"],
+        }
+
+    # -- the hooks of a fit
+
+    @override
+    def setup_environment(self) -> None:
+        size = self.settings.replica_size
+        if self.world_size != size:
+            raise ValueError(
+                f"This Trainer has {self.world_size} ranks, but `replica_size={size}`. Each elastic"
+                " replica is a Trainer of its own: start the script once per replica, with as many"
+                " ranks (`devices` times `num_nodes`) as `replica_size`."
+            )
+        super().setup_environment()
+
+    @override
+    def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
+        return _ElasticStopping(trainer, self.ranks, clock, self.patches)
+
+    @override
+    def not_restored(self) -> list[str]:
+        lost = "elastic replicas begin with the outer weights, without what was in flight"
+        return [*super().not_restored(), lost]
+
+    @override
+    def begin(self, trainer: pl.Trainer) -> ElasticDiLoCo:
+        name, settings = type(self).__name__, self.settings
+        refuse_callbacks(trainer, name, REFUSED_IF_LOCAL)
+        refuse_manual(name, self.module, "a joiner could not find its position in the data")
+        fragments = split_into_fragments(
+            self.module, settings.num_fragments, settings.fragment_pattern
+        )
+        timeout, host = self.ranks.timeout, own_address(str(urlsplit(self.rendezvous).hostname))
+        rendezvous, transfer = self.services(host, timeout.total_seconds())
+        membership = ElasticMembership(
+            rendezvous,
+            transfer,
+            f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+            self.ledger,
+            host,
+            self._limits,
+            timeout,
+            self._heartbeat_timeout_s,
+            self._replica_ranks(),
+        )
+        self._diloco = diloco = ElasticDiLoCo(
+            self.module, fragments, settings, membership, self.channels.within
+        )
+        diloco.follow_optimizers(self.optimizers)
+        if isinstance(transfer, StateServer):
+            transfer.report = self._report_progress
+        return diloco
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        diloco = self._elastic
+        joined = diloco.begin(self._job_settings(trainer))
+        self.slot = diloco.slot
+        if joined:
+            trainer.num_sanity_val_steps = 0  # the others would wait
+        forget_loaders(trainer)  # a scheduler may have asked for their length, in another slot
+        validate_if(trainer, self.patches, lambda: self.is_first or _monitors(trainer))
+        self.patches.put(
+            trainer, "save_checkpoint", partial(self._save_if_first, trainer.save_checkpoint)
+        )
+        rank_zero_info(
+            f"This replica has slot {self.slot} of {self._limits.max_replicas}"
+            + (f" and joins after step {diloco.step}." if joined else ".")
+        )
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = self.module.trainer
+        if self._elastic.joined is not None:
+            self._resume.skip()  # the others have taken more steps than any file
+            continue_at(trainer, self._elastic.step)
+        batch_sizes = {getattr(one, "batch_size", None) for one in training_loaders(trainer)}
+        if len(batch_sizes) == 1 and isinstance(size := batch_sizes.pop(), int):
+            ranks = super().distributed_sampler_kwargs["num_replicas"]
+            self._elastic.weight_per_step = size * trainer.accumulate_grad_batches * ranks
+        self._started_s, self._waited_s = time.monotonic(), self.ledger.seconds_waited
+        super().on_train_start()
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._diloco is None or self.is_first:
+            super().remove_checkpoint(filepath)
+
+    @override
+    def teardown(self) -> None:
+        trainer = self.module.trainer
+        if self._diloco is not None and trainer.received_sigterm:
+            self._elastic.drain(_DRAIN_S)
+        super().teardown()
+
+    def _replica_ranks(self) -> ReplicaRanks:
+        if self.world_size == 1:
+            return ReplicaRanks()
+        store, name = job_store(), self.ranks.broadcast(secrets.token_hex(4))
+        if store is None:
+            raise RuntimeError(
+                "Elastic replicas of several ranks need a TCPStore: do not set up the process group"
+                " with another `init_method`."
+            )
+        return ReplicaRanks(self.global_rank, self.world_size, store, name)
+
+    def _save_if_first(self, save: Any, *args: Any, **kwargs: Any) -> None:
+        if self.is_first:
+            save(*args, **kwargs)
+
+    def _report_progress(self) -> dict[str, float]:
+        """Return what `commfree-lighthouse status` shows of this replica."""
+        diloco, seconds = self._elastic, time.monotonic() - self._started_s
+        return {
+            "step": diloco.step,
+            "steps_per_second": diloco.inner_steps / max(seconds, 1e-9),
+            "stalled_seconds": self.ledger.seconds_waited - self._waited_s,
+            "sent_bytes": self.ledger.bytes_sent,
+        }
+
+    def _job_settings(self, trainer: pl.Trainer) -> dict[str, str]:
+        """Return what must be the same on all replicas; long values are hashed."""
+        found = {
+            **self._elastic.fingerprint(),
+            "max_replicas": str(self._limits.max_replicas),
+            "min_replicas": str(self._limits.min_replicas),
+            "max_steps": str(trainer.max_steps),
+            "max_epochs": str(trainer.max_epochs),
+            "model": self._elastic.model_hash(),
+        }
+        return {
+            name: value if len(value) <= _SHORT else hashlib.sha256(value.encode()).hexdigest()[:12]
+            for name, value in found.items()
+        }
+
+
+def _checked_url(url: str | None) -> str:
+    parts = urlsplit(url or "")
+    if parts.scheme != "http" or not parts.hostname or parts.port is None:
+        raise ValueError(
+            f"`rendezvous={url!r}` is not the URL of a lighthouse. Start one with"
+            " `commfree-lighthouse --bind ADDRESS`, and pass `rendezvous='http://ADDRESS:29510'`,"
+            f" or set {RENDEZVOUS}."
+        )
+    return str(url)
+
+
+def _monitors(trainer: pl.Trainer) -> bool:
+    """Return whether a callback or scheduler needs a metric, which may be of a validation."""
+    callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+    return any(getattr(callback, "monitor", None) is not None for callback in callbacks) or any(
+        config.reduce_on_plateau for config in trainer.lr_scheduler_configs
+    )

@@ -1,0 +1,52 @@
+"""The value of `trainer.model` in a fit without DDP's wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Unwrappable:
+    """A LightningModule with an attribute `module`, which is the LightningModule itself.
+
+    Scripts for the `ddp` strategy read `trainer.model.module`. A LightningModule that had itself as
+    an attribute would break those that unwrap in a loop (`while hasattr(model, "module")`), so
+    `trainer.model` is this object. All other attributes, `isinstance`, calls, `==`, copies and
+    pickles are the LightningModule's own, as if `trainer.model` were that. Only the special methods
+    of Python that a class defines itself (`__len__`, `__getitem__`) need `.module`.
+    """
+
+    __slots__ = ("__weakref__", "module")
+
+    def __init__(self, module: Any) -> None:
+        object.__setattr__(self, "module", module)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # read by `isinstance`
+        return type(self.module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    @property
+    def __call__(self) -> Any:
+        """The module's own method, which `torch.compile` can trace."""
+        return self.module.__call__
+
+    def __eq__(self, other: object) -> bool:
+        # Lightning compares `strategy.model` with the LightningModule before it redirects a step
+        return other is self or other is self.module
+
+    def __hash__(self) -> int:
+        return hash(self.module)
+
+    def __repr__(self) -> str:
+        return repr(self.module)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.module.__reduce_ex__(protocol)

@@ -1,0 +1,138 @@
+"""What a quorum decides: who is in the next view, who must fetch, and who waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_commfree.comm.membership import (
+    ENDING,
+    FINISHED,
+    JOINING,
+    LEAVING,
+    MEMBER,
+    Limits,
+    Member,
+    Quorum,
+    decide,
+)
+
+LIMITS = Limits(min_replicas=1, max_replicas=4)
+
+
+def member(name: str, slot: int, **changes: Any) -> Member:
+    """A member of the view "v" of three, which has completed five flights."""
+    known = {"status": MEMBER, "flights": 5, "view": "v", "view_size": 3, "number": 7}
+    return Member(name, slot=slot, **{**known, **changes})  # type: ignore[arg-type]
+
+
+def joiner(name: str, flights: int) -> Member:
+    return Member(name, JOINING, flights)
+
+
+A, B, C = member("a", 0), member("b", 1), member("c", 2)
+
+
+def decided(*members: Member, number: int = 7, limits: Limits = LIMITS) -> Any:
+    return decide(Quorum(number, members), limits)
+
+
+def slots(decision: Any) -> dict[str, int]:
+    return {m.replica: m.slot for m in decision.members}
+
+
+def test_those_who_come_first_found_the_job_in_order_of_their_names() -> None:
+    new = [Member("b"), Member("a"), Member("c")]
+    assert slots(decided(*sorted(new))) == {"a": 0, "b": 1, "c": 2}
+
+
+def test_founders_wait_for_the_least_number_of_replicas() -> None:
+    decision = decided(Member("a"), limits=Limits(2, 4))
+    assert not decision.members
+    assert decision.reason == "only 1 of at least 2 replicas (`min_replicas`) are there"
+
+
+def test_the_file_of_the_latest_step_founds_the_job() -> None:
+    decision = decided(Member("a", step=10), Member("b"), Member("c", step=10))
+    assert slots(decision) == {"a": 0, "c": 1}
+
+
+def test_the_same_members_keep_their_view() -> None:
+    assert decided(A, B, C).is_same
+
+
+def test_a_broken_channel_makes_a_new_view_of_the_same_members() -> None:
+    decision = decided(A, B._replace(broken=True), C)
+    assert slots(decision) == {"a": 0, "b": 1, "c": 2}
+    assert not decision.is_same
+
+
+def test_a_dead_member_is_left_out() -> None:
+    assert slots(decided(A, C, number=8)) == {"a": 0, "c": 2}
+
+
+def test_a_joiner_that_has_caught_up_takes_the_lowest_free_slot() -> None:
+    assert slots(decided(A, C, joiner("d", 5), number=8)) == {"a": 0, "d": 1, "c": 2}
+
+
+def test_two_joiners_take_slots_in_order_of_their_names() -> None:
+    decision = decided(A, C, joiner("d", 5), joiner("e", 5), number=8)
+    assert slots(decision) == {"a": 0, "d": 1, "c": 2, "e": 3}
+
+
+def test_nobody_waits_for_a_joiner_that_is_behind() -> None:
+    decision = decided(A, B, C, joiner("d", 4), joiner("e", -1), number=8)
+    assert slots(decision) == {"a": 0, "b": 1, "c": 2}
+    assert decision.is_same
+
+
+def test_without_a_free_slot_a_joiner_stays_out() -> None:
+    assert "d" not in slots(decided(A, B, C, joiner("d", 5), limits=Limits(1, 3)))
+
+
+def test_members_fetch_a_flight_that_another_one_has_completed() -> None:
+    decision = decided(A._replace(flights=6), B)
+    assert not decision.members
+    assert decision.ahead.replica == "a"
+
+
+def test_a_member_that_was_away_while_others_went_on_is_not_established() -> None:
+    ahead = [m._replace(flights=9, view="w", view_size=2) for m in (A, C)]
+    decision = decided(ahead[0], B, ahead[1])
+    assert slots(decision) == {"a": 0, "c": 2}
+    assert "b" not in [m.replica for m in decision.established]
+
+
+def test_a_restarted_rendezvous_cannot_split_a_view() -> None:
+    decision = decided(A, number=1)
+    assert decision.restarted
+    assert not decision.members
+    assert slots(decided(A, B, number=2)) == {"a": 0, "b": 1}
+
+
+def test_half_of_a_view_waits_after_a_restart_of_the_rendezvous() -> None:
+    pair = [m._replace(view_size=2) for m in (A, B)]
+    assert not decided(pair[0], number=7).members, "the same number, but other replicas"
+    assert not decided(pair[0], joiner("d", 5), number=3).members
+    assert slots(decided(pair[0], number=8)) == {"a": 0}, "it knows that the other one is dead"
+
+
+def test_a_member_that_leaves_is_left_out_and_counts_as_present() -> None:
+    leaving = [m._replace(status=LEAVING) for m in (B, C)]
+    assert slots(decided(A, *leaving, number=1)) == {"a": 0}
+
+
+def test_nobody_joins_a_job_that_is_ending() -> None:
+    for status in (ENDING, FINISHED):
+        decision = decided(A._replace(status=status), B, C, joiner("d", 5), number=8)
+        assert "d" not in slots(decision)
+
+
+def test_members_wait_below_the_least_number_of_replicas() -> None:
+    assert "only 2 of at least 3" in decided(A, B, number=8, limits=Limits(3, 4)).reason
+
+
+def test_a_pair_whose_job_went_on_or_ended_without_it_does_not_continue() -> None:
+    """The number has increased twice, so there was a quorum without these two."""
+    pair = [m._replace(view_size=4) for m in (A, B)]
+    assert decided(*pair, number=9).missed
+    assert slots(decided(*pair, number=8)) == {"a": 0, "b": 1}

@@ -136,8 +136,10 @@ def _check_python(
     elif name.startswith("docs.site."):  # writes into the repository; see test_docs.py
         assert callable(importlib.import_module(name).main)
     else:
-        suffix = ".__main__" if name.startswith("benchmarks.") else ""
-        main = importlib.import_module(f"{name}{suffix}").main
+        module = importlib.import_module(name)
+        if hasattr(module, "__path__"):  # a package, which `-m` runs by its `__main__`
+            module = importlib.import_module(f"{name}.__main__")
+        main = module.main
         monkeypatch.setattr(sys, "argv", [name, *words])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_known_args", _parse_only())

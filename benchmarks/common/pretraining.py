@@ -11,9 +11,8 @@ from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from torch import Tensor
 
-from recipes.data.token_data import TokenDataModule
+from recipes.data.training_data import TrainingData
 from recipes.training.report import SUMMARY_FILE
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -40,7 +39,7 @@ def composed(words: Sequence[str]) -> Config:
     return cast(Config, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
-def batches(data: TokenDataModule, steps: int) -> Iterator[Tensor]:
+def batches(data: TrainingData, steps: int) -> Iterator[Any]:
     """Yield training batches for `steps` steps, epoch after epoch, as a Trainer would."""
     loader = data.train_dataloader()
     epoch = 0

@@ -89,12 +89,12 @@ def simulated_lion_cosine(
     """Return `SimulatedLion` with the schedule of `recipes.training.optimizer.lion_cosine`.
 
     Args:
-        module: passed to `decay_groups`.
+        module: whose trainable parameters to optimize.
         knobs: values of `conf/optimizer/distributed_lion.yaml`.
         workers: passed to `SimulatedLion`.
         vote: passed to `SimulatedLion`.
     """
-    groups = decay_groups(module, knobs["weight_decay"])
+    groups = decay_groups(module.parameters(), knobs["weight_decay"])
     b1, b2 = knobs["betas"] or lion_betas(knobs["total_steps"])
     optimizer = SimulatedLion(groups, knobs["lr"], (b1, b2), workers, vote)
     return warmup_cosine(

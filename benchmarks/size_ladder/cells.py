@@ -255,6 +255,12 @@ def open_cells(seeds: int) -> Iterator[Cell]:
 
     small, middle, large, largest = NAMES
     yield from of_seeds(small)
+    yield from of_seeds(small, replicas=(2, 4), sync_every=30)
+    for wire in ("int2", "fp32"):
+        yield from of_seeds(small, replicas=(2, 4), wire=wire)
+    yield from of_seeds(small, replicas=(2, 4), sync_every=30, wire="topk")
+    # the outer settings of MuLoCo (arXiv:2505.23725)
+    yield from of_seeds(small, replicas=(4,), optimizer="muon", outer_lr=0.7, momentum=0.6)
     yield from of_seeds(small, sync_every=30)
     yield from grid(middle, 1)
     for trial in TRIALS:

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from typing_extensions import override
 
 from lightning_commfree.diloco import StreamingDiLoCo
-from lightning_commfree.diloco.exchange import Arrival
+from lightning_commfree.diloco.exchange import Arrival, norm_of_mean
 
 
 class RestartedSGD(SGD):
@@ -52,7 +52,8 @@ class RadialDiLoCo(StreamingDiLoCo):
         if self._ending:  # the mean of the local weights, which must not be scaled
             return arrival
         radius = float(arrival.gram.diagonal().clamp(min=0).sqrt().mean())
-        scale = radius / arrival.norm if arrival.norm else 1.0
+        norm = norm_of_mean(arrival.gram)
+        scale = radius / norm if norm else 1.0
         return arrival._replace(mean=torch.mul(arrival.mean, scale))
 
     @override

@@ -41,6 +41,8 @@ Departures from the paper:
   optimizer. If only some workers have a gradient, the others vote zero and keep their momentum
   buffers.
 - Momentum buffers can be averaged every few steps (arXiv:2411.16462); off by default.
+- Matrices can vote with the signs of c after Newton-Schulz iterations (SignMuon, arXiv:2605.16311);
+  off by default.
 """
 
 from __future__ import annotations

@@ -57,6 +57,10 @@ class DistributedLion(Optimizer):
         lr: learning rate, at least 0.
         betas: coefficients of direction and momentum, in [0, 1).
         weight_decay: decoupled decay (lambda), not part of the vote.
+        ns_steps: 0 for Lion. Above 0, SignMuon (arXiv:2605.16311): matrices vote with the signs of
+            Muon's direction, that is c_i after so many Newton-Schulz iterations (Muon takes 5).
+            Give embeddings and the output head a group with 0; parameters without exactly two
+            dimensions are Lion's in any group. Refused for sharded models.
 
     Attributes:
         voting: votes with the other workers, until `leave` is called or parameters change; None
@@ -85,8 +89,10 @@ class DistributedLion(Optimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        ns_steps: int = 0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "ns_steps": ns_steps}
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Validate and add a parameter group; with other workers, `join` must follow."""
@@ -236,6 +242,12 @@ def _check_group(group: dict[str, Any]) -> None:
         raise ValueError(f"`betas={betas}` must be two numbers in [0, 1), such as (0.9, 0.99).")
     if not decay >= 0:
         raise ValueError(f"`weight_decay={decay}` must be 0 or more.")
+
+    if not (isinstance(group["ns_steps"], int) and group["ns_steps"] >= 0):
+        raise ValueError(
+            f"`ns_steps={group['ns_steps']}` must be a whole number: 0 for Lion, or a number of"
+            " Newton-Schulz iterations, such as Muon's 5."
+        )
 
     for parameter in group["params"]:
         if not parameter.is_floating_point():

@@ -12,6 +12,10 @@ all parameters of a bucket by the same few torch operations. On a CPU, the compi
 `worker_numba` are used if numba is installed; otherwise, the same torch operations run on chunks
 that fit into the cache.
 
+With "ns_steps" above 0 in its group, a matrix votes with the signs of its Newton-Schulz direction
+instead of c (SignMuon, arXiv:2605.16311). These are matrix products, whose rounding may differ
+between devices; parameters stay identical, because only the result of the vote moves them.
+
 Momentum buffers are not exchanged and drift apart, unless `average_momenta` (after
 arXiv:2411.16462) averages them periodically.
 """
@@ -54,7 +58,13 @@ class LionParam(NamedTuple):
 
     parameter: nn.Parameter
     state: State  # "momentum", and "master" if the parameter has less than 32 bits
-    group: dict[str, Any]  # "lr", "betas" and "weight_decay", which may change between steps
+    group: dict[str, Any]  # "lr", "betas", "weight_decay", "ns_steps": may change between steps
+
+    @property
+    def ns_steps(self) -> int:
+        """Newton-Schulz iterations before the vote; 0 if the parameter is not a matrix."""
+        # checkpoints of earlier versions have no such key
+        return self.group.get("ns_steps", 0) if self.parameter.ndim == 2 else 0
 
 
 def fill_state(state: State, local: Tensor) -> State:
@@ -90,6 +100,7 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
     return [
         f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
         f" weight_decay {float(group['weight_decay'])}"
+        + (f", ns_steps {group['ns_steps']}" if group.get("ns_steps") else "")
         for group in groups
     ]
 
@@ -156,18 +167,24 @@ def cast_ballot(
     totals: Tensor | None = None
     looped: list[int] = []  # positions of their parameters
 
-    for run in _runs(members, _gradients(bucket, members), bucket.starts):
+    values = [
+        _orthogonalized(member, gradient) if gradient is not None and member.ns_steps else gradient
+        for member, gradient in zip(members, _gradients(bucket, members), strict=True)
+    ]
+    for run in _runs(members, values, bucket.starts):
+        # a Newton-Schulz direction already contains the momentum
+        betas = [0.0 if members[part.position].ns_steps else part.group["betas"][0] for part in run]
         if loops := _loops(run[0].momentum):
             if totals is None:
                 totals = torch.zeros(1 + len(members), dtype=torch.int64, device=valid.device)
-            for part in run:
-                beta, sick = part.group["betas"][0], totals[1 + part.position :][:1]
+            for part, beta in zip(run, betas, strict=True):
+                sick = totals[1 + part.position :][:1]
                 place = planes, part.start
                 loops.cast(part.momentum, part.values, beta, *place, totals[:1], sick)
                 looped.append(part.position)
             continue
 
-        directions, by_part = _directions(run, momenta)
+        directions, by_part = _directions(run, betas, momenta)
         signs = _positive_and_nonzero(directions)
         pack_bits_part(signs, run[0].start, planes)
         voters.append(signs[1].sum())
@@ -187,9 +204,32 @@ def cast_ballot(
     return buffer
 
 
-def _directions(run: list[_Part], momenta: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+def _orthogonalized(member: LionParam, gradient: Tensor) -> Tensor:
+    """Return a matrix's Newton-Schulz direction, flat, in the momentum's precision."""
+    momentum, beta = member.state["momentum"], member.group["betas"][0]
+    weighted = gradient.view(momentum.shape).to(momentum.dtype) * (1 - beta)
+    return flat(newton_schulz(momentum * beta + weighted, member.ns_steps))
+
+
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Return about U V^T of a matrix U S V^T: every singular value between 0.7 and 1.2.
+
+    Five steps of Muon's quintic iteration reach that (arXiv:2502.16982, section 2.1).
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    x: Tensor = matrix.T if tall else matrix  # the smaller product
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def _directions(
+    run: list[_Part], betas: list[float], momenta: Tensor | None
+) -> tuple[Tensor, list[Tensor]]:
     """Return b1 m + (1 - b1) g as one tensor and as one view per part."""
-    betas = [part.group["betas"][0] for part in run]
     if momenta is None or len({*betas}) > 1:
         directions, by_part = _weighted_gradients(run, betas)
         torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))

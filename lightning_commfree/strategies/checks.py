@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.host import (
@@ -169,6 +170,21 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
             " each rank would scale gradients and skip steps on its own. Use 'bf16-mixed',"
             " 'bf16-true' or '32-true'."
         )
+
+
+def refuse_muon(strategy: str, optimizers: Iterable[Optimizer]) -> None:
+    """Raise a `ValueError` for Muon with a sharded model: it would orthogonalize each shard apart.
+
+    Muon is any optimizer with "ns_steps" above 0 in a group, such as `torch.optim.Muon`.
+    """
+    for optimizer in optimizers:
+        if any(group.get("ns_steps") for group in optimizer.param_groups):
+            raise ValueError(
+                f"`{strategy}` does not support `{type(optimizer).__name__}` for a sharded model:"
+                " Muon orthogonalizes whole matrices, but each rank holds only shards of them. Use"
+                " an element-wise optimizer, such as AdamW, or `inside='ddp'`, under which every"
+                " rank holds the full model."
+            )
 
 
 def check_ddp_kwargs(

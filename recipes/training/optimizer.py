@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def adamw_cosine(
     Raises:
         ValueError: from `warmup_cosine`.
     """
-    groups = decay_groups(module, weight_decay)
+    groups = decay_groups(module.parameters(), weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]))
     return warmup_cosine(optimizer, total_steps, warmup_steps, final_lr_fraction)
 
@@ -67,6 +67,7 @@ def lion_cosine(
     weight_decay: NonNegativeFloat = 0.4,
     warmup_steps: NonNegativeInt | None = None,
     final_lr_fraction: Fraction = 0.1,
+    ns_steps: NonNegativeInt = 0,
 ) -> OptimizerLRSchedulerConfig:
     """Create `DistributedLion` and its schedule, as returned by `configure_optimizers`.
 
@@ -81,11 +82,17 @@ def lion_cosine(
         weight_decay: of matrices and embeddings only.
         warmup_steps: as for `warmup_cosine`.
         final_lr_fraction: as for `warmup_cosine`.
+        ns_steps: of `DistributedLion`, for the matrices of hidden layers only.
 
     Raises:
         ValueError: from `warmup_cosine` or `DistributedLion`.
     """
-    groups = decay_groups(module, weight_decay)
+    matrices = hidden_matrices(module) if ns_steps else []
+    taken = set(matrices)
+    groups = decay_groups([p for p in module.parameters() if p not in taken], weight_decay)
+    if matrices:
+        group = {"params": matrices, "weight_decay": weight_decay, "ns_steps": ns_steps}
+        groups.append(group)
     betas = lion_betas(total_steps) if betas is None else (betas[0], betas[1])
     optimizer = DistributedLion(groups, lr=lr, betas=betas)
     return warmup_cosine(optimizer, total_steps, warmup_steps, final_lr_fraction)
@@ -103,12 +110,28 @@ def lion_betas(total_steps: int) -> tuple[float, float]:
     return round(1 - 1 / min(steps / 2, _LONGEST_BETA1_STEPS), 4), round(1 - 1 / steps, 4)
 
 
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of trainable parameters, with and without weight decay.
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return the trainable parameters with two dimensions that are in hidden layers.
 
-    Parameters with two dimensions or more (matrices, embeddings) decay, gains and biases do not.
+    Left out are `nn.Embedding`s and the output heads of models of transformers, which they name in
+    `get_output_embeddings`. A head of any other model is taken for a hidden layer.
     """
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    parts = list(module.modules())
+    finders = [getattr(part, "get_output_embeddings", None) for part in parts]
+    heads = [find() for find in finders if callable(find)]
+    ends = [part for part in parts if isinstance(part, nn.Embedding)]
+    ends += [head for head in heads if head is not None]
+    outside = {p for end in ends for p in end.parameters()}
+    trained = [p for p in module.parameters() if p.requires_grad and p.ndim == 2]
+    return [p for p in trained if p not in outside]
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups of the trainable parameters, with and without weight decay.
+
+    Those with two dimensions or more (matrices, embeddings) decay, gains and biases do not.
+    """
+    trainable = [p for p in parameters if p.requires_grad]
     return [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},

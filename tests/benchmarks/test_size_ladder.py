@@ -225,7 +225,7 @@ def loss_of(cell: Cell) -> float:
     return ddp * (1 + percent / 100) + abs(cell.rung) / 10
 
 
-def filled(path: Path, sizes: tuple[str, ...], runs: int = 200) -> Records:
+def filled(path: Path, sizes: tuple[str, ...], runs: int = 320) -> Records:
     """Make the first runs of some sizes, with the losses of `loss_of`."""
     records = Records(path)
     while True:

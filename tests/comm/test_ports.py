@@ -92,7 +92,6 @@ class Job:
     def __init__(self) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = serve_lighthouse("127.0.0.1", self.port, 1, 60.0, HEARTBEAT_TIMEOUT_S)
         context = multiprocessing.get_context("fork")
         self.pipes, self.processes = [], []
         for name in "ab":
@@ -101,6 +100,8 @@ class Job:
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
+        # after the forks, so that no thread of Rust is running at that moment
+        self.server = serve_lighthouse("127.0.0.1", self.port, 1, 60.0, HEARTBEAT_TIMEOUT_S)
 
     def exchange(self) -> list[Any]:
         for pipe in self.pipes:

@@ -12,6 +12,7 @@ import os
 import re
 import runpy
 import subprocess
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def constants(name: str) -> list[Any]:
     ]
 
 
+def serve(port: int) -> None:
+    server = serve_lighthouse("127.0.0.1", port, 1, 60.0, 5.0)
+    time.sleep(300.0)
+    server.shutdown()
+
+
 def replica(folder: Path, number: int, url: str) -> None:
     os.chdir(folder)
     os.environ |= {"COMMFREE_RENDEZVOUS": url, "MAX_STEPS": "600"}
@@ -60,9 +67,10 @@ def replica(folder: Path, number: int, url: str) -> None:
 
 
 def test_replicas_of_the_script_meet_and_end_with_equal_weights(tmp_path: Path) -> None:
-    port = free_port()
-    server = serve_lighthouse("127.0.0.1", port, 1, 60.0, 5.0)
-    context = multiprocessing.get_context("fork")
+    port, context = free_port(), multiprocessing.get_context("fork")
+    # in a process of its own, so that no thread of Rust runs in this one when it forks
+    server = context.Process(target=serve, args=(port,), daemon=True)
+    server.start()
     replicas = [
         context.Process(target=replica, args=(tmp_path, number, f"http://127.0.0.1:{port}"))
         for number in range(2)
@@ -74,9 +82,8 @@ def test_replicas_of_the_script_meet_and_end_with_equal_weights(tmp_path: Path) 
             process.join(120.0)
         assert [process.exitcode for process in replicas] == [0, 0]
     finally:
-        for process in replicas:
+        for process in (*replicas, server):
             process.kill()
-        server.shutdown()
     said = [(tmp_path / f"log{number}").read_text().strip() for number in range(2)]
     slots, ends = zip(*(line.splitlines()[-1].split(": ") for line in said), strict=True)
     assert sorted(slots) == ["slot 0", "slot 1"]

@@ -22,6 +22,17 @@ def delta(directions: Sequence[Tensor], vote: str) -> Tensor:
     return sign(total) if vote == "majority" else total / len(directions)
 
 
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Muon's iteration on a matrix with at most as many rows as columns, or on its transpose."""
+    if matrix.shape[0] > matrix.shape[1]:
+        return newton_schulz(matrix.T, steps).T
+    x = matrix / matrix.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
 class SerialLion:
     """The optimizer of n workers on one set of parameters.
 
@@ -46,7 +57,10 @@ class SerialLion:
                     if g is None:
                         directions.append(torch.zeros_like(p))
                         continue
-                    directions.append(m * b1 + g * (1 - b1))
+                    direction = m * b1 + g * (1 - b1)
+                    if p.ndim == 2 and group.get("ns_steps"):
+                        direction = newton_schulz(direction, group["ns_steps"])
+                    directions.append(direction)
                     momenta[p] = m * b2 + g * (1 - b2)
                 if any(mine[p] is not None for mine in gradients):
                     with torch.no_grad():

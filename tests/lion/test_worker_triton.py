@@ -37,7 +37,9 @@ def kernels() -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("rule", "workers"), [(Majority(), 3), (Average(), 3), (Average(), 64)], ids=str
+    ("rule", "workers"),
+    [(Majority(), 3), (Average(), 3), (Average(), 64)],
+    ids=["majority-3", "average-3", "average-64"],
 )
 def test_kernels_and_torch_operations_agree_to_the_bit(
     kernels: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rule: Rule, workers: int

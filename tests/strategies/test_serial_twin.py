@@ -59,10 +59,16 @@ def fit_one(
 
 
 def play(
-    size: int, fragments: list[list[str]], sync_every: int, overlap_steps: int, mix: float
+    size: int,
+    fragments: list[list[str]],
+    sync_every: int,
+    overlap_steps: int,
+    mix: float,
+    kind: type[Tiny] = Tiny,
+    make_outer: Any = OUTER,
 ) -> Any:
     """The same training in this process; also returns the global copies after every step."""
-    modules = [Tiny() for _ in range(size)]
+    modules = [kind() for _ in range(size)]
     optimizers: list[Any] = [module.configure_optimizers() for module in modules]
     x, y = dataset(STEPS * BATCH * size).tensors
 
@@ -72,7 +78,7 @@ def play(
         modules[replica].loss((x[rows], y[rows])).backward()
         optimizers[replica].step()
 
-    twin = SerialDiLoCo(modules, inner_step, fragments, sync_every, overlap_steps, mix, OUTER)
+    twin = SerialDiLoCo(modules, inner_step, fragments, sync_every, overlap_steps, mix, make_outer)
     local: list[list[dict[str, Tensor]]] = [[] for _ in modules]
     outer = []
     for step in range(1, STEPS + 1):

@@ -24,6 +24,7 @@ from lightning_commfree.strategies.checks import (
     REFUSED_IF_SHARDED,
     refuse_callbacks,
     refuse_fp16,
+    refuse_muon,
     refuse_timed_validation,
 )
 from lightning_commfree.strategies.contracts import Inside
@@ -101,6 +102,8 @@ class ShardedReplica(Inside):
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         check_optimizers(optimizers, set(self._strategy.module.parameters()))
+        if self.size > 1:
+            refuse_muon(type(self._strategy).__name__, optimizers)
 
     @override
     def release(self) -> None:

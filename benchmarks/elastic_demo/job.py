@@ -107,7 +107,7 @@ class _Job:
             for name in [n for n in alive if not self._processes[n].is_alive()]:
                 alive.remove(name)
                 self._note(f"{name} exits with code {self._processes[name].exitcode}")
-            # nobody is stopped while another one joins
+            # not while another one joins: a fit with SIGTERM at that moment has once stood still
             while acts and acts[0].step <= self._last.step and joined >= alive:
                 alive |= self._do(acts.pop(0))
         for act in acts:

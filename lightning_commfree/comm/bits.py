@@ -39,7 +39,7 @@ def packed_size(numel: int, bits: int) -> int:
 def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
     """Write consecutive flags into a packed buffer.
 
-    Parts must be written in ascending order, because each row is added to the rows before it.
+    Parts must be written in ascending order, because each adds its bits to bytes already written.
 
     Args:
         flags: bool, shape (..., n).

@@ -47,7 +47,7 @@ def read_board(url: str, timeout_s: float = 5.0) -> Board:
     number = _NUMBER.search(page)
     if number is None:
         raise ConnectionError(
-            f"A server answers at {url}, but it is no lighthouse of torchft 0.2. Check the port."
+            f"A server answers at {url}, but it is not a torchft 0.2 lighthouse. Check the port."
         )
     reason, heartbeats = _REASON.search(page), _HEARTBEAT.findall(page)
     return Board(
@@ -81,5 +81,5 @@ def get_text(url: str, path: str, timeout_s: float) -> str:
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConnectionError(
             f"Nothing answers at {url} ({error}). Check that it is running, that the address and"
-            " port are right, and that no firewall is in between."
+            " port are right, and that no firewall blocks the connection."
         ) from error

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop at its first call; keep the result in numba's cache if that is writable.
+    """Compile a loop on its first call; keep the result in numba's cache if that is writable.
 
     The loop releases the GIL.
     """

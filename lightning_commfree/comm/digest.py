@@ -55,7 +55,7 @@ def mix_digests(words: Tensor) -> Tensor:
 def _scattered(words: Tensor) -> Tensor:
     """Scramble int64 words one to one, so that each input bit affects all bits (splitmix64).
 
-    Sums and products carry upwards only. Without this, changes of top bits would cancel in pairs
+    Sums and products carry upwards only. Without this, changes to top bits would cancel in pairs
     and would not reach the lower half of a digest, which some callers use by itself.
     """
     for shift, factor in zip((30, 27), _MIX, strict=True):

@@ -1,22 +1,22 @@
-"""Rendezvous of elastic replicas on torchft's lighthouse; the only module that imports torchft.
+"""Rendezvous of elastic replicas through torchft's lighthouse; only this module imports torchft.
 
-Of torchft, three parts are used: the lighthouse itself, its client's `quorum`, and `ManagerServer`,
+It uses three parts of torchft: the lighthouse itself, its client's `quorum`, and `ManagerServer`,
 whose thread sends heartbeats in Rust, so that a busy interpreter does not look dead. A heartbeat
 takes 363 bytes with all headers and acknowledgments, so a replica sends 0.4 kB/s
 (`tests/comm/test_elastic_network.py` counts it); a quorum takes about 1 kB per replica.
 
-What the lighthouse does, as far as others rely on it:
+The other modules rely on this behavior of the lighthouse:
 
 - It answers as soon as all members of the last quorum have asked. If some have not, it waits until
   their heartbeats are older than its timeout, or until `join_timeout` if they are alive.
-- It never answers half or less of the replicas that send heartbeats.
+- It answers only if more than half of the replicas that send heartbeats have asked.
 - It forgets everything when it is restarted, and counts quorums from 1 again.
 
-Whoever reaches its port can call `POST /replica/<id>/kill`, without a password. The lighthouse
-would pass it on to the address that a replica has given. Ours give the address of their state
-server, which does not know the request. Their `ManagerServer`, which does, listens on a random
-address in 127.0.0.0/8: otherwise somebody who poses as a replica could give 127.0.0.1 as address,
-and end a replica that runs beside the lighthouse.
+Anyone who can reach its port can call `POST /replica/<id>/kill`, without a password. The lighthouse
+forwards that request to the address that the replica has registered. Our replicas register their
+state server, which does not implement the request. Their `ManagerServer`, which does, listens on a
+random address in 127.0.0.0/8. Otherwise, an impostor could register 127.0.0.1 and end a replica
+that runs on the lighthouse's machine.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class LighthouseRendezvous:
                 now = time.monotonic()
                 if now - start_s >= self.timeout_s:
                     raise RuntimeError(
-                        f"The lighthouse at {self.url} gave no quorum for {self.timeout_s:g} s:"
+                        f"The lighthouse at {self.url} formed no quorum in {self.timeout_s:g} s:"
                         " another replica is alive but did not ask, or there are fewer than its"
                         f" `--min-replicas`. `commfree-lighthouse status {self.url}` shows them."
                     ) from error
@@ -201,7 +201,7 @@ def serve_lighthouse(
     if heartbeat_timeout_s < 2 * HEARTBEAT_SECONDS:
         raise ValueError(
             f"`--heartbeat-timeout {heartbeat_timeout_s:g}` is too short: replicas send a heartbeat"
-            f" every {HEARTBEAT_SECONDS:g} s, so take at least {2 * HEARTBEAT_SECONDS:g}."
+            f" every {HEARTBEAT_SECONDS:g} s, so use at least {2 * HEARTBEAT_SECONDS:g}."
         )
     if min_replicas < 1 or join_timeout_s < 0:
         raise ValueError("`--min-replicas` must be at least 1, and `--join-timeout` at least 0.")
@@ -214,8 +214,8 @@ def serve_lighthouse(
         )
     except RuntimeError as error:
         raise OSError(
-            f"Cannot listen on {host}:{port} ({error}). Choose another `--port`, or a `--bind` that"
-            " is an address of this machine; `ip address` lists them."
+            f"Cannot listen on {host}:{port} ({error}). Choose another `--port`, or as `--bind` an"
+            " address of this machine; `ip address` lists them."
         ) from error
 
 
@@ -233,8 +233,8 @@ def _torchft() -> ModuleType:
         from torchft import coordination  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "Elastic replicas need torchft: `pip install 'lightning-commfree[elastic]'`. It has"
-            " packages for Linux on x86_64 only."
+            "Elastic replicas need torchft: `pip install 'lightning-commfree[elastic]'`. It is"
+            " packaged for Linux on x86_64 only."
         ) from error
     finally:
         if not is_set:
@@ -265,5 +265,5 @@ def _member(replica: str, data: Any) -> Member:
     if member.replica != replica or any(
         not isinstance(value, type(like)) for value, like in zip(member, expected, strict=True)
     ):
-        raise ValueError("not a record of a replica")
+        raise ValueError("not a valid replica record")
     return member

@@ -65,6 +65,6 @@ class MemberWatch(PeerWatch):
         if silent:
             named = ", ".join(f"{name} ({age:.0f} s)" for name, age in silent.items())
             raise RuntimeError(
-                f"The exchange '{tag}' was given up, because these replicas send no heartbeat:"
-                f" {named}. They hang, or their network is down."
+                f"The exchange '{tag}' was given up because these replicas stopped sending"
+                f" heartbeats: {named}. They hang, or their network is down."
             )

@@ -438,7 +438,7 @@ class ElasticMembership:
             if decision.missed or not known:
                 raise RuntimeError(
                     "The other replicas continued without this one, because it did not respond for"
-                    " longer than the heartbeat timeout. Restart it: it then joins again."
+                    " longer than the heartbeat timeout. Restart it, and it will join again."
                 )
             if decision.ahead is not None:
                 if decision.ahead.flights > flight:
@@ -557,7 +557,7 @@ class ElasticMembership:
         return self._view
 
     def _connect(self, name: str, store: str, rank: int, size: int) -> Channel:
-        """Open a channel of a view; its members meet in a store of the first of them."""
+        """Open a view's channel; its members meet in a store that the first member hosts."""
         if size == 1:
             return Channel([0], 0, self.ledger)
         host, _, port = store.rpartition(":")
@@ -620,7 +620,7 @@ class ElasticMembership:
         ):
             raise RuntimeError(
                 f"All {self.limits.max_replicas} slots are taken (`max_replicas`). To use more"
-                " replicas, start all again with a higher `max_replicas`, from a checkpoint."
+                " replicas, restart all from a checkpoint with a higher `max_replicas`."
             )
 
 

@@ -96,7 +96,7 @@ def own_address(towards: str) -> str:
             f"The interface {name!r} (`{VARIABLE}`) has no IPv4 address; `ip address` lists those"
             " that do."
             if name
-            else f"No network of this machine leads to {towards!r}: check the name or address."
+            else f"This machine has no route to {towards!r}: check the name or address."
         )
     return address
 

@@ -219,8 +219,8 @@ class StateServer:
                 progress_s = now if into.tell() > start else progress_s
                 if now - progress_s > self._patience_s:
                     raise ConnectionError(
-                        f"The state server at {public_address(address)} does not answer ({error}):"
-                        " its replica has ended, or a firewall closes the port."
+                        f"The state server at {public_address(address)} is not responding"
+                        f" ({error}): its replica has exited, or a firewall blocks the port."
                     ) from error
                 time.sleep(_RETRY_S)
 
@@ -245,7 +245,7 @@ class _Snapshot:
         self._lock = threading.Lock()
 
     def make(self) -> None:
-        """Write the file unless another request for it has."""
+        """Write the file, unless another request has already done so."""
         with self._lock:
             if not self.sha256:
                 with self.path.open("w+b") as file:
@@ -335,7 +335,7 @@ class _Server:
 
 
 class _Head:
-    """The part of a request that has arrived."""
+    """The received bytes of a request's head: its first line and headers."""
 
     def __init__(self, end_s: float) -> None:
         self.end_s, self.content = end_s, bytearray()
@@ -439,7 +439,7 @@ def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: fl
         response = connection.getresponse()
         if response.status == HTTPStatus.UNAUTHORIZED:
             raise _RefusedError(
-                f"The state server at {public_address(address)} refuses this replica's token. Set"
+                f"The state server at {public_address(address)} rejected this replica's token. Set"
                 f" {TOKEN} to the same value on all replicas, or on none."
             )
         if response.status == HTTPStatus.GONE:
@@ -448,8 +448,8 @@ def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: fl
             return False
         if response.status not in _DELIVERED:
             raise _RefusedError(
-                f"The server at {public_address(address)} answers with status {response.status}."
-                " Another program may be answering there, or another version of this library."
+                f"The server at {public_address(address)} returned status {response.status}."
+                " Another program may be running there, or another version of this library."
             )
         if response.status == HTTPStatus.OK:  # all of it, whatever was asked
             into.seek(0)
@@ -461,8 +461,8 @@ def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: fl
         sha256 = _sha256(into)
         if sha256 != response.getheader("ETag"):
             raise _RefusedError(
-                f"The answer of the state server at {public_address(address)} is damaged: its"
-                " SHA-256 differs from the one that was announced."
+                f"The response of the state server at {public_address(address)} is corrupted: its"
+                " SHA-256 does not match the announced one."
             )
         return True
     finally:
@@ -476,13 +476,13 @@ def _load(file: IO[bytes], address: str) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise RuntimeError(
             f"The state server at {public_address(address)} sent more than tensors and plain"
-            " values; nothing of it was loaded. Another program may be answering there, or another"
+            " values; none of it was loaded. Another program may be running there, or another"
             " version of this library."
         ) from error
 
 
 def _sha256(file: IO[bytes]) -> str:
-    """Return the digest of a whole file; ends at its end."""
+    """Return the SHA-256 of a whole file, and leave its position at the end."""
     digest = hashlib.sha256()
     file.seek(0)
     while piece := file.read(_PIECE_BYTES):

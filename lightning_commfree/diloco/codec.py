@@ -311,11 +311,11 @@ class TopKCodec:
         if self.chunk & (self.chunk - 1) or self.chunk > _MAX_TOPK_CHUNK:
             raise ValueError(
                 f"`chunk={self.chunk}` must be a power of two from {BLOCK} to {_MAX_TOPK_CHUNK}:"
-                " positions in a chunk are sent with 12 bits."
+                " positions in a chunk are sent as 12-bit integers."
             )
         if self.keep > BLOCK:
             raise ValueError(
-                f"`keep={self.keep}` is above {BLOCK}, the largest number of values with one scale."
+                f"`keep={self.keep}` is above {BLOCK}, the most values that can share a scale."
                 " Lower `chunk` to send a larger share of the values."
             )
         if not 0.0 < self.error_feedback <= 1.0:

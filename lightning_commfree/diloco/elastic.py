@@ -299,7 +299,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """
         kept = dict(self._kept)
         if first < min(kept, default=first):
-            raise LookupError(f"messages are kept from flight {min(kept)} on, not {first}")
+            raise LookupError(f"flight {first} is no longer kept, only flights from {min(kept)} on")
         return [kept[flight] for flight in sorted(kept) if flight >= first]
 
     def _keep(self, message: dict[str, Any]) -> None:
@@ -390,7 +390,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self._try(fetch)
 
     def _replay(self, donor: Member, least: int) -> bool:
-        """Apply all landings that this replica has missed; wait until there are `least` in all.
+        """Apply all landings that this replica has missed; wait for at least `least` of them.
 
         Returns whether the donor had them.
 
@@ -466,7 +466,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _join(self, names: Sequence[str], offset: int) -> None:
         raise RuntimeError(
             f"The parameters {sorted(names)} became trainable during the fit. Elastic replicas do"
-            " not support this, because a replica that joins later could not follow. Make them"
+            " not support this, because a replica that joins later would not know of it. Make them"
             " trainable before `fit`, or use `StreamingDiLoCoStrategy`."
         )
 

@@ -517,7 +517,7 @@ def _concatenate(values: Tensor, buffers: Tensor) -> Tensor:
 def cheaper_exchange(
     view: View, codec: Codec, numel: int, num_buffers: int = 0, background: Background | None = None
 ) -> FragmentExchange:
-    """Create the exchange on the route that sends fewer bytes; gather if the codec demands it.
+    """Create an exchange on the route that sends fewer bytes, or gather if the codec requires it.
 
     Without a `background`, it can only report its bytes and launch gathers.
     """
@@ -533,7 +533,7 @@ def cheaper_exchange(
 def fragment_exchanges(
     view: View, codecs: Sequence[Codec], sizes: Sequence[tuple[int, int]], background: Background
 ) -> list[list[FragmentExchange]]:
-    """Create the cheaper exchange for each codec and fragment; `sizes` contains each N and E."""
+    """Call `cheaper_exchange` for each codec and fragment; `sizes` contains their N and E."""
     by_codec = [
         [cheaper_exchange(view, codec, *size, background) for size in sizes] for codec in codecs
     ]

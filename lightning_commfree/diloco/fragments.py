@@ -51,7 +51,7 @@ def split_into_fragments(
 
     Raises:
         ValueError: no parameter is trainable, a parameter cannot be exchanged, or the model cannot
-            be split into so many fragments.
+            be split into that many fragments.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _check_parameters(parameters)

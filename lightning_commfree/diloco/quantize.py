@@ -24,7 +24,7 @@ scale. A value gets the high one if it exceeds the root mean square of its block
 then the least-squares fit of the codes to the values. So the decoded values never have a larger
 norm than the values, and error feedback converges for any values. For Gaussian values, magnitudes
 of 1 and 3 have nearly the least error of any four levels: 34.5 % of the norm, against 34.3 % for
-Lloyd's and Max's levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the
+the Lloyd-Max levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the
 means of four bins per tensor, in fp32. Magnitudes below 2^-118 are zero and those from 2^120 on
 NaN, as above, but zeros in a block with other values become the low level.
 

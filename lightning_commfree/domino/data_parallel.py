@@ -74,7 +74,7 @@ class GradientMean:
         self.average.land(module.parameters())
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Do nothing around an optimizer step."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:

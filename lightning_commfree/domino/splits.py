@@ -33,7 +33,7 @@ Launch = Callable[[Tensor], None]
 
 
 class Split:
-    """No split (one micro-batch, one all-reduce per sublayer), and base of the other splits.
+    """No split (one micro-batch, one all-reduce per sublayer); also the base class of the others.
 
     Args:
         num_slices: number of slices of each row-parallel linear's outputs, each with its own

@@ -155,7 +155,7 @@ class Average:
         return Shard(torch.stack(digits[: len(weights)]), weights, None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return each plane's weight, a power of two; enough planes for the largest sum."""
+        """Return the weights, powers of two, of as many planes as the largest sum needs."""
         lowest, most = (1, 2 * workers) if zeros else (2, workers)
         return tuple(lowest << i for i in range(most.bit_length()))
 

@@ -291,7 +291,7 @@ class Voting:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that this rank sends per step, by formula, excluding zeros and momentum syncs."""
+        """Computed bytes that this rank sends per step, without zeros and momentum syncs."""
         return sum(vote.bytes_by_tag.total() for vote in self._votes)
 
     def cycle(self) -> tuple[Counter[str], int]:

@@ -182,7 +182,7 @@ def _read(file: Path, start: int, piece: bytearray) -> None:
     with file.open("rb") as opened:
         opened.seek(start)
         if opened.readinto(piece) != len(piece):
-            raise OSError(f"{str(file)!r} was truncated while it was read")
+            raise OSError(f"{str(file)!r} was truncated while it was being read")
 
 
 def _append(file: Path, piece: bytearray) -> None:

@@ -193,7 +193,7 @@ class EpochStart:
         return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore saved records; `begun`: whether the resumed fit begins in the recorded epoch."""
+        """Restore saved records; `begun` tells whether the fit resumes in the recorded epoch."""
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
     def _now(self) -> GeneratorStates:
@@ -423,8 +423,8 @@ def continue_at(trainer: pl.Trainer, step: int) -> None:
     samplers = [getattr(getattr(one, "batch_sampler", None), "sampler", None) for one in loaders]
     if math.isinf(total) or None in samplers:
         raise RuntimeError(
-            "A replica that joins cannot find its position in training data without a length and a"
-            " sampler. Use a map-style dataset, for example with a fixed number of samples."
+            "A joining replica finds its position only in training data with a length and a"
+            " sampler. Use a map-style dataset."
         )
     epoch, steps = divmod(step, -(-int(total) // every))
     batches = steps * every

@@ -176,7 +176,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         if self.settings.evaluate != "outer":
             raise ValueError(
                 f"`evaluate={self.settings.evaluate!r}` needs all replicas at the same time, but"
-                " with elastic replicas one of them validates. Use `evaluate='outer'`."
+                " only one elastic replica runs validation. Use `evaluate='outer'`."
             )
         LighthouseRendezvous(self.rendezvous)  # raises an error without torchft
         self._limits = Limits(min_replicas, max_replicas)
@@ -312,7 +312,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         store, name = job_store(), self.ranks.broadcast(secrets.token_hex(4))
         if store is None:
             raise RuntimeError(
-                "Elastic replicas of several ranks need a TCPStore: do not set up the process group"
+                "Multi-rank elastic replicas need a TCPStore: do not set up the process group"
                 " with another `init_method`."
             )
         return ReplicaRanks(self.global_rank, self.world_size, store, name)

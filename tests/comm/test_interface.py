@@ -83,5 +83,5 @@ def test_a_machine_knows_its_address_towards_a_host(host: pytest.MonkeyPatch) ->
         sockets.own_address("lighthouse")
     host.delenv(VARIABLE)
     towards(host, None)
-    with pytest.raises(ValueError, match="No network of this machine leads to 'lighthouse'"):
+    with pytest.raises(ValueError, match="This machine has no route to 'lighthouse'"):
         sockets.own_address("lighthouse")

@@ -213,5 +213,5 @@ class FullyShard(ShardedReplica):
 
 
 def _read_like(value: Any, like: Any) -> Any:
-    """Read a value that is a tensor in a folder; if `like` is a shard, read only that shard."""
+    """Read a tensor from a checkpoint folder; if `like` is a shard, read only that shard."""
     return value.read(like) if isinstance(value, FolderTensor) else value

@@ -73,8 +73,13 @@ def _no_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_handler_of_a_module() -> Iterator[None]:
-    """Restore the handler that a fixture of a whole module has set, before `_no_leaks` looks."""
-    handler = signal.getsignal(signal.SIGTERM)
+def _no_leaks_of_a_module() -> Iterator[None]:
+    """Restore what a fixture of a whole module has set, before `_no_leaks` looks.
+
+    A fit leaves its MASTER_PORT in the environment, and ranks of later modules would listen on it.
+    """
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
     yield
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGTERM, handler)

@@ -203,7 +203,7 @@ def test_a_donor_that_is_gone_is_an_error_in_time(joiner: StateServer) -> None:
 def test_another_program_at_the_address_is_no_donor(
     joiner: StateServer, donor: StateServer
 ) -> None:
-    with pytest.raises(ConnectionError, match="answers with status 404"):
+    with pytest.raises(ConnectionError, match="returned status 404"):
         joiner._fetch(donor.address, "/index.html", open(os.devnull, "w+b"))  # noqa: SIM115
 
 

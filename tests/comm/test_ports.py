@@ -86,6 +86,12 @@ def member(name: str, url: str, pipe: Any) -> None:
             pipe.send((f"{error}", time.monotonic() - started_s))
 
 
+def serve(port: int) -> None:
+    server = serve_lighthouse("127.0.0.1", port, 1, 60.0, HEARTBEAT_TIMEOUT_S)
+    time.sleep(300.0)
+    server.shutdown()
+
+
 class Job:
     """A lighthouse, and members in processes of their own that exchange when they are told to."""
 
@@ -100,8 +106,9 @@ class Job:
             process.start()
             self.pipes.append(mine)
             self.processes.append(process)
-        # after the forks, so that no thread of Rust is running at that moment
-        self.server = serve_lighthouse("127.0.0.1", self.port, 1, 60.0, HEARTBEAT_TIMEOUT_S)
+        # in a process of its own: ranks that later tests fork must not inherit threads of Rust
+        self.server = context.Process(target=serve, args=(self.port,), daemon=True)
+        self.server.start()
 
     def exchange(self) -> list[Any]:
         for pipe in self.pipes:
@@ -110,10 +117,9 @@ class Job:
         return [pipe.recv() for pipe in self.pipes]
 
     def close(self) -> None:
-        for process in self.processes:
+        for process in (*self.processes, self.server):
             process.kill()
             process.join()
-        self.server.shutdown()
 
 
 @pytest.fixture(scope="module")

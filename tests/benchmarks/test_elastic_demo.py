@@ -22,7 +22,7 @@ TOY = [
 
 
 @pytest.mark.skipif(
-    find_spec("torchft") is None, reason="torchft has packages for Linux on x86_64 only"
+    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
 )
 def test_survivors_lose_no_step_and_all_end_with_equal_weights(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

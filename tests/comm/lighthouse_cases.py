@@ -29,7 +29,7 @@ from tests.world import free_port
 
 # not `importorskip`: torchft is first imported by the package, which quiets its log
 pytestmark = pytest.mark.skipif(
-    find_spec("torchft") is None, reason="torchft has packages for Linux on x86_64 only"
+    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
 )
 
 HEARTBEAT_TIMEOUT_S = 2.0

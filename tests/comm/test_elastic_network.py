@@ -88,7 +88,7 @@ os._exit(0)
 pytestmark = [
     pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable())),
     pytest.mark.skipif(
-        find_spec("torchft") is None, reason="torchft has packages for Linux on x86_64 only"
+        find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
     ),
 ]
 

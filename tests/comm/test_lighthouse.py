@@ -18,7 +18,7 @@ CASES = Path(__file__).with_name("lighthouse_cases.py")
 
 
 @pytest.mark.skipif(
-    find_spec("torchft") is None, reason="torchft has packages for Linux on x86_64 only"
+    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
 )
 def test_the_cases_pass() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

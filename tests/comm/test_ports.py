@@ -24,7 +24,7 @@ from lightning_commfree.comm.state_server import StateServer
 from tests.world import free_port
 
 pytestmark = pytest.mark.skipif(
-    find_spec("torchft") is None, reason="torchft has packages for Linux on x86_64 only"
+    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
 )
 
 HEARTBEAT_TIMEOUT_S = 3.0

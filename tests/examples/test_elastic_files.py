@@ -14,6 +14,7 @@ import runpy
 import subprocess
 import time
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,9 @@ def replica(folder: Path, number: int, url: str) -> None:
         runpy.run_path(str(FOLDER / "train.py"), run_name="__main__")
 
 
+@pytest.mark.skipif(
+    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
+)
 def test_replicas_of_the_script_meet_and_end_with_equal_weights(tmp_path: Path) -> None:
     port, context = free_port(), multiprocessing.get_context("fork")
     # in a process of its own, so that no thread of Rust runs in this one when it forks

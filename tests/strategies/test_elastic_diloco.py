@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ from tests.strategies.elastic import (
 )
 from tests.strategies.models import quiet_trainer
 from tests.world import free_port, run_ranks
+
+pytestmark = pytest.mark.skipif(
+    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
+)
 
 URL = "http://127.0.0.1:29510"
 SETTINGS: dict[str, Any] = {

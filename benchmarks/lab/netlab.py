@@ -171,6 +171,11 @@ class NetLab:
         state = "up" if connected else "down"
         command_output("ip", "-n", self._switch, "link", "set", "br0", state)
 
+    def plug(self, node: int, connected: bool) -> None:
+        """Connect a node's cable to the switch, or pull it out there; the node's link stays up."""
+        to = ["master", "br0"] if connected else ["nomaster"]
+        command_output("ip", "-n", self._switch, "link", "set", f"port{node}", *to)
+
     def counters(self, node: int) -> Counters:
         """Return the current counters of a node's interface."""
         command = ["ip", "netns", "exec", self._namespace(node), "cat", "/proc/self/net/dev"]
@@ -220,7 +225,7 @@ class NetLab:
             jobs = []
             for node in nodes:
                 stack.callback(kill_all_in, self._namespace(node))
-                jobs.append(self._start(node, commands[node], env or {}, logs[node]))
+                jobs.append(self.start(node, commands[node], env or {}, logs[node]))
                 stack.enter_context(reaped(jobs[-1]))
             wait_for(jobs, timeout_s)
             for node in nodes:  # hanging jobs, and processes left behind by finished ones
@@ -231,13 +236,17 @@ class NetLab:
                 JobResult(jobs[node].returncode, _read(logs[node]), sent[node]) for node in nodes
             ]
 
-    def _start(
+    def enter(self, node: int) -> list[str]:
+        """Return the words that run a command in a node when put before it, in one process."""
+        into = ["ip", "netns", "exec", self._namespace(node), "unshare", "--uts", "--mount"]
+        return [*into, "sh", "-c", _ENTER, "sh", str(self._hosts(node)), self.names[node]]
+
+    def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        into = ["ip", "netns", "exec", self._namespace(node), "unshare", "--uts", "--mount"]
-        enter = [*into, "sh", "-c", _ENTER, "sh", str(self._hosts(node)), self.names[node]]
+        """Start a command in a node; if it still runs when the laboratory exits, it is killed."""
         return subprocess.Popen(
-            [*enter, *command],
+            [*self.enter(node), *command],
             env={**os.environ, **({} if self._fresh else self.environment(node)), **env},
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -90,6 +90,24 @@ def test_a_fresh_node_knows_only_itself_and_is_told_nothing(
 
 
 @needs_networks
+def test_an_unplugged_node_is_cut_off_until_it_is_plugged_in_again(lab: NetLab) -> None:
+    listen = "import socket; s = socket.create_server(('', 5002)); s.settimeout(4); s.accept()"
+    call = """if True:
+        import socket, time
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            try:
+                print(socket.create_connection(("node1", 5002), 1).fileno() > 0); break
+            except OSError: time.sleep(0.05)
+    """
+    commands = [[sys.executable, "-c", script] for script in (call, listen)]
+    for connected, printed in ((False, ""), (True, "True\n")):
+        lab.plug(1, connected)
+        assert lab.run(commands, timeout_s=20)[0].output == printed
+
+
+
+@needs_networks
 def test_a_job_that_hangs_is_killed_with_its_children(lab: NetLab) -> None:
     start = time.monotonic()
     # the child leaves the session, so a signal to the process group does not reach it

@@ -1,0 +1,142 @@
+"""One process of a replica under a Trainer: elastic, Streaming DiLoCo or DDP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from typing_extensions import override
+
+from benchmarks.chaos.plan import DDP, OURS, REPLICAS, RESTARTED, STREAMING, Log, Plan
+from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.diloco.schedule import Schedule
+from recipes.training.pretraining import build_data, build_module
+from recipes.training.report import CHECKPOINT_FOLDER
+from recipes.training.resume import find_checkpoint
+from recipes.training.run import factory
+from recipes.training.stopping import StopOnSignal
+
+
+class Recorder(pl.Callback):
+    """Log every step, and make it take its time.
+
+    Args:
+        log: of this process.
+        step_s: what the forward takes at least, so that speed does not depend on the machine.
+        elastic: whether steps survive this process by an exchange, instead of a checkpoint.
+    """
+
+    def __init__(self, log: Log, step_s: float, elastic: bool) -> None:
+        self._log, self._step_s, self._elastic = log, step_s, elastic
+        self._first: int | None = None  # step at which this process begins
+        self._steps = self._saved = 0
+        self._begun_s = 0.0
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._begun_s = time.time()
+        if self._first is None:  # not earlier: a joiner gets its position in `on_train_start`
+            self._first = self._saved = trainer.global_step
+
+    @override
+    def on_before_backward(self, *_: Any) -> None:
+        time.sleep(max(0.0, self._begun_s + self._step_s - time.time()))
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._steps += 1
+        self._write(trainer)
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._saved = trainer.global_step  # complete before the next row
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        # a checkpoint was saved, or exchanges in flight complete
+        if trainer.received_sigterm or not self._elastic:
+            self._write(trainer, overlap_steps=0)
+
+    def _write(self, trainer: pl.Trainer, overlap_steps: int | None = None) -> None:
+        if self._first is None:
+            return
+        step = trainer.global_step
+        if self._elastic:
+            strategy: Any = trainer.strategy
+            kept = self._steps - unsent(strategy._elastic.schedule, self._first, step, overlap_steps)
+        else:
+            kept = self._saved - self._first
+        self._log.write(step, self._steps, kept)
+
+
+def unsent(schedule: Schedule, first: int, step: int, overlap_steps: int | None = None) -> float:
+    """Return how many of the steps since `first` have not arrived, averaged over the fragments.
+
+    Args:
+        schedule: of the exchanges.
+        first: step at which the process began.
+        step: its latest.
+        overlap_steps: from a launch to its arrival; None: those of the schedule.
+    """
+    until = step - (schedule.overlap_steps if overlap_steps is None else overlap_steps)
+    launches = [
+        schedule.latest_launch(p, until) if schedule.launches_until(p, until) else first
+        for p in range(schedule.total)
+    ]
+    return sum(step - max(first, launch) for launch in launches) / schedule.total
+
+
+def strategy_of(plan: Plan) -> Strategy:
+    """Return the strategy of a method."""
+    if plan.method == OURS:
+        return ElasticDiLoCoStrategy(
+            rendezvous=plan.lighthouse,
+            max_replicas=REPLICAS,
+            heartbeat_timeout=plan.heartbeat_timeout_s,
+            sync_every=plan.sync_every,
+        )
+    if plan.method == STREAMING:
+        return StreamingDiLoCoStrategy(sync_every=plan.sync_every)
+    assert plan.method == DDP
+    return DDPStrategy()
+
+
+def train(plan: Plan, replica: int, folder: Path, open_log: Callable[[], Log]) -> None:
+    """Fit; under torchrun's restarts, from the last checkpoint on."""
+    del replica
+    pl.seed_everything(plan.config["seed"], verbose=False)
+    data = build_data(plan.config)
+    module = build_module(plan.config, data)
+    restarted = plan.method in RESTARTED
+    checkpoint = ModelCheckpoint(
+        folder / CHECKPOINT_FOLDER,
+        "step-{step}",
+        auto_insert_metric_name=False,
+        every_n_train_steps=plan.save_every,
+        save_top_k=-1,
+        save_on_train_epoch_end=False,
+        enable_version_counter=False,
+    )
+    stop = StopOnSignal(str(folder))
+    trainer = factory(plan.config["trainer"])(
+        strategy=strategy_of(plan),
+        devices=REPLICAS if restarted else 1,
+        callbacks=[
+            Recorder(open_log(), plan.step_s, not restarted),
+            checkpoint,
+            *([stop] if restarted else []),
+        ],
+        logger=False,
+        enable_progress_bar=False,
+    )
+    path = None
+    if restarted and any((folder / CHECKPOINT_FOLDER).glob("*.ckpt")):
+        path = find_checkpoint("last", str(folder), trainer.max_steps)
+    with stop.listening(trainer) if restarted else nullcontext():
+        trainer.fit(module, datamodule=data, ckpt_path=path)

@@ -1,0 +1,251 @@
+"""The processes of one run, in a network laboratory, and their disturbances.
+
+Each replica has a node. A further node, which nothing happens to, has what a job must not lose: the
+lighthouse, or torchrun. Our replicas and those of torchft are started again here, one by one; those
+of the other methods by torchrun, all at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from benchmarks.chaos.events import CUT, LIGHTHOUSE, SLOW, STOP, TERM, Event
+from benchmarks.chaos.goodput import Window
+from benchmarks.chaos.plan import (
+    REPLICA,
+    REPLICAS,
+    RESTARTED,
+    TORCHFT,
+    Plan,
+    Process,
+    read_logs,
+    read_pid,
+)
+from benchmarks.lab import NetLab
+
+SERVICES = REPLICAS  # node of the lighthouse or of torchrun
+LIGHTHOUSE_PORT, TORCHRUN_PORT = 29510, 29400
+JOIN_TIMEOUT_S = {TORCHFT: 10.0}  # as in torchft's examples; ours: the default
+SHUTDOWN_S = 2  # torchrun's patience with survivors; its default is 30
+TERM_S = 5.0  # from SIGTERM to SIGKILL
+START_LIMIT_S = 90.0  # until all replicas train
+_POLL_S = 0.05
+# set by the laboratory for a job of one process per node, which these are not
+_SET = ("RANK", "GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_SET += ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_UNSET = [word for name in _SET for word in ("-u", name)]
+
+
+class Outcome(NamedTuple):
+    """The result of a run."""
+
+    window: Window
+    events: list[Event]  # that took place
+    timeline: list[str]
+    logs: dict[int, list[Process]]
+    alive: set[int]  # ids of the processes at the end
+    folder: Path
+
+
+def run(plan: Plan, folder: Path, rate: str, events: Sequence[Event], seconds: float) -> Outcome:
+    """Run all replicas, disturb them, and end every process.
+
+    Args:
+        plan: of the run; addresses, lighthouse and end are set here.
+        folder: empty, absolute.
+        rate: of the links.
+        events: in seconds after all replicas train.
+        seconds: in which all replicas train.
+
+    Raises:
+        LaboratoryUnavailable: this machine cannot run the laboratory.
+        RuntimeError: the replicas do not train.
+    """
+    with NetLab(REPLICAS + 1, rate) as lab, ExitStack() as files:
+        host = lab.address(SERVICES)
+        plan = plan._replace(
+            lighthouse=f"http://{host}:{LIGHTHOUSE_PORT}",
+            addresses=[lab.address(replica) for replica in range(REPLICAS)],
+            ends_s=time.time() + START_LIMIT_S + seconds,
+        )
+        job = _Job(lab, plan, folder, files)
+        try:
+            return job.play(events, seconds)
+        finally:
+            job.end()
+
+
+class _Job:
+    def __init__(self, lab: NetLab, plan: Plan, folder: Path, files: ExitStack) -> None:
+        self._lab, self._plan, self._folder, self._files = lab, plan, folder, files
+        self._replicas: dict[int, subprocess.Popen[bytes]] = {}
+        self._torchruns: list[subprocess.Popen[bytes]] = []
+        self._lighthouses: list[subprocess.Popen[bytes]] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()  # so that acts at the same time need no order
+        self._events: list[Event] = []
+        self._timeline: list[str] = []
+        self._begun_s = time.time()
+
+    def play(self, events: Sequence[Event], seconds: float) -> Outcome:
+        (self._folder / "plan.json").write_text(json.dumps(self._plan))
+        if self._plan.method in RESTARTED:
+            self._torchrun()
+        else:
+            self._start_lighthouses()
+            for replica in range(REPLICAS):
+                self._start(replica)
+        self._wait_for_training()
+
+        for event in events:
+            self._at(event.at_s, partial(self._disturb, event))
+        while (now_s := time.time() - self._begun_s) < seconds:
+            while self._due and self._due[0][0] <= now_s:
+                heapq.heappop(self._due)[2]()
+            self._start_ended()
+            time.sleep(_POLL_S)
+        window = Window(self._begun_s, time.time())
+        pids = (read_pid(self._folder, replica) for replica in range(REPLICAS))
+        alive = {pid for pid in pids if pid is not None}
+        # of each replica, some rows may be later than the window
+        return Outcome(
+            window, self._events, self._timeline, read_logs(self._folder), alive, self._folder
+        )
+
+    def end(self) -> None:
+        """End what was started here; the laboratory ends what that has started."""
+        for process in [*self._replicas.values(), *self._lighthouses, *self._torchruns]:
+            process.kill()
+            process.wait()
+
+    # -- processes
+
+    def _start(self, replica: int) -> None:
+        command = ["env", *_UNSET, *self._python("replica", str(self._folder))]
+        log = self._log(f"{replica}.log")
+        env = {"OMP_NUM_THREADS": "1", REPLICA: str(replica)}
+        self._replicas[replica] = self._lab.start(replica, command, env, log)
+
+    def _start_ended(self) -> None:
+        for replica, process in self._replicas.items():
+            if (code := process.poll()) is not None:
+                self._note(f"replica {replica} exits with code {code} and is started again")
+                self._start(replica)
+
+    def _torchrun(self) -> None:
+        worker = self._folder / "worker.sh"  # rank i enters node i
+        cases = [
+            f"{i}) exec {shlex.join(self._lab.enter(i))} \"$@\" ;;" for i in range(REPLICAS)
+        ]
+        worker.write_text("\n".join(["case $RANK in", *cases, "esac", ""]))
+        host = self._lab.address(SERVICES)
+        command = [
+            *["env", *_UNSET, sys.executable, "-m", "torch.distributed.run", "--nnodes=1"],
+            *[f"--nproc-per-node={REPLICAS}", "--max-restarts=1000", "--rdzv-backend=c10d"],
+            *[f"--rdzv-endpoint={host}:{TORCHRUN_PORT}", f"--local-addr={host}"],
+            *["--monitor-interval=0.1", f"--shutdown-timeout={SHUTDOWN_S}", "--no-python"],
+            *["sh", str(worker), *self._python("replica", str(self._folder))],
+        ]
+        env = {"OMP_NUM_THREADS": "1"}
+        self._torchruns.append(
+            self._lab.start(SERVICES, command, env, self._log("torchrun.log"))
+        )
+
+    def _start_lighthouses(self) -> None:
+        """Start one that serves, and one that serves after the first is killed."""
+        plan = self._plan
+        options = ["--bind", self._lab.address(SERVICES), "--port", str(LIGHTHOUSE_PORT)]
+        options += ["--heartbeat-timeout", f"{plan.heartbeat_timeout_s:g}"]
+        if plan.method in JOIN_TIMEOUT_S:
+            options += ["--join-timeout", f"{JOIN_TIMEOUT_S[plan.method]:g}"]
+        for number in range(2):
+            serve = self._folder / f"lighthouse.{number}"
+            command = self._python("lighthouse", str(serve), *options)
+            env = {"OMP_NUM_THREADS": "1", "RUST_LOG": "warn"}
+            log = self._log(f"lighthouse{number}.log")
+            self._lighthouses.append(self._lab.start(SERVICES, command, env, log))
+        (self._folder / "lighthouse.0").touch()
+
+    def _wait_for_training(self) -> None:
+        """Wait until all replicas have taken a step; the run begins then."""
+        end_s = time.time() + START_LIMIT_S
+        while True:
+            logs = read_logs(self._folder)
+            firsts = [[row.at_s for one in logs[r] for row in one.rows[1:2]] for r in logs]
+            if all(firsts):
+                self._begun_s = max(map(min, firsts))
+                return
+            if time.time() > end_s:
+                raise RuntimeError(
+                    f"The replicas of {self._plan.method} did not train within {START_LIMIT_S:g} s."
+                    f" Their output is in {self._folder}."
+                )
+            self._start_ended()
+            time.sleep(_POLL_S)
+
+    @staticmethod
+    def _python(module: str, *words: str) -> list[str]:
+        return [sys.executable, "-m", f"benchmarks.chaos.{module}", *words]
+
+    def _log(self, name: str) -> IO[bytes]:
+        return self._files.enter_context((self._folder / name).open("ab"))
+
+    # -- disturbances
+
+    def _at(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (seconds, next(self._numbers), act))
+
+    def _disturb(self, event: Event) -> None:
+        now_s = time.time() - self._begun_s
+        over_s = now_s + event.lasts_s
+        if event.kind == LIGHTHOUSE:
+            if not self._lighthouses:
+                self._note("no lighthouse to restart")
+                return
+            self._lighthouses[0].kill()
+            self._at(over_s, (self._folder / "lighthouse.1").touch)
+        else:
+            replica = event.replica
+            pid = read_pid(self._folder, replica)
+            if pid is None:
+                self._note(f"{event} does not happen: there is no process")
+                return
+            if event.kind == CUT:
+                self._lab.plug(replica, False)
+                self._at(over_s, lambda: self._lab.plug(replica, True))
+            elif event.kind == STOP:
+                self._signal(pid, replica, signal.SIGSTOP)
+                self._at(over_s, lambda: self._signal(pid, replica, signal.SIGCONT))
+            elif event.kind == TERM:
+                self._signal(pid, replica, signal.SIGTERM)
+                self._at(now_s + TERM_S, lambda: self._signal(pid, replica, signal.SIGKILL))
+            else:
+                if event.kind == SLOW:
+                    (self._folder / f"{replica}.delay").write_text(str(event.lasts_s))
+                self._signal(pid, replica, signal.SIGKILL)
+        self._events.append(event._replace(at_s=now_s))
+        self._note(str(event))
+
+    def _signal(self, pid: int, replica: int, signum: signal.Signals) -> None:
+        """Send a signal to a process that is still the replica's."""
+        if read_pid(self._folder, replica) == pid:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def _note(self, text: str) -> None:
+        line = f"{time.time() - self._begun_s:7.1f} s  {text}"
+        self._timeline.append(line)
+        print(line, flush=True)

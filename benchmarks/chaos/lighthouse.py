@@ -1,0 +1,19 @@
+"""A lighthouse that serves when its file exists: `python -m benchmarks.chaos.lighthouse FILE ...`.
+
+Its imports are done by then, so a second one can replace the first after a given time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torchft.coordination  # type: ignore[import-not-found,import-untyped,unused-ignore] # noqa: F401
+
+from lightning_commfree.comm.lighthouse_command import main
+
+if __name__ == "__main__":
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.02)
+    sys.exit(main(sys.argv[2:]))

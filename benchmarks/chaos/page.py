@@ -1,0 +1,257 @@
+"""The figures of all methods, and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks.chaos.events import KILL, KILLS, Event
+from benchmarks.chaos.goodput import (
+    Curve,
+    available_s,
+    longest_standstill,
+    moving_mean,
+    outages,
+    seconds_to,
+    useful_steps,
+)
+from benchmarks.chaos.job import SHUTDOWN_S, TERM_S, Outcome
+from benchmarks.chaos.plan import METHODS, OURS, REPLICAS, RESTARTED, Plan
+
+TITLE = "How much training is left when replicas are killed, stopped and cut off?"
+LEAST_GOODPUT = 0.95
+MOST_SECONDS = 1.1  # to the target loss with three kills, over undisturbed
+PUBLISHED = "published for nanoGPT on 4 ranks: DDP 1.9, torchft's DiLoCo 1.16"
+
+
+class Figures(NamedTuple):
+    """What is found of a method."""
+
+    rate: float  # steps per second and replica, undisturbed
+    goodput: float
+    share: float  # of the steps of three undisturbed replicas
+    standstill_s: float
+    started_again: int  # processes
+    target: float | None  # validation loss; None: the run was too short
+    calm_s: float | None  # seconds to it
+    rough_s: float | None  # None: not reached
+    others_first: bool  # whether other events than kills came before it
+
+    @property
+    def ratio(self) -> float | None:
+        """Seconds to the target with kills over undisturbed."""
+        if self.calm_s is None or self.rough_s is None:
+            return None
+        return self.rough_s / self.calm_s
+
+
+class Runs(NamedTuple):
+    """The two runs of a method, with their validation losses."""
+
+    calm: Outcome
+    rough: Outcome
+    calm_curve: Curve
+    rough_curve: Curve
+
+
+def undisturbed_rate(calm: Outcome) -> float:
+    """Return the steps per second of one replica."""
+    return useful_steps(calm.logs, calm.window, calm.alive) / (REPLICAS * calm.window.seconds)
+
+
+def figures_of(runs: Runs) -> Figures:
+    """Return the figures of a method."""
+    calm, rough = runs.calm, runs.rough
+    rate = undisturbed_rate(calm)
+    useful = useful_steps(rough.logs, rough.window, rough.alive)
+    out = outages(rough.logs, rough.events, rough.window)
+    means = moving_mean(runs.calm_curve)
+    target = means[-1][1] if means else None
+    rough_s = None if target is None else seconds_to(runs.rough_curve, target)
+    others = [event.at_s for event in rough.events if event.kind != KILL]
+    return Figures(
+        rate,
+        useful / (rate * available_s(out, rough.window)),
+        useful / (rate * REPLICAS * rough.window.seconds),
+        longest_standstill(rough.logs, out, rough.window),
+        sum(map(len, rough.logs.values())) - REPLICAS,
+        target,
+        None if target is None else seconds_to(runs.calm_curve, target),
+        rough_s,
+        rough_s is not None and any(at_s < rough_s for at_s in others),
+    )
+
+
+def criteria(found: Mapping[str, Figures]) -> list[str]:
+    """Return the criteria, set before the run, as Markdown lines."""
+    ours = found.get(OURS)
+    goodput = None if ours is None else ours.goodput
+    ratio = None if ours is None else ours.ratio
+    rows = [
+        (
+            f"goodput of {OURS}",
+            "none" if goodput is None else f"{100 * goodput:.1f} %",
+            f"at least {100 * LEAST_GOODPUT:.0f} %",
+            goodput is not None and goodput >= LEAST_GOODPUT,
+        ),
+        (
+            f"seconds of {OURS} to the target loss with {KILLS} kills, over undisturbed",
+            "not reached" if ratio is None else f"{ratio:.2f}",
+            f"at most {MOST_SECONDS:g} ({PUBLISHED})",
+            ratio is not None and ratio <= MOST_SECONDS,
+        ),
+    ]
+    lines = ["| criterion | value | bound | verdict |", "|---|---|---|---|"]
+    return [*lines, *(f"| {n} | {v} | {b} | {'met' if m else 'missed'} |" for n, v, b, m in rows)]
+
+
+def table(found: Mapping[str, Figures]) -> list[str]:
+    """Return the figures of all methods as Markdown lines."""
+    lines = [
+        "| | goodput | of three undisturbed replicas | longest standstill of a survivor |"
+        " processes started again | steps/s, undisturbed | target loss | seconds to it,"
+        f" undisturbed | with {KILLS} kills | ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for method, f in found.items():
+        late = "\\*" if f.others_first else ""
+        cells = [
+            method,
+            f"{100 * f.goodput:.1f} %",
+            f"{100 * f.share:.1f} %",
+            f"{f.standstill_s:.1f} s",
+            str(f.started_again),
+            f"{f.rate:.2f}",
+            "-" if f.target is None else f"{f.target:.3f}",
+            "-" if f.calm_s is None else f"{f.calm_s:.1f}",
+            "not reached" if f.rough_s is None else f"{f.rough_s:.1f}{late}",
+            "-" if f.ratio is None else f"{f.ratio:.2f}{late}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    if any(f.others_first for f in found.values()):
+        lines += ["", "\\* Events other than kills came before the target was reached."]
+    return lines
+
+
+def opening(found: Mapping[str, Figures], failures: Mapping[str, str], picture: str) -> list[str]:
+    """Return the question and the finding, for the top of the page."""
+    by_goodput = sorted(found.items(), key=lambda item: -item[1].goodput)
+    shown = ", ".join(f"{method} {100 * f.goodput:.0f} %" for method, f in by_goodput)
+    return [
+        "Three replicas train a small GPT-2 while processes are killed, stopped and cut off, at"
+        " the same seeded times for each of four methods. How many of the steps that the survivors"
+        " could have taken are in the model?",
+        "",
+        f"**Found:** goodput {shown}.",
+        "",
+        *criteria(found),
+        "",
+        *table(found),
+        *(line for m, text in failures.items() for line in ("", f"{m} has no figures: {text}")),
+        "",
+        f"![position in the fit and validation loss over time]({picture})",
+    ]
+
+
+def body(
+    runs: Mapping[str, Runs], plan: Plan, rate: str, seed: int, save_s: float, planned: list[Event]
+) -> list[str]:
+    """Return method, definitions and timelines."""
+    lines = [
+        "## Method",
+        "",
+        f"Three replicas of the GPT-2 of `make demo`, each in a network namespace behind a link of"
+        f" {rate} (`benchmarks/lab`), on one machine. The forward of a step takes at least"
+        f" {plan.step_s:g} s, mostly sleep, so that speed depends little on the machine's cores;"
+        f" `OMP_NUM_THREADS=1`. Constant learning rate after warm-up. H = {plan.sync_every} and two"
+        f" fragments for all DiLoCo methods; heartbeat timeout {plan.heartbeat_timeout_s:g} s for"
+        " both that have a lighthouse. Every method has an undisturbed run and a disturbed one.",
+        "",
+        "- *ElasticDiLoCo*: `ElasticDiLoCoStrategy`; a process that ends is started again at once.",
+        "- *StreamingDiLoCo* and *DDP*: `StreamingDiLoCoStrategy` and Lightning's `DDPStrategy`"
+        " under one torchrun with `--max-restarts`, which restarts all processes when one ends;"
+        f" they continue from the last checkpoint, saved every {save_s:g} s, and on SIGTERM from"
+        f" one that is saved then. torchrun kills survivors {SHUTDOWN_S} s after it tells them to"
+        " stop; its default is 30 s.",
+        "- *torchft DiLoCo*: `torchft.local_sgd.DiLoCo` with its `Manager` and checkpoint transfer,"
+        " fp32 on the wire; a process that ends is started again at once. Transfers time out after"
+        " 10 s, as in torchft's own tests.",
+        "",
+        f"All methods save the same number of checkpoints. Events, from seed {seed}: three kills,"
+        " then the others in random order. SIGTERM is followed by SIGKILL after"
+        f" {TERM_S:g} s. A late restart waits before it imports anything. A partition cuts one"
+        " replica off at the switch. The lighthouse is killed and another one starts on its port;"
+        " under torchrun this event has no effect.",
+        "",
+        "```text",
+        *(f"{event.at_s:7.1f} s  {event}" for event in planned),
+        "```",
+        "",
+        "*Goodput*: useful replica-steps over (available seconds times undisturbed steps/s of the"
+        " same method).",
+        "",
+        "*Useful* are steps whose contribution the surviving replicas have, or will get with the"
+        " next exchange. Of a process that died, under torchrun these are the steps up to the last"
+        " checkpoint (so all replicas lose those after it). Under DiLoCo they are the steps that"
+        " were exchanged, in proportion to the fragments that have them. Steps are not useful that"
+        " torchft discards because a commit failed, or that a joiner takes before it gets the"
+        " others' state.",
+        "",
+        "*Available*: a replica is out from the event that hits it until its new process has built"
+        " its model, or, if its process survives SIGSTOP or a partition by 5 s, until the end of"
+        " that. All other time is available to it: pauses and restarts of the others, and the wait"
+        " of a new process for its first step. *Of three undisturbed replicas* counts the time in"
+        " which a replica is out as well.",
+        "",
+        "*Target loss*: the validation loss that the method's own undisturbed run ends with,"
+        " as a mean over its last three checkpoints; 24 batches of the validation split. Seconds"
+        " count from the moment when all replicas train, and are those of the first moving mean of"
+        " three checkpoints at or below the target, interpolated.",
+        "",
+        "One seed and one run of each: the ratio of seconds is uncertain by some percent. All"
+        " processes share two cores, so a process that imports slows the others down.",
+        "",
+        "## Disturbed runs",
+    ]
+    for method, one in runs.items():
+        lines += ["", f"### {method}", "", "```text", *one.rough.timeline, "```"]
+        if method in RESTARTED:
+            lines += ["", "torchrun's own restarts are not listed."]
+    return lines
+
+
+def draw(runs: Mapping[str, Runs], found: Mapping[str, Figures], path: Path) -> None:
+    """Write the picture: position in the fit and validation loss, over the seconds of the run."""
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    FigureCanvasAgg(figure)  # not pyplot: it keeps global state and may need a display
+    position, loss = figure.subplots(2, 1, sharex=True)
+    for method, one in runs.items():
+        colour = f"C{METHODS.index(method)}"
+        begun_s = one.rough.window.begun_s
+        for process in (p for replica in one.rough.logs.values() for p in replica):
+            rows = process.rows[1:]
+            at = [row.at_s - begun_s for row in rows]
+            position.plot(at, [row.step / found[method].rate for row in rows], color=colour, lw=1)
+        loss.plot(*_split(one.rough_curve), color=colour, label=method)
+        loss.plot(*_split(one.calm_curve), color=colour, ls=":", lw=1)
+        position.plot([], [], color=colour, label=method)
+    one = next(iter(runs.values()))
+    for event in one.rough.events:
+        for axes in (position, loss):
+            axes.axvline(event.at_s, color="0.7", lw=0.8, ls=":")
+        position.text(event.at_s, position.get_ylim()[1], event.kind, rotation=40, fontsize=7)
+    position.axline((0, 0), slope=1, color="0.8", lw=0.8)
+    position.set(ylabel="steps, in seconds of undisturbed training")
+    loss.set(ylabel="validation loss (dotted: undisturbed)", xlabel="seconds since all train")
+    for axes in (position, loss):
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _split(curve: Curve) -> tuple[Sequence[float], Sequence[float]]:
+    means = moving_mean(curve)
+    return [at for at, _ in means], [value for _, value in means]

@@ -1,0 +1,108 @@
+"""The chaos bench: its schedule, and its figures from logs written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.chaos.events import CUT, KILL, KILLS, LIGHTHOUSE, SLOW, STOP, TERM, Event, schedule
+from benchmarks.chaos.fit import unsent
+from benchmarks.chaos.goodput import (
+    Commits,
+    Window,
+    available_s,
+    longest_standstill,
+    outages,
+    seconds_to,
+    useful_steps,
+)
+from benchmarks.chaos.plan import Process, Row
+from lightning_commfree.diloco.schedule import Schedule
+
+
+def test_the_events_are_a_function_of_the_seed_and_in_proportion_to_the_run() -> None:
+    events = schedule(1, 200.0)
+    assert schedule(1, 200.0) == events
+    assert schedule(2, 200.0) != events
+    assert [2 * event.at_s for event in schedule(1, 100.0)] == [event.at_s for event in events]
+    assert events == sorted(events)
+    assert events[-1].at_s < 190
+
+    kills, others = events[:KILLS], events[KILLS:]
+    assert {event.kind for event in kills} == {KILL}
+    assert sorted(event.replica for event in kills) == [0, 1, 2]
+    assert sorted(event.kind for event in others) == sorted([SLOW, TERM, STOP, CUT, LIGHTHOUSE])
+    assert others[0].at_s - kills[-1].at_s > 50, "time to reach the target loss without others"
+
+
+def process(pid: int, ready_s: float, *rows: tuple[float, float, float]) -> Process:
+    """A process from its rows without steps: seconds, useful steps, and those kept."""
+    first = Row(ready_s, 0, 0.0, 0.0)
+    return Process([first, *(Row(at, round(u), u, k) for at, u, k in rows)], pid)
+
+
+WINDOW = Window(100.0, 120.0)
+LOGS = {
+    # 18 steps in the window
+    0: [process(10, 95.0, (100.0, 2, 0), (106.0, 8, 6), (109.0, 9, 8), (120.0, 20, 18))],
+    # killed with 4 of its 6 steps kept; its successor is ready after 5 s and has 6 steps
+    1: [
+        process(11, 95.0, (99.0, 1, 0), (106.0, 6, 4)),
+        process(12, 111.0, (113.0, 1, 0), (120.0, 6, 2)),
+    ],
+    # stopped for 4 s, and its process survives
+    2: [process(13, 96.0, (100.0, 1, 0), (108.0, 9, 8), (112.5, 10, 8), (120.0, 17, 8))],
+}
+EVENTS = [Event(6.0, KILL, 1, 0.0), Event(8.0, STOP, 2, 4.0), Event(9.0, LIGHTHOUSE, -1, 2.0)]
+
+
+def test_useful_steps_are_those_of_the_living_and_what_the_dead_have_shared() -> None:
+    assert useful_steps(LOGS, WINDOW, {10, 12, 13}) == 18 + (4 - 1) + 6 + 16
+    assert useful_steps(LOGS, WINDOW, {10, 13}) == 18 + (4 - 1) + 2 + 16, "the successor died too"
+
+
+def test_a_replica_is_out_until_its_successor_is_ready_or_it_continues() -> None:
+    out = outages(LOGS, EVENTS, WINDOW)
+    assert out == {0: [], 1: [Window(106.0, 111.0)], 2: [Window(108.0, 112.0)]}
+    assert available_s(out, WINDOW) == 3 * 20 - 5 - 4
+    assert longest_standstill(LOGS, out, WINDOW) == pytest.approx(11.0), "109 to 120 on replica 0"
+
+    # the same stop, but the method ends the process; its successor never gets ready
+    gone = {**LOGS, 2: [process(13, 96.0, (100.0, 1, 0), (108.0, 9, 8), (112.5, 10, 8))]}
+    assert outages(gone, EVENTS, WINDOW)[2] == [Window(108.0, 120.0)]
+    # a second event while it is out
+    again = [*EVENTS, Event(7.0, SLOW, 1, 6.0)]
+    assert outages(LOGS, again, WINDOW)[1] == [Window(106.0, 111.0)]
+
+
+def test_the_seconds_to_a_loss_are_interpolated_between_moving_means() -> None:
+    curve = [(10.0 * i, 9.0 - i) for i in range(7)]  # means: 8 at 10 s to 4 at 50 s
+    assert seconds_to(curve, 6.0) == pytest.approx(30.0)
+    assert seconds_to(curve, 5.5) == pytest.approx(35.0)
+    assert seconds_to(curve, 8.5) == 10.0
+    assert seconds_to(curve, 3.9) is None
+    assert seconds_to(curve[:2], 8.5) is None, "too few for a mean"
+
+
+def test_of_a_killed_process_the_launches_that_have_landed_survive() -> None:
+    schedule = Schedule(sync_every=20, num_fragments=2, overlap_steps=1)
+    # fragment 0 launches at 20, 40, ..., fragment 1 at 30, 50, ...
+    assert unsent(schedule, first=0, step=19) == 19
+    assert unsent(schedule, first=0, step=20) == 20, "in flight"
+    assert unsent(schedule, first=0, step=21) == (1 + 21) / 2
+    assert unsent(schedule, first=0, step=20, overlap_steps=0) == (0 + 20) / 2, "drained"
+    assert unsent(schedule, first=0, step=55) == (15 + 5) / 2
+    assert unsent(schedule, first=50, step=55) == 5, "a joiner's own steps only"
+
+
+def test_steps_that_a_failed_commit_discards_are_not_useful() -> None:
+    count = Commits(parts=2, delay=1)
+    count.steps = 10
+    count.synced(0, committed=True)
+    assert (count.useful, count.kept) == (10, 4.5), "9 steps of one fragment"
+    count.steps = 20
+    count.synced(1, committed=False)
+    assert count.useful == 10, "all 20 steps of half the model"
+    assert count.kept == 10 - (11 + 0) / 2
+    count.steps = 23
+    count.replaced()
+    assert count.useful == count.kept == 9 / 2, "what the first commit has sent"

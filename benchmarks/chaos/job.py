@@ -136,7 +136,7 @@ class _Job:
     def _start(self, replica: int) -> None:
         command = ["env", *_UNSET, *self._python("replica", str(self._folder))]
         log = self._log(f"{replica}.log")
-        env = {"OMP_NUM_THREADS": "1", REPLICA: str(replica)}
+        env = {"OMP_NUM_THREADS": "1", "RUST_LOG": "warn", REPLICA: str(replica)}
         self._replicas[replica] = self._lab.start(replica, command, env, log)
 
     def _start_ended(self) -> None:

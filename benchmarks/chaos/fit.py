@@ -69,7 +69,9 @@ class Recorder(pl.Callback):
         step = trainer.global_step
         if self._elastic:
             strategy: Any = trainer.strategy
-            kept = self._steps - unsent(strategy._elastic.schedule, self._first, step, overlap_steps)
+            kept = self._steps - unsent(
+                strategy._elastic.schedule, self._first, step, overlap_steps
+            )
         else:
             kept = self._saved - self._first
         self._log.write(step, self._steps, kept)

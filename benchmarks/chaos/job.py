@@ -147,9 +147,7 @@ class _Job:
 
     def _torchrun(self) -> None:
         worker = self._folder / "worker.sh"  # rank i enters node i
-        cases = [
-            f"{i}) exec {shlex.join(self._lab.enter(i))} \"$@\" ;;" for i in range(REPLICAS)
-        ]
+        cases = [f'{i}) exec {shlex.join(self._lab.enter(i))} "$@" ;;' for i in range(REPLICAS)]
         worker.write_text("\n".join(["case $RANK in", *cases, "esac", ""]))
         host = self._lab.address(SERVICES)
         command = [
@@ -160,9 +158,7 @@ class _Job:
             *["sh", str(worker), *self._python("replica", str(self._folder))],
         ]
         env = {"OMP_NUM_THREADS": "1"}
-        self._torchruns.append(
-            self._lab.start(SERVICES, command, env, self._log("torchrun.log"))
-        )
+        self._torchruns.append(self._lab.start(SERVICES, command, env, self._log("torchrun.log")))
 
     def _start_lighthouses(self) -> None:
         """Start one that serves, and one that serves after the first is killed."""

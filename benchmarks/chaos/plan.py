@@ -18,6 +18,7 @@ METHODS = (OURS, STREAMING, DDP, TORCHFT)
 RESTARTED = (STREAMING, DDP)  # torchrun restarts all processes when one ends
 REPLICA = "CHAOS_REPLICA"  # environment variable; under torchrun, RANK
 
+
 class Plan(NamedTuple):
     """What all processes of a run share; JSON values."""
 
@@ -31,6 +32,7 @@ class Plan(NamedTuple):
     addresses: list[str]  # of the replicas
     ends_s: float  # no process runs longer; seconds since the epoch
 
+
 class Row(NamedTuple):
     """A line of a process's log: the first when its model is built, then one per step.
 
@@ -42,11 +44,13 @@ class Row(NamedTuple):
     useful: float  # steps of this process, less those that the method has discarded
     kept: float  # of these, what the others have: it survives if the process is killed now
 
+
 class Process(NamedTuple):
     """The log of a process; processes of a replica sort by their beginning."""
 
     rows: list[Row]
     pid: int
+
 
 class Log:
     """Writes the log of this process."""
@@ -60,9 +64,11 @@ class Log:
         """Append a row with the current time."""
         self._file.write(json.dumps(Row(time.time(), step, useful, kept)) + "\n")
 
+
 def read_plan(folder: Path) -> Plan:
     """Return the plan of the run in a folder."""
     return Plan(**json.loads((folder / "plan.json").read_text()))
+
 
 def read_logs(folder: Path) -> dict[int, list[Process]]:
     """Return all processes so far, by replica, in the order in which they began."""
@@ -75,6 +81,7 @@ def read_logs(folder: Path) -> dict[int, list[Process]]:
         if rows:
             found[replica].append(Process(rows, pid))
     return {replica: sorted(processes) for replica, processes in found.items()}
+
 
 def read_pid(folder: Path, replica: int) -> int | None:
     """Return the process id of a replica's current process; None if it has ended."""

@@ -106,7 +106,6 @@ def test_an_unplugged_node_is_cut_off_until_it_is_plugged_in_again(lab: NetLab) 
         assert lab.run(commands, timeout_s=20)[0].output == printed
 
 
-
 @needs_networks
 def test_a_job_that_hangs_is_killed_with_its_children(lab: NetLab) -> None:
     start = time.monotonic()

@@ -123,6 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs[method] = Runs(calm, rough, curve_of(config, calm), curve_of(config, rough))
         print("\n".join(table({method: figures_of(runs[method])})), flush=True)
 
+    if not runs:
+        return 1
     found = {method: figures_of(one) for method, one in runs.items()}
     picture = options.page.with_suffix(".png")
     options.page.parent.mkdir(parents=True, exist_ok=True)

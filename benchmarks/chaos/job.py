@@ -127,7 +127,7 @@ class _Job:
 
     def end(self) -> None:
         """End what was started here; the laboratory ends what that has started."""
-        for process in [*self._replicas.values(), *self._lighthouses, *self._torchruns]:
+        for process in self._started:
             process.kill()
             process.wait()
 
@@ -184,13 +184,17 @@ class _Job:
             if all(firsts):
                 self._begun_s = max(map(min, firsts))
                 return
-            if time.time() > end_s:
+            ended = any(one.poll() is not None for one in self._started)
+            if ended or time.time() > end_s:
                 raise RuntimeError(
                     f"The replicas of {self._plan.method} did not train within {START_LIMIT_S:g} s."
                     f" Their output is in {self._folder}."
                 )
-            self._start_ended()
             time.sleep(_POLL_S)
+
+    @property
+    def _started(self) -> list[subprocess.Popen[bytes]]:
+        return [*self._replicas.values(), *self._lighthouses, *self._torchruns]
 
     @staticmethod
     def _python(module: str, *words: str) -> list[str]:

@@ -67,7 +67,7 @@ class Log:
 
 def read_plan(folder: Path) -> Plan:
     """Return the plan of the run in a folder."""
-    return Plan(**json.loads((folder / "plan.json").read_text()))
+    return Plan(*json.loads((folder / "plan.json").read_text()))
 
 
 def read_logs(folder: Path) -> dict[int, list[Process]]:

@@ -48,7 +48,10 @@ def schedule(seed: int, seconds: float) -> list[Event]:
     shares = [_FIRST_KILL + i * _BETWEEN_KILLS for i in range(KILLS)]
     shares += [_FIRST_OTHER + i * _BETWEEN_OTHERS for i in range(len(kinds))]
     hit = chance.sample(range(REPLICAS), KILLS)  # each replica once
-    hit += [-1 if kind == LIGHTHOUSE else chance.randrange(REPLICAS) for kind in kinds]
+    for kind in kinds:  # no replica twice in a row: its process may not be back yet
+        last = next(replica for replica in reversed(hit) if replica >= 0)
+        others = [replica for replica in range(REPLICAS) if replica != last]
+        hit.append(-1 if kind == LIGHTHOUSE else chance.choice(others))
     return [
         Event(
             seconds * (share + _JITTER * chance.random()),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from benchmarks.chaos.events import CUT, KILL, KILLS, LIGHTHOUSE, SLOW, STOP, TERM, Event, schedule
@@ -31,6 +33,8 @@ def test_the_events_are_a_function_of_the_seed_and_in_proportion_to_the_run() ->
     assert {event.kind for event in kills} == {KILL}
     assert sorted(event.replica for event in kills) == [0, 1, 2]
     assert sorted(event.kind for event in others) == sorted([SLOW, TERM, STOP, CUT, LIGHTHOUSE])
+    hit = [event.replica for event in events if event.kind != LIGHTHOUSE]
+    assert all(before != after for before, after in pairwise(hit))
     assert others[0].at_s - kills[-1].at_s > 50, "time to reach the target loss without others"
 
 

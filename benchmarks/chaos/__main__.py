@@ -121,11 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             continue
         runs[method] = Runs(calm, rough, curve_of(config, calm), curve_of(config, rough))
-        print("\n".join(table({method: figures_of(runs[method])})), flush=True)
+        print("\n".join(table({method: figures_of(method, runs[method])})), flush=True)
 
     if not runs:
         return 1
-    found = {method: figures_of(one) for method, one in runs.items()}
+    found = {method: figures_of(method, one) for method, one in runs.items()}
     picture = options.page.with_suffix(".png")
     options.page.parent.mkdir(parents=True, exist_ok=True)
     draw(runs, found, picture)

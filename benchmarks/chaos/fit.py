@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from typing_extensions import override
 
-from benchmarks.chaos.plan import DDP, OURS, REPLICAS, RESTARTED, STREAMING, Log, Plan
+from benchmarks.chaos.plan import DDP, LEAST, OURS, REPLICAS, RESTARTED, STREAMING, Log, Plan
 from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.diloco.schedule import Schedule
 from recipes.training.pretraining import build_data, build_module
@@ -100,6 +100,7 @@ def strategy_of(plan: Plan) -> Strategy:
         return ElasticDiLoCoStrategy(
             rendezvous=plan.lighthouse,
             max_replicas=REPLICAS,
+            min_replicas=LEAST,
             heartbeat_timeout=plan.heartbeat_timeout_s,
             sync_every=plan.sync_every,
         )

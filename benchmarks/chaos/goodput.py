@@ -93,6 +93,15 @@ def _ready_s(processes: Sequence[Process], event: Event, begins: float, last_s: 
     return min((one.rows[0].at_s for one in processes if one.rows[0].at_s > begins), default=last_s)
 
 
+def all_out(out: Mapping[int, Sequence[Window]]) -> bool:
+    """Return whether all replicas are out at the same time: without a file, all is lost."""
+    begins = [one.begun_s for replica in out.values() for one in replica]
+    return any(
+        all(any(w.begun_s <= at < w.ended_s for w in replica) for replica in out.values())
+        for at in begins
+    )
+
+
 def available_s(out: Mapping[int, Sequence[Window]], window: Window) -> float:
     """Return the seconds in which replicas could have trained, all replicas together."""
     lost = sum(one.seconds for replica in out.values() for one in replica)

@@ -25,6 +25,7 @@ from typing import IO, NamedTuple
 from benchmarks.chaos.events import CUT, LIGHTHOUSE, SLOW, STOP, TERM, Event
 from benchmarks.chaos.goodput import Window
 from benchmarks.chaos.plan import (
+    LEAST,
     REPLICA,
     REPLICAS,
     RESTARTED,
@@ -38,7 +39,8 @@ from benchmarks.lab import NetLab
 
 SERVICES = REPLICAS  # node of the lighthouse or of torchrun
 LIGHTHOUSE_PORT, TORCHRUN_PORT = 29510, 29400
-JOIN_TIMEOUT_S = {TORCHFT: 10.0}  # as in torchft's examples; ours: the default
+# as in torchft's examples; ours: the defaults, and `min_replicas` of the strategy
+TORCHFTS = ["--join-timeout", "10", "--min-replicas", str(LEAST)]
 SHUTDOWN_S = 2  # torchrun's patience with survivors; its default is 30
 TERM_S = 5.0  # from SIGTERM to SIGKILL
 START_LIMIT_S = 90.0  # until all replicas train
@@ -165,8 +167,7 @@ class _Job:
         plan = self._plan
         options = ["--bind", self._lab.address(SERVICES), "--port", str(LIGHTHOUSE_PORT)]
         options += ["--heartbeat-timeout", f"{plan.heartbeat_timeout_s:g}"]
-        if plan.method in JOIN_TIMEOUT_S:
-            options += ["--join-timeout", f"{JOIN_TIMEOUT_S[plan.method]:g}"]
+        options += TORCHFTS if plan.method == TORCHFT else []
         for number in range(2):
             serve = self._folder / f"lighthouse.{number}"
             command = self._python("lighthouse", str(serve), *options)

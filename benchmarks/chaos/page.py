@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.chaos.events import KILL, KILLS, Event
 from benchmarks.chaos.goodput import (
     Curve,
+    all_out,
     available_s,
     longest_standstill,
     moving_mean,
@@ -20,7 +21,7 @@ from benchmarks.chaos.goodput import (
     useful_steps,
 )
 from benchmarks.chaos.job import SHUTDOWN_S, TERM_S, Outcome
-from benchmarks.chaos.plan import METHODS, OURS, REPLICAS, RESTARTED, Plan
+from benchmarks.chaos.plan import LEAST, METHODS, OURS, REPLICAS, RESTARTED, Plan
 
 TITLE = "How much training is left when replicas are killed, stopped and cut off?"
 LEAST_GOODPUT = 0.95
@@ -40,6 +41,7 @@ class Figures(NamedTuple):
     calm_s: float | None  # seconds to it
     rough_s: float | None  # None: not reached
     others_first: bool  # whether other events than kills came before it
+    all_lost: bool  # no replica was left, and the method has no files
 
     @property
     def ratio(self) -> float | None:
@@ -63,7 +65,7 @@ def undisturbed_rate(calm: Outcome) -> float:
     return useful_steps(calm.logs, calm.window, calm.alive) / (REPLICAS * calm.window.seconds)
 
 
-def figures_of(runs: Runs) -> Figures:
+def figures_of(method: str, runs: Runs) -> Figures:
     """Return the figures of a method."""
     calm, rough = runs.calm, runs.rough
     rate = undisturbed_rate(calm)
@@ -83,6 +85,7 @@ def figures_of(runs: Runs) -> Figures:
         None if target is None else seconds_to(runs.calm_curve, target),
         rough_s,
         rough_s is not None and any(at_s < rough_s for at_s in others),
+        method not in RESTARTED and all_out(out),
     )
 
 
@@ -119,10 +122,11 @@ def table(found: Mapping[str, Figures]) -> list[str]:
     ]
     for method, f in found.items():
         late = "\\*" if f.others_first else ""
+        lost = "†" if f.all_lost else ""
         cells = [
             method,
-            f"{100 * f.goodput:.1f} %",
-            f"{100 * f.share:.1f} %",
+            f"{100 * f.goodput:.1f} %{lost}",
+            f"{100 * f.share:.1f} %{lost}",
             f"{f.standstill_s:.1f} s",
             str(f.started_again),
             f"{f.rate:.2f}",
@@ -134,6 +138,8 @@ def table(found: Mapping[str, Figures]) -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     if any(f.others_first for f in found.values()):
         lines += ["", "\\* Events other than kills came before the target was reached."]
+    if any(f.all_lost for f in found.values()):
+        lines += ["", "† Too high: no replica was left at some time, and its steps are lost."]
     return lines
 
 
@@ -181,7 +187,9 @@ def body(
         " fp32 on the wire; a process that ends is started again at once. Transfers time out after"
         " 10 s, as in torchft's own tests.",
         "",
-        f"All methods save the same number of checkpoints. Events, from seed {seed}: three kills,"
+        f"With fewer than {LEAST} replicas, the methods that have a lighthouse wait.",
+        "",
+        f"All methods save a checkpoint every {save_s:g} s. Events, from seed {seed}: three kills,"
         " then the others in random order. SIGTERM is followed by SIGKILL after"
         f" {TERM_S:g} s. A late restart waits before it imports anything. A partition cuts one"
         " replica off at the switch. The lighthouse is killed and another one starts on its port;"

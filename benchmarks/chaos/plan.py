@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-REPLICAS = 3
+REPLICAS, LEAST = 3, 2  # with fewer than `LEAST`, all wait
 OURS, STREAMING, DDP, TORCHFT = "ElasticDiLoCo", "StreamingDiLoCo", "DDP", "torchft DiLoCo"
 METHODS = (OURS, STREAMING, DDP, TORCHFT)
 RESTARTED = (STREAMING, DDP)  # torchrun restarts all processes when one ends

@@ -22,7 +22,7 @@ from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found,import-unt
 
 from benchmarks.bandwidth.torchft_job import fragments
 from benchmarks.chaos.goodput import Commits
-from benchmarks.chaos.plan import REPLICAS, Log, Plan
+from benchmarks.chaos.plan import LEAST, REPLICAS, Log, Plan
 from benchmarks.common.pretraining import batches
 from recipes.training.language_model import LanguageModel
 from recipes.training.pretraining import build_data, build_module
@@ -62,7 +62,7 @@ def train(plan: Plan, replica: int, folder: Path, open_log: Callable[[], Log]) -
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=load,
         state_dict=lambda: {name: owner.state_dict() for name, owner in states.items()},
-        min_replica_size=1,
+        min_replica_size=LEAST,
         use_async_quorum=False,
         timeout=TIMEOUT,
         quorum_timeout=QUORUM_TIMEOUT,

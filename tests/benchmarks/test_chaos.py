@@ -11,6 +11,7 @@ from benchmarks.chaos.fit import unsent
 from benchmarks.chaos.goodput import (
     Commits,
     Window,
+    all_out,
     available_s,
     longest_standstill,
     outages,
@@ -68,6 +69,8 @@ def test_a_replica_is_out_until_its_successor_is_ready_or_it_continues() -> None
     out = outages(LOGS, EVENTS, WINDOW)
     assert out == {0: [], 1: [Window(106.0, 111.0)], 2: [Window(108.0, 112.0)]}
     assert available_s(out, WINDOW) == 3 * 20 - 5 - 4
+    assert not all_out(out)
+    assert all_out({**out, 0: [Window(107.0, 109.0)]})
     assert longest_standstill(LOGS, out, WINDOW) == pytest.approx(11.0), "109 to 120 on replica 0"
 
     # the same stop, but the method ends the process; its successor never gets ready

@@ -41,7 +41,6 @@ SERVICES = REPLICAS  # node of the lighthouse or of torchrun
 LIGHTHOUSE_PORT, TORCHRUN_PORT = 29510, 29400
 # as in torchft's examples; ours: the defaults, and `min_replicas` of the strategy
 TORCHFTS = ["--join-timeout", "10", "--min-replicas", str(LEAST)]
-SHUTDOWN_S = 2  # torchrun's patience with survivors; its default is 30
 TERM_S = 5.0  # from SIGTERM to SIGKILL
 START_LIMIT_S = 90.0  # until all replicas train
 _POLL_S = 0.05
@@ -156,10 +155,12 @@ class _Job:
             *["env", *_UNSET, sys.executable, "-m", "torch.distributed.run", "--nnodes=1"],
             *[f"--nproc-per-node={REPLICAS}", "--max-restarts=1000", "--rdzv-backend=c10d"],
             *[f"--rdzv-endpoint={host}:{TORCHRUN_PORT}", f"--local-addr={host}"],
-            *["--monitor-interval=0.1", f"--shutdown-timeout={SHUTDOWN_S}", "--no-python"],
+            *["--monitor-interval=0.1", "--no-python"],
             *["sh", str(worker), *self._python("replica", str(self._folder))],
         ]
-        env = {"OMP_NUM_THREADS": "1"}
+        # torch 2.13 keeps one store over all restarts, with the addresses of dead processes: gloo
+        # then cannot connect
+        env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._torchruns.append(self._lab.start(SERVICES, command, env, self._log("torchrun.log")))
 
     def _start_lighthouses(self) -> None:

@@ -20,7 +20,7 @@ from benchmarks.chaos.goodput import (
     seconds_to,
     useful_steps,
 )
-from benchmarks.chaos.job import SHUTDOWN_S, TERM_S, Outcome
+from benchmarks.chaos.job import TERM_S, Outcome
 from benchmarks.chaos.plan import LEAST, METHODS, OURS, REPLICAS, RESTARTED, Plan
 
 TITLE = "How much training is left when replicas are killed, stopped and cut off?"
@@ -181,8 +181,9 @@ def body(
         "- *StreamingDiLoCo* and *DDP*: `StreamingDiLoCoStrategy` and Lightning's `DDPStrategy`"
         " under one torchrun with `--max-restarts`, which restarts all processes when one ends;"
         f" they continue from the last checkpoint, saved every {save_s:g} s, and on SIGTERM from"
-        f" one that is saved then. torchrun kills survivors {SHUTDOWN_S} s after it tells them to"
-        " stop; its default is 30 s.",
+        " one that is saved then. Rank 0 hosts the store"
+        " (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`): the one that torchrun of torch 2.13 hosts keeps"
+        " the addresses of dead processes, so restarts fail.",
         "- *torchft DiLoCo*: `torchft.local_sgd.DiLoCo` with its `Manager` and checkpoint transfer,"
         " fp32 on the wire; a process that ends is started again at once. Transfers time out after"
         " 10 s, as in torchft's own tests.",

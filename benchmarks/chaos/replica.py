@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.chaos.plan import REPLICA, TORCHFT, Log, read_plan
+from benchmarks.chaos.plan import REPLICA, RESTARTED, TORCHFT, Log, read_plan
 
 
 def main() -> None:
@@ -30,6 +30,9 @@ def main() -> None:
         seconds = float(delay.read_text())
         delay.unlink()
         time.sleep(seconds)
+
+    if plan.method in RESTARTED:
+        os.environ["MASTER_ADDR"] = plan.addresses[0]  # rank 0 is not on torchrun's node
 
     import torch
 

@@ -45,9 +45,8 @@ TERM_S = 5.0  # from SIGTERM to SIGKILL
 START_LIMIT_S = 90.0  # until all replicas train
 _POLL_S = 0.05
 # set by the laboratory for a job of one process per node, which these are not
-_SET = ("RANK", "GROUP_RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_SET += ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-_UNSET = [word for name in _SET for word in ("-u", name)]
+_SET = "RANK GROUP_RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+_UNSET = [word for name in [*_SET.split(), "TORCHELASTIC_RUN_ID"] for word in ("-u", name)]
 
 
 class Outcome(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,9 @@ from benchmarks.chaos.goodput import (
     seconds_to,
     useful_steps,
 )
-from benchmarks.chaos.plan import Process, Row
+from benchmarks.chaos.job import Outcome
+from benchmarks.chaos.page import Runs, body, draw, figures_of, opening
+from benchmarks.chaos.plan import DDP, OURS, Plan, Process, Row
 from lightning_commfree.diloco.schedule import Schedule
 
 
@@ -79,6 +82,32 @@ def test_a_replica_is_out_until_its_successor_is_ready_or_it_continues() -> None
     # a second event while it is out
     again = [*EVENTS, Event(7.0, SLOW, 1, 6.0)]
     assert outages(LOGS, again, WINDOW)[1] == [Window(106.0, 111.0)]
+
+
+def test_the_page_says_which_criteria_are_met(tmp_path: Path) -> None:
+    calm_logs = {r: [process(r, 95.0, (100.0, 0, 0), (120.0, 20, 10))] for r in range(3)}
+    calm = Outcome(WINDOW, [], [], calm_logs, {0, 1, 2}, tmp_path)
+    rough = Outcome(WINDOW, EVENTS, ["1.0 s  SIGKILL"], LOGS, {10, 12, 13}, tmp_path)
+    curve = [(5.0 * i, 6.0 - i) for i in range(4)]
+    runs = {
+        OURS: Runs(calm, rough, curve, [(1.05 * at, loss) for at, loss in curve]),
+        DDP: Runs(calm, rough, curve, curve[:2]),
+    }
+    found = {method: figures_of(method, one) for method, one in runs.items()}
+    assert found[OURS].rate == pytest.approx(1.0)
+    assert found[OURS].goodput == pytest.approx(43 / 51)
+    assert found[OURS].share == pytest.approx(43 / 60)
+    assert found[OURS].ratio == pytest.approx(1.05)
+    assert found[DDP].ratio is None
+    page = "\n".join(opening(found, {"torchft": "it did not train"}, "x.png"))
+    assert f"| goodput of {OURS} | 84.3 % | at least 95 % | missed |" in page
+    assert "over undisturbed | 1.05 | at most 1.1 (published" in page
+    assert page.count("| met |") == 1
+    assert "torchft has no figures: it did not train" in page
+    plan = Plan("", {}, 0.1, 20, 40, 2.0, "", [], 0.0)
+    assert "1.0 s  SIGKILL" in body(runs, plan, "100mbit", 1, 5.0, schedule(1, 20.0))
+    draw(runs, found, tmp_path / "x.png")
+    assert (tmp_path / "x.png").exists()
 
 
 def test_the_seconds_to_a_loss_are_interpolated_between_moving_means() -> None:

@@ -13,7 +13,16 @@ import torchft.coordination  # type: ignore[import-not-found,import-untyped,unus
 
 from lightning_commfree.comm.lighthouse_command import main
 
+_POLL_S = 0.02
+_USAGE = 2  # exit code also for a port that is in use
+
 if __name__ == "__main__":
     while not Path(sys.argv[1]).exists():
-        time.sleep(0.02)
-    sys.exit(main(sys.argv[2:]))
+        time.sleep(_POLL_S)
+    while True:
+        try:
+            sys.exit(main(sys.argv[2:]))
+        except SystemExit as end:
+            if end.code != _USAGE:
+                raise
+        time.sleep(_POLL_S)  # the process that was killed still holds the port

@@ -42,14 +42,19 @@ def all_reduce_bytes(num_bytes: int, num_replicas: int) -> float:
 
 
 def all_reduce_rounds(num_replicas: int) -> int:
-    """Return the number of consecutive transfers of a ring all-reduce."""
+    """Return the number of latencies of a ring all-reduce: its consecutive transfers."""
     return 2 * (num_replicas - 1)
 
 
 def exchange_rounds(num_replicas: int, gather: bool = False) -> int:
-    """Return the number of consecutive transfers of the exchange in `exchange_bytes`."""
-    gather = gather or num_replicas <= 2
-    return num_replicas - 1 if gather else all_reduce_rounds(num_replicas)
+    """Return the number of latencies of the exchange in `exchange_bytes`.
+
+    A phase has two: gloo's receiver tells the sender that it is ready, then the data comes. All
+    replicas send to all others at once, in one phase to gather and in two otherwise.
+    """
+    if num_replicas == 1:
+        return 0
+    return 2 if gather or num_replicas == 2 else 4
 
 
 def vote_bytes(numel: int, num_replicas: int) -> float:

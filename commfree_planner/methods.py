@@ -82,6 +82,7 @@ def lion(training: Training) -> Exchange:
         lambda numel: vote_bytes(numel, training.num_replicas),
         by_layer=True,
         rounds=exchange_rounds(training.num_replicas),
+        connections=max(training.num_replicas - 1, 1),
     )
 
 

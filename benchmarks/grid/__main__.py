@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from benchmarks.common.page import provenance, result_page, write_page
-from benchmarks.grid.cells import BASELINES, FAST, UNSHAPED, WIDE, Cell
+from benchmarks.grid.cells import BASELINES, CAPACITY, FAST, UNSHAPED, WIDE, Cell
 from benchmarks.grid.measure import probe, run_rows
 from benchmarks.grid.page import (
     TITLE,
@@ -50,9 +50,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def predict(block: list[str]) -> dict[str, Any]:
     """Measure the planner's inputs and return them with the predictions."""
     links = {}
-    for cell in (UNSHAPED, *FAST, *WIDE):
+    for cell in (UNSHAPED, *FAST, *WIDE, CAPACITY):
         # with loss, a few Mbit/s per connection; without, as much as the link carries
-        num_bytes = 4_000_000 if cell.round_trip_ms else (cell.mbit or 5000) * PROBE_S * 125_000 // 3
+        num_bytes = 10_000_000 if cell.round_trip_ms else (cell.mbit or 5000) * PROBE_S * 125_000 // 3
         links[cell.name] = probe(cell, num_bytes)
         print(cell.name, links[cell.name], flush=True)
     rows = run_rows(UNSHAPED, UNSHAPED.plan(), timeout_s=300)

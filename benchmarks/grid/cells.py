@@ -84,3 +84,4 @@ class Cell:
 UNSHAPED = Cell(None)
 FAST = [Cell(mbit) for mbit in PUBLISHED]
 WIDE = [Cell(50, ms, congestion) for ms in (50, 200) for congestion in ("cubic", "bbr")]
+CAPACITY = Cell(200, 50, "bbr")  # probed only: whether the relay could carry more

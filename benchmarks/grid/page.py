@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from benchmarks.common.page import draw_bars
 from benchmarks.grid.cells import (
     BASELINES,
+    CAPACITY,
     FAST,
     LABELS,
     PUBLISHED,
@@ -114,7 +115,7 @@ def opening(found: Sequence[Outcome], picture: str) -> list[str]:
 
 
 def _missing(count: int) -> str:
-    return f" {count} cells have not been measured." if count else ""
+    return f" Not measured: {count}." if count else ""
 
 
 def _against_published(measured: Sequence[Outcome]) -> Iterator[str]:
@@ -218,7 +219,7 @@ def _links(links: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
         "| link | round trip, ms | datagrams lost, both ways | Mbit/s of a node |",
         "|---|---|---|---|",
     )
-    for cell in (UNSHAPED, *FAST, *WIDE):
+    for cell in (UNSHAPED, *FAST, *WIDE, CAPACITY):
         if cell.name in links:
             link = links[cell.name]
             yield (

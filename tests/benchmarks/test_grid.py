@@ -83,7 +83,7 @@ def test_a_prediction_within_three_points_is_a_hit() -> None:
     assert [outcome(m).verdict for m in (0.129, 0.071, 0.131, None)] == [HIT, HIT, MISS, OPEN]
     text = " ".join(opening([outcome(0.129), outcome(0.2), outcome(None)], "picture.png"))
     assert "1 of 2 cells are within 3 points" in text
-    assert "1 cells have not been measured" in text
+    assert "Not measured: 1." in text
     assert "they disagree (largest difference 8.4 points)" in text, "11.55 % published"
     assert "predictions only" in " ".join(opening([outcome(None)], "picture.png"))
 

@@ -46,15 +46,18 @@ def all_reduce_rounds(num_replicas: int) -> int:
     return 2 * (num_replicas - 1)
 
 
+def exchange_phases(num_replicas: int, gather: bool = False) -> int:
+    """Return the number of phases of the exchange in `exchange_bytes`: one to gather, or two."""
+    return 1 if gather or num_replicas <= 2 else 2
+
+
 def exchange_rounds(num_replicas: int, gather: bool = False) -> int:
     """Return the number of latencies of the exchange in `exchange_bytes`.
 
-    A phase has two: gloo's receiver tells the sender that it is ready, then the data comes. All
-    replicas send to all others at once, in one phase to gather and in two otherwise.
+    In a phase all replicas send to all others at once. It has two latencies: gloo's receiver tells
+    the sender that it is ready, then the data comes.
     """
-    if num_replicas == 1:
-        return 0
-    return 2 if gather or num_replicas == 2 else 4
+    return 0 if num_replicas == 1 else 2 * exchange_phases(num_replicas, gather)
 
 
 def vote_bytes(numel: int, num_replicas: int) -> float:

@@ -97,6 +97,7 @@ def build_exchange(
     by_layer: bool,
     rounds: int = 0,
     connections: int = 1,
+    phases: int = 1,
     sync_seconds: float = 0.0,
 ) -> Exchange:
     """Return the messages of a replica; the defaults are those of data parallelism.
@@ -113,6 +114,7 @@ def build_exchange(
             in `StreamingDiLoCo`.
         rounds: number of latencies of a message.
         connections: on which a replica sends a message.
+        phases: of a message.
         sync_seconds: time per cycle in which a replica encodes and decodes.
     """
     fragments = []
@@ -120,10 +122,10 @@ def build_exchange(
         sizes = [model.layer_params(layer) for layer in layers]
         if by_layer:
             messages = [
-                Message(i, i, sent_bytes(n), rounds, connections)
+                Message(i, i, sent_bytes(n), rounds, connections, phases)
                 for i, n in zip(layers, sizes, strict=True)
             ]
         else:
-            messages = [Message(0, 0, sent_bytes(sum(sizes)), rounds, connections)]
+            messages = [Message(0, 0, sent_bytes(sum(sizes)), rounds, connections, phases)]
         fragments.append(tuple(messages))
     return Exchange(sync_every, overlap_steps, tuple(fragments), sync_seconds)

@@ -35,6 +35,7 @@ class Message(NamedTuple):
     num_bytes: float
     rounds: int = 0  # number of latencies until all of it has arrived
     connections: int = 1  # on which the replica sends it
+    phases: int = 1  # parts of equal size; each starts when all replicas have the one before it
 
 
 @dataclass(frozen=True)
@@ -220,8 +221,9 @@ class _Replica:
         due = self._due.setdefault(self._step + self._exchange.overlap_steps + 1, {})
         arrival = self._link_free
         if self._latency_s:
-            arrival += message.rounds * self._latency_s + window_seconds(
-                message.num_bytes,
+            arrival += message.rounds * self._latency_s
+            arrival += message.phases * window_seconds(
+                message.num_bytes / message.phases,
                 self._bytes_per_s,
                 self._latency_s,
                 self._loss,

@@ -13,6 +13,7 @@ from commfree_planner.bytes_sent import (
     all_reduce_bytes,
     all_reduce_rounds,
     exchange_bytes,
+    exchange_phases,
     exchange_rounds,
     payload_bytes,
 )
@@ -91,21 +92,7 @@ class Training:
                     f"`{name}={getattr(self, name)!r}` is not valid. Choose one of"
                     f" {', '.join(map(repr, legal))}."
                 )
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(
-                f"`latency={self.latency_s}` must be a number of seconds of at least 0, one way:"
-                " half of the time shown by ping. Pass, for example, 0.02 between regions."
-            )
-        if not 0 <= self.loss < 0.5:
-            raise ValueError(
-                f"`loss={self.loss}` must be a share of packets, at least 0 and below 0.5: 0.001 for"
-                " one packet in a thousand."
-            )
-        if not 0 <= self.sync_seconds < math.inf:
-            raise ValueError(
-                f"`sync_time={self.sync_seconds}` must be a number of seconds of at least 0: the time"
-                " of a cycle that a fast link leaves beside the steps."
-            )
+        self._check_link()
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ValueError(
                 f"`tokens_per_step={self.tokens_per_step}` must be at least 1: the tokens of a"
@@ -150,6 +137,7 @@ class Training:
             by_layer=False,
             rounds=exchange_rounds(self.num_replicas, wire_dtype in GATHERED),
             connections=max(self.num_replicas - 1, 1),
+            phases=exchange_phases(self.num_replicas, wire_dtype in GATHERED),
             sync_seconds=self.sync_seconds if self.num_replicas > 1 else 0.0,
         )
 
@@ -172,6 +160,23 @@ class Training:
 
     def _gradient_bytes(self, dtype: str, numel: int) -> float:
         return all_reduce_bytes(payload_bytes(numel, dtype), self.num_replicas)
+
+    def _check_link(self) -> None:
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(
+                f"`latency={self.latency_s}` must be a number of seconds of at least 0, one way:"
+                " half of the time shown by ping. Pass, for example, 0.02 between regions."
+            )
+        if not 0 <= self.loss < 0.5:
+            raise ValueError(
+                f"`loss={self.loss}` must be a share of packets, at least 0 and below 0.5: 0.001"
+                " for one packet in a thousand."
+            )
+        if not 0 <= self.sync_seconds < math.inf:
+            raise ValueError(
+                f"`sync_time={self.sync_seconds}` must be a number of seconds of at least 0: the"
+                " time of a cycle that a fast link leaves beside the steps."
+            )
 
     def _check_types(self) -> None:
         optional = ("num_fragments", "tokens_per_step")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from threading import Lock
 from typing import Any
 
 from benchmarks.common.page import provenance, result_page, write_page
-from benchmarks.grid.cells import BASELINES, CAPACITY, FAST, UNSHAPED, WIDE, Cell
+from benchmarks.grid.cells import BASELINES, CAPACITY, FAST, NODES, PRIORITY, UNSHAPED, WIDE, Cell
 from benchmarks.grid.measure import probe, run_rows
 from benchmarks.grid.page import (
     TITLE,
@@ -43,6 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("what", choices=("predict", "measure", "page"))
     parser.add_argument("--cells", nargs="+", help="names of cells to measure; default: all")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds per cell")
+    parser.add_argument("--nice", type=int, default=0, help="of the jobs, as other work may run")
     parser.add_argument("--folder", type=Path, default=HERE, help="of the page and its data")
     return parser.parse_args(arguments)
 
@@ -51,9 +53,9 @@ def predict(block: list[str]) -> dict[str, Any]:
     """Measure the planner's inputs and return them with the predictions."""
     links = {}
     for cell in (UNSHAPED, *FAST, *WIDE, CAPACITY):
-        # with loss, a few Mbit/s per connection; without, as much as the link carries
-        num_bytes = 10_000_000 if cell.round_trip_ms else (cell.mbit or 5000) * PROBE_S * 125_000 // 3
-        links[cell.name] = probe(cell, num_bytes)
+        bits = PROBE_S * 1e6 * (cell.mbit or 5000) / (NODES - 1)
+        # with loss, a few Mbit/s for each connection
+        links[cell.name] = probe(cell, 10_000_000 if cell.round_trip_ms else round(bits / 8))
         print(cell.name, links[cell.name], flush=True)
     rows = run_rows(UNSHAPED, UNSHAPED.plan(), timeout_s=300)
     mbit = {cell.name: links[cell.name]["mbit"] for cell in (UNSHAPED, *FAST)}
@@ -111,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Predict, measure, or write the page only."""
     options = parse(arguments)
     exit_on_signals()
+    os.environ[PRIORITY] = str(options.nice)
     page = options.folder / "result.md"
     prediction, results = options.folder / "predictions.json", options.folder / "result.json"
     block = provenance("grid", arguments, page)

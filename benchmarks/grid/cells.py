@@ -24,6 +24,7 @@ LABELS = {
 # utilization of DiLoCo by diloco-measured (github.com/Adnan082/diloco-measured, H = 128)
 PUBLISHED = {50: 0.1155, 200: 0.3609, 1000: 0.7152, 5000: 0.87}
 TOLERANCE = 0.03  # of utilization: a prediction within 3 points is a hit
+PRIORITY = "GRID_NICE"  # variable: the nice value of the jobs, `--nice`
 
 
 @dataclass(frozen=True)

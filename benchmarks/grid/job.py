@@ -36,11 +36,13 @@ from benchmarks.grid.cells import (
     INNER,
     NODES,
     OVERLAP,
+    PRIORITY,
     STEP_S,
     SYNC_EVERY,
     VOCABULARY,
     WIDTH,
 )
+from benchmarks.lab import raise_priority
 from lightning_commfree import StreamingDiLoCoStrategy
 
 WARM_UP = 2  # steps
@@ -243,6 +245,7 @@ def loop(row: str, cycles: int, warm: bool) -> Measured:
 def main() -> None:
     """Measure the plan in the first argument; append one JSON line per row to the second's file."""
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
+    raise_priority(int(os.environ.get(PRIORITY, "0")))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
     if os.environ["RANK"] == "0" and "torchft" in {row for row, _, _ in plan}:

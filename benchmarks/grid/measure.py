@@ -13,7 +13,7 @@ from benchmarks.bandwidth.measure import HEAP
 from benchmarks.grid.cells import NODES, Cell
 from benchmarks.lab import NetLab
 
-PROBE = Path(__file__).with_name("probe.py")
+PROBE = [sys.executable, "-m", "benchmarks.grid.probe"]
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **HEAP}
 ECHOES = 4000  # 0.1 % in each direction loses 8
 
@@ -69,7 +69,7 @@ def probe(cell: Cell, num_bytes: int) -> dict[str, float]:
     with laboratory(cell) as lab:
         found: dict[str, float] = {}
         for words in (["echo", str(ECHOES)], ["exchange", str(num_bytes)]):
-            results = lab.run([[sys.executable, str(PROBE), *words]] * NODES, timeout_s=300)
+            results = lab.run([[*PROBE, *words]] * NODES, timeout_s=300)
             failed = [result.output for result in results if result.returncode]
             if failed:
                 raise RuntimeError(f"the probe of {cell.name} has failed: {failed[0]}")

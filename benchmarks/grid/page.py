@@ -107,8 +107,7 @@ def opening(found: Sequence[Outcome], picture: str) -> list[str]:
     lines += [
         f"**Found:** {hits} of {len(measured)} cells are within {100 * TOLERANCE:.0f} points of the"
         f" prediction. The largest difference is {points(worst.difference)} points"
-        f" ({LABELS[worst.row]}, {worst.cell.name})."
-        + _missing(len(found) - len(measured))
+        f" ({LABELS[worst.row]}, {worst.cell.name})." + _missing(len(found) - len(measured))
     ]
     lines += ["", *_against_published(measured), f"![utilization by link and method]({picture})"]
     return lines

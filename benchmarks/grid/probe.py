@@ -1,7 +1,7 @@
 """Measure the links of a cell with plain sockets: round trip, loss, and throughput.
 
-`python probe.py echo COUNT` runs in every node: node 0 sends datagrams to node 1, which returns
-them. `python probe.py exchange BYTES` sends that many bytes from every node to every other at the
+`python -m benchmarks.grid.probe echo COUNT` runs in every node: node 0 sends datagrams to node 1,
+which returns them. `... exchange BYTES` sends that many bytes from every node to every other at the
 same time, on a connection for each pair and direction. Both print JSON.
 """
 
@@ -15,6 +15,9 @@ import statistics
 import sys
 import threading
 import time
+
+from benchmarks.grid.cells import PRIORITY
+from benchmarks.lab import raise_priority
 
 PORT = 5100
 PAUSE_S = 0.002  # between two datagrams
@@ -40,9 +43,10 @@ def echo(rank: int, count: int) -> dict[str, float]:
         time.sleep(0.5)  # until node 1 listens
         sent: list[float] = []
         returned: dict[int, float] = {}
-        end = time.monotonic() + count * PAUSE_S + LAST_S
-        while time.monotonic() < end and len(returned) < count:
+        while len(returned) < count:
             due = sent[-1] + PAUSE_S if sent else 0.0
+            if len(sent) == count and time.monotonic() > sent[-1] + LAST_S:
+                break
             if len(sent) < count and time.monotonic() >= due:
                 own.sendto(len(sent).to_bytes(4, "big"), ("node1", PORT))
                 sent.append(time.monotonic())
@@ -97,6 +101,7 @@ def _connected(node: str) -> socket.socket:
 def main() -> None:
     """Run one probe on this node."""
     probe, number = sys.argv[1], int(sys.argv[2])
+    raise_priority(int(os.environ.get(PRIORITY, "0")))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = echo(rank, number) if probe == "echo" else exchange(rank, size, number)
     print(json.dumps(found))

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.lab.nodes import INTERFACE, LaboratoryUnavailable, reaped
+from benchmarks.lab.nodes import INTERFACE, LaboratoryUnavailable, raise_priority, reaped
 
 _TUN = "/dev/net/tun"
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
@@ -29,6 +29,7 @@ _CLONE_NEWNET = 0x40000000
 _MTU = 1500
 _AT_ONCE = 64  # packets read from one node before the others have their turn
 _READY = b"ready\n"
+_NICE = -15  # a network does not wait for a core
 
 
 class Wire:
@@ -124,6 +125,7 @@ def _serve(devices: Sequence[int], wire: Wire) -> None:
 def main() -> None:
     """Relay until the process is killed: the delay, the loss, and the nodes' namespaces."""
     delay, loss, *namespaces = sys.argv[1:]
+    raise_priority(_NICE)
     devices = [_open_tun(namespace) for namespace in namespaces]
     sys.stdout.buffer.write(_READY)
     sys.stdout.buffer.flush()

@@ -22,7 +22,7 @@ from benchmarks.lab.wan import Wire
 UNAVAILABLE = netlab.why_unavailable()
 needs_networks = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 PAYLOAD = 3_000_000
-PROBE = Path(__file__).parents[2] / "benchmarks" / "grid" / "probe.py"
+PROBE = [sys.executable, "-m", "benchmarks.grid.probe"]
 TRANSFER = f"""
 import os, socket, time
 if os.environ["RANK"] == "1":
@@ -73,12 +73,12 @@ def test_the_interface_counts_a_known_transfer_and_the_rate_is_kept(lab: NetLab)
 def test_a_wide_area_delays_and_loses_what_it_says() -> None:
     """A datagram there and back: 40 ms, and 10 % are lost on each way. TCP arrives all the same."""
     with NetLab(nodes=2, rate="100mbit", round_trip_s=0.04, loss=0.1, congestion="reno") as wide:
-        echo, _ = wide.run([[sys.executable, str(PROBE), "echo", "300"]] * 2, timeout_s=60)
+        echo, _ = wide.run([[*PROBE, "echo", "300"]] * 2, timeout_s=60)
         assert echo.returncode == 0, echo.output
         found = json.loads(echo.output)
         assert 40 <= found["median_ms"] < 60
         assert 0.1 < found["lost"] < 0.3
-        both = wide.run([[sys.executable, str(PROBE), "exchange", "30000"]] * 2, timeout_s=60)
+        both = wide.run([[*PROBE, "exchange", "30000"]] * 2, timeout_s=60)
         assert [result.returncode for result in both] == [0, 0], both[0].output
         control = ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
         assert wide.run([control, ["true"]], timeout_s=20)[0].output == "reno\n"

@@ -74,9 +74,12 @@ def test_the_work_of_a_sync_is_added_to_a_cycle() -> None:
     training = replace(TRAINING, sync_seconds=2.5)
     assert training.utilization(training.diloco(3, 1, "fp4"), math.inf) == pytest.approx(0.8)
     assert training.utilization(training.data_parallel(), math.inf) == 1.0
-    assert replace(training, num_replicas=1).utilization(
-        replace(training, num_replicas=1).diloco(1, 0, "fp32"), 1.0
-    ) == 1.0
+    assert (
+        replace(training, num_replicas=1).utilization(
+            replace(training, num_replicas=1).diloco(1, 0, "fp32"), 1.0
+        )
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("latency_s", [-1.0, math.inf, math.nan])

@@ -39,7 +39,7 @@ def test_losses_leave_the_windows_of_the_rfc(round_s, window) -> None:
     segments = 10_000
     seconds = window_seconds(segments * SEGMENT, math.inf, round_s / 2, 0.001, 1, idle=False)
     # two connections are simulated, and the slower one counts
-    assert segments / window < seconds / round_s < 1.35 * segments / window
+    assert 0.85 * segments / window < seconds / round_s < 1.35 * segments / window
 
 
 def test_longer_and_worse_links_take_longer() -> None:

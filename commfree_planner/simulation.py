@@ -83,6 +83,7 @@ def utilization(
     gbit_per_s: float,
     latency_s: float = 0.0,
     loss: float = 0.0,
+    bbr: bool = False,
 ) -> float:
     """Return the share of time in which the machine computes, in the steady state.
 
@@ -93,6 +94,7 @@ def utilization(
         latency_s: of the link, one way. Consecutive messages do not wait for each other's latency.
         loss: share of the packets that the link loses (`tcp`); without latency, it costs nothing.
             Not used for tensor parallelism.
+        bbr: whether TCP's congestion control is BBR instead of CUBIC.
 
     Raises:
         ValueError: the bandwidth is not positive.
@@ -105,7 +107,7 @@ def utilization(
     bytes_per_s = gbit_per_s * 1e9 / 8
     if isinstance(exchange, LayerSums):
         return exchange.utilization(layer_seconds, bytes_per_s, latency_s)
-    replica = _Replica(layer_seconds, exchange, bytes_per_s, latency_s, loss)
+    replica = _Replica(layer_seconds, exchange, bytes_per_s, latency_s, loss, bbr)
     tolerance = _SAME * sum(layer_seconds)
     cycle_s, before = 0.0, replica.state()
     for _ in range(_MOST_CYCLES):
@@ -133,6 +135,7 @@ def needed_bandwidth(
     grid: Sequence[float],
     latency_s: float = 0.0,
     loss: float = 0.0,
+    bbr: bool = False,
 ) -> int:
     """Return the index of the first bandwidth of a grid that reaches a utilization.
 
@@ -143,6 +146,7 @@ def needed_bandwidth(
         grid: bandwidths in Gbit/s, ascending. Utilization does not decrease along it.
         latency_s: of the link, one way.
         loss: share of the packets that the link loses.
+        bbr: whether TCP's congestion control is BBR instead of CUBIC.
 
     Returns:
         The index; `len(grid)` if no bandwidth reaches the target.
@@ -157,7 +161,7 @@ def needed_bandwidth(
         )
 
     def reached(gbit_per_s: float) -> float:
-        return utilization(layer_seconds, exchange, gbit_per_s, latency_s, loss)
+        return utilization(layer_seconds, exchange, gbit_per_s, latency_s, loss, bbr)
 
     return bisect_left(grid, target, key=reached)
 
@@ -172,12 +176,15 @@ class _Replica:
         bytes_per_s: float,
         latency_s: float,
         loss: float,
+        bbr: bool,
     ) -> None:
         self._layer_s = layer_seconds
         self._step_s = sum(layer_seconds)
         self._exchange = exchange
         self._bytes_per_s = bytes_per_s
-        self._latency_s, self._loss = latency_s, loss
+        self._latency_s, self._loss = latency_s, 0.0 if bbr else loss
+        # CUBIC starts again after a pause
+        self._idle = exchange.sync_every > 1 and not bbr
         self._leaving = _by_step_and_layer(exchange)
         self._step = 0
         self._now = self._link_free = 0.0
@@ -228,7 +235,7 @@ class _Replica:
                 self._latency_s,
                 self._loss,
                 message.connections,
-                idle=self._exchange.sync_every > 1,
+                idle=self._idle,
             )
         due[message.needed_by] = max(arrival, due.get(message.needed_by, 0.0))
 

@@ -6,7 +6,7 @@ CUBIC (RFC 9438), the default of Linux. A connection that was idle starts from 1
 and doubles up to three quarters of its former window at least (RFC 2861). The message has arrived
 when the slowest of the connections is done.
 
-BBR does not slow down after a single loss: for BBR, predict with `loss=0`.
+BBR neither slows down after a single loss nor starts again after a pause: predict it without both.
 """
 
 from __future__ import annotations

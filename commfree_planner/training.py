@@ -44,7 +44,8 @@ class Training:
         wire_dtype: of the outer gradients.
         gradient_dtype: of gradients in data parallelism; also assumed for activations.
         latency_s: of the link, one way, in seconds.
-        loss: share of the packets that the link loses, for CUBIC (`tcp`).
+        loss: share of the packets that the link loses (`tcp`).
+        bbr: whether TCP's congestion control is BBR instead of CUBIC, Linux's default.
         sync_seconds: time per cycle of Streaming DiLoCo in which a replica neither computes nor
             waits for the link: it encodes, decodes and steps the outer optimizer. Measure it on a
             fast link.
@@ -65,6 +66,7 @@ class Training:
     gradient_dtype: str = "fp32"
     latency_s: float = 0.0
     loss: float = 0.0
+    bbr: bool = False
     sync_seconds: float = 0.0
     tokens_per_step: int | None = None
 
@@ -109,7 +111,7 @@ class Training:
     def utilization(self, exchange: Exchange | LayerSums, gbit_per_s: float) -> float:
         """Return the utilization at a bandwidth; see `simulation.utilization`."""
         seconds = self.model.layer_seconds(self.step_seconds)
-        return utilization(seconds, exchange, gbit_per_s, self.latency_s, self.loss)
+        return utilization(seconds, exchange, gbit_per_s, self.latency_s, self.loss, self.bbr)
 
     def needed_gbit_per_s(self, exchange: Exchange | LayerSums, target: float) -> float:
         """Return the bandwidth that reaches a utilization, rounded up by at most 2.3 %.
@@ -121,7 +123,9 @@ class Training:
             ValueError: the target is outside (0, 1).
         """
         seconds = self.model.layer_seconds(self.step_seconds)
-        i = needed_bandwidth(seconds, exchange, target, GBIT_GRID, self.latency_s, self.loss)
+        i = needed_bandwidth(
+            seconds, exchange, target, GBIT_GRID, self.latency_s, self.loss, self.bbr
+        )
         if exchange.bytes_per_cycle == 0:
             return 0.0
         return GBIT_GRID[i] if i < len(GBIT_GRID) else math.inf

@@ -47,6 +47,7 @@ _TRAINING_KEYS = (
     "gradient_dtype",
     "tokens_per_step",
     "loss",
+    "bbr",
 )
 
 

@@ -32,8 +32,6 @@ TORCHFT_THREADS = 2  # gloo runs as many all-reduces at a time, one for each ten
 
 def training(row: str, cell: Cell, step_s: float, sync_s: float) -> Training:
     """Return the run that the planner gets."""
-    # BBR does not slow down after a lost packet
-    loss = cell.loss if cell.congestion == "cubic" else 0.0
     return Training(
         MODEL,
         step_s,
@@ -41,7 +39,8 @@ def training(row: str, cell: Cell, step_s: float, sync_s: float) -> Training:
         sync_every=SYNC_EVERY,
         overlap_steps=OVERLAP if row == "ours" else 0,
         latency_s=cell.round_trip_ms / 2e3,
-        loss=loss,
+        loss=cell.loss,
+        bbr=cell.congestion == "bbr",
         sync_seconds=sync_s,
     )
 

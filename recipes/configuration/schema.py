@@ -120,6 +120,7 @@ class Plan(Section):  # noqa: D101 - the planner checks sizes against each other
     bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=True)]
     latency: NonNegativeFloat
     loss: NonNegativeFloat
+    bbr: bool
     sync_time: NonNegativeFloat
     tokens_per_step: PositiveInt | None
     num_replicas: PositiveInt

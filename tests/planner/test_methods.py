@@ -67,6 +67,8 @@ def test_losses_cost_more_the_longer_the_round_trip() -> None:
 
     assert reached(0.0, 0.001) == reached(0.0, 0.0), "without latency, losses cost nothing"
     assert reached(0.1, 0.001) < reached(0.025, 0.001) < reached(0.025, 0.0)
+    far = replace(TRAINING, num_replicas=4, latency_s=0.1, loss=0.001, bbr=True)
+    assert far.utilization(far.diloco(3, 1, "fp4"), 0.05) > reached(0.1, 0.0)
 
 
 def test_the_work_of_a_sync_is_added_to_a_cycle() -> None:

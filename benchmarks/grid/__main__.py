@@ -43,6 +43,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grid", description=__doc__)
     parser.add_argument("what", choices=("predict", "measure", "page"))
     parser.add_argument("--cells", nargs="+", help="names of cells to measure; default: all")
+    parser.add_argument("--again", action="store_true", help="measure cells a second time")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds per cell")
     parser.add_argument("--nice", type=int, default=0, help="of the jobs, as other work may run")
     parser.add_argument("--folder", type=Path, default=HERE, help="of the page and its data")
@@ -117,18 +118,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page = options.folder / "result.md"
     prediction, results = options.folder / "predictions.json", options.folder / "result.json"
     block = provenance("grid", arguments, page)
-    result: dict[str, Any] = {"made_by": [], "cells": {}}
+    result: dict[str, Any] = {"made_by": [], "cells": {}, "again": {}}
     if results.exists():
-        result = json.loads(results.read_text())
+        result |= json.loads(results.read_text())
     try:
         if options.what == "predict":
             _write(prediction, predict(block))
         elif options.what == "measure":
             lock = Lock()
+            kept = result["again" if options.again else "cells"]
 
             def keep(cell: Cell, rows: Mapping[str, Any]) -> None:
                 with lock:
-                    result["cells"][cell.name] = rows
+                    kept[cell.name] = rows
                     if block not in result["made_by"]:
                         result["made_by"].append(block)
                     _write(results, result)
@@ -136,15 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             missing = [
                 cell
                 for cell in (*FAST, *WIDE)
-                if cell.name not in result["cells"]
-                and (options.cells is None or cell.name in options.cells)
+                if cell.name not in kept and (options.cells is None or cell.name in options.cells)
             ]
             measure(missing, options.timeout, keep)
     except (LaboratoryUnavailable, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
     predictions = json.loads(prediction.read_text())
-    found = outcomes(predictions, result)
+    found = outcomes(predictions, result["cells"])
     picture = page.with_suffix(".png")
     draw(found, picture)
     made_by = [predictions["made_by"], *result["made_by"]]

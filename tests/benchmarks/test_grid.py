@@ -101,7 +101,7 @@ def test_the_committed_page_is_what_the_command_writes(tmp_path: Path) -> None:
 
 def test_the_committed_predictions_are_the_planner_s() -> None:
     kept = json.loads((grid.HERE / "predictions.json").read_text())
-    for one in outcomes(kept, {"cells": {}}):
+    for one in outcomes(kept, {}):
         assert predicted(one.row, one.cell, kept["inputs"]) == pytest.approx(
             one.predicted, abs=1e-3
         )

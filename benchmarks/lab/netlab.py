@@ -7,8 +7,10 @@ like full-duplex Ethernet. Only the rate is shaped, not the delay. After a pause
 and passes 256 KiB unshaped.
 
 With a round trip or loss, there is no switch: a process relays the packets (`wan`), and only what a
-node sends is shaped. Nothing is left on the host: namespaces are removed on exit, and host
-names are bind-mounted for the job only.
+node sends is shaped.
+
+Nothing is left on the host: namespaces are removed on exit, and host names are bind-mounted for the
+job only.
 """
 
 from __future__ import annotations
@@ -92,6 +94,10 @@ class NetLab:
         fresh: whether a node is like a newly installed Debian or Ubuntu: /etc/hosts has only its
             own name, for 127.0.1.1, and jobs get no variables. Otherwise every node can resolve all
             names, and jobs get `environment`.
+        round_trip_s: between two nodes.
+        loss: probability with which a packet is lost.
+        congestion: TCP's congestion control, such as "cubic", one of this machine's
+            net.ipv4.tcp_allowed_congestion_control; None: the machine's default.
 
     Raises:
         ValueError: `nodes` or `rate` is invalid.

@@ -113,8 +113,8 @@ def test_a_trainer_of_the_other_package_says_what_to_set(
     name, instance, module = map(json.loads, lines)
     key = package.partition(".")[0]
     said = (
-        f" is for {used}, and a Trainer of {package} does not accept it. Set the environment"
-        f" variable {host.VARIABLE}={key} before lightning_commfree is imported."
+        f" is for {used} and does not work with a Trainer from {package}. Set the environment"
+        f" variable {host.VARIABLE}={key} before importing lightning_commfree."
     )
     assert name == f"'distributed_lion_fork'{said}"
     assert f"StreamingDiLoCoStrategy{said}" in instance

@@ -11,7 +11,7 @@ A checkpoint is a Lightning checkpoint with full tensors and one additional entr
 
 A rank's own state has these entries (`ExactResume._state`):
 
-    "algorithm"                            state of the algorithm: local weights, in-flight fragments
+    "algorithm"                            state of the algorithm: local weights, in-flight parts
     "optimizers", "precision", "tensors"   only if replicas have different weights
     "inside"                               state of the layout (`Inside.state_dict`)
     "gradients", "schedulers"              partly accumulated gradients; schedulers

@@ -86,12 +86,12 @@ else:
 
 
 def other_is_imported() -> bool:
-    """Return whether the other Lightning package is imported too."""
+    """Return whether the other Lightning package has been imported, too."""
     return _MODULES[_OTHER] in sys.modules
 
 
 def wrong_host(what: str) -> str:
-    """Return the error message for `what` when used with a Trainer from the other package."""
+    """Return the error message for using `what` with a Trainer from the other package."""
     return (
         f"{what} is for {_MODULES[HOST]} and does not work with a Trainer from {_MODULES[_OTHER]}."
         f" Set the environment variable {VARIABLE}={_OTHER} before importing lightning_commfree."

@@ -51,7 +51,7 @@ from lightning_commfree.host import HOST, VARIABLE, SIGTERMException, TrainerFn,
 
 
 class Patches:
-    """Replace methods of individual objects, and restore them later.
+    """Replaces methods of individual objects, and restores them later.
 
     Patch only in the training process, because a patched object cannot be pickled.
     """
@@ -402,7 +402,7 @@ def validate_if(trainer: pl.Trainer, patches: Patches, allowed: Callable[[], boo
 
 
 def set_step(trainer: pl.Trainer, step: int) -> None:
-    """Set the number of completed optimizer steps in the loops and for loggers."""
+    """Set the number of completed optimizer steps that the loops and loggers use."""
     loop = trainer.fit_loop.epoch_loop
     progress: Any = loop.automatic_optimization.optim_progress.optimizer.step
     for tracker in (progress.total, progress.current):
@@ -578,7 +578,7 @@ def evaluation_loop(trainer: pl.Trainer) -> Any:
 
 
 def batch_limits(loop: Any) -> list[int | float]:
-    """Return an evaluation loop's maximum numbers of batches, one per loader.
+    """Return an evaluation loop's list of batch limits, one per loader.
 
     Lightning replaces the list whenever it creates new loaders.
     """

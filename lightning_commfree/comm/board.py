@@ -63,7 +63,7 @@ def read_board(url: str, timeout_s: float = 5.0) -> Board:
 
 
 def get_text(url: str, path: str, timeout_s: float) -> str:
-    """Return the text that a server has at a path, at most 1 MB.
+    """Return the text at a server's path, truncated to 1 MB.
 
     Raises:
         ConnectionError: the server does not answer.

@@ -207,7 +207,7 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def keep_group(self) -> dist.ProcessGroup:
-        """Return the process group for a library that needs it longer; `close` keeps it open."""
+        """Return the process group for a library that uses it longer; `close` keeps it open."""
         assert self.group is not None, "a single rank has no process group"
         self._keeps_group = True
         return self.group
@@ -316,7 +316,7 @@ def _all_to_all(
     rows_from: list[int] | None = None,
     rows_to: list[int] | None = None,
 ) -> Any:
-    """Launch an all-to-all with one row per rank, or with `rows_from` and `rows_to` rows each."""
+    """Launch an all-to-all with one row per rank, or with the given numbers of rows per rank."""
     return dist.all_to_all_single(
         received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
     )

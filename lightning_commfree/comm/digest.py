@@ -14,8 +14,8 @@ _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # constants of splitmix64, as
 def digest(tensor: Tensor) -> Tensor:
     """Return a fast hash of a contiguous tensor's bits: int64, 0-d, on the tensor's device.
 
-    Simple inputs, such as all zeros, do not hash to 0. For undetected changes, see
-    `thorough_digest`.
+    Simple inputs, such as all zeros, do not hash to 0. See `thorough_digest` for changes that this
+    hash does not detect.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:  # views of int64 need aligned memory

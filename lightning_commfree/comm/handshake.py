@@ -22,7 +22,7 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
     """Raise an error on all ranks unless `fingerprint` is the same on every rank; collective.
 
     `fingerprint` maps names to values that must be the same on all ranks, such as settings and
-    parameter shapes. If they are, each rank sends only a 32-byte hash.
+    parameter shapes. If they are the same, each rank sends only a 32-byte hash.
 
     Raises:
         ValueError: the fingerprints differ. The message names the differences from the first rank.

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class LighthouseRendezvous:
-    """A `Rendezvous` on the lighthouse at `url`, such as "http://10.0.0.1:29510".
+    """A `Rendezvous` that uses the lighthouse at `url`, such as "http://10.0.0.1:29510".
 
     Args:
         url: URL of the lighthouse.

@@ -27,11 +27,10 @@ a whole machine is silent               the channel's timeout, because it may be
 
 Each rank opens an additional client connection to the store and runs a daemon thread, from the time
 it opens its first channel until that channel or rank 0's is closed. It uses no other port or
-protocol.
-Heartbeats use 1.3 kB/s per rank to and from rank 0's machine (measured, including TCP/IP headers).
-After waiting for more than `SUSPECT_SECONDS`, a rank also reads all heartbeats, which takes 0.2
-kB/s per rank. Keys contain random tokens that the ranks exchange over the channel (8 bytes each),
-so that keys from an earlier fit, or from before a torchrun restart, are never read. Training
+protocol. Heartbeats use 1.3 kB/s per rank to and from rank 0's machine (measured, including TCP/IP
+headers). After waiting for more than `SUSPECT_SECONDS`, a rank also reads all heartbeats, which
+uses 0.2 kB/s per rank. Keys contain random tokens that the ranks exchange over the channel (8 bytes
+each), so that keys from an earlier fit, or from before a torchrun restart, are never read. Training
 threads never touch the store, because it may hang.
 
 To disable failure detection, pass `liveness=False` to `Channel.open`, or set the attribute

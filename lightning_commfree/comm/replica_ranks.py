@@ -12,7 +12,7 @@ from typing import Any
 
 
 class ReplicaRanks:
-    """The ranks of this replica; by default a single one, which needs no store.
+    """The ranks of this replica; by default, a single rank, which needs no store.
 
     Args:
         rank: rank of this process in the replica.

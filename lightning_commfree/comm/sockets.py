@@ -28,7 +28,7 @@ _SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # ioctl for an interface
 
 
 class GlooInterface:
-    """Set gloo's network interface in the environment of this process, and restore it later."""
+    """Sets gloo's network interface in the environment of this process, and restores it later."""
 
     def __init__(self) -> None:
         self._before: str | None = None

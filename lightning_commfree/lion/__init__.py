@@ -17,7 +17,7 @@ symbol     name here                unit               default       source
 =========  =======================  =================  ============  ===============================
 n          `View.size`              workers            all ranks     section 3
 g_i, m_i   `grad`, `momentum`       fp32               --            Algorithm 1
-c_i        direction                fp32               --            Algorithm 1; its sign is voted
+c_i        direction                fp32               --            Algorithm 1; vote is sign(c_i)
 Delta      `PackedDelta`            -1 to 1            --            equation 4: majority, average
 eta        `lr`                     change per step    1e-4          arXiv:2302.06675: 3 to 10 times
                                                                      smaller than AdamW's
@@ -29,7 +29,7 @@ Read in this order:
 
 1. `worker`: one worker's computation (`worker_numba` has its CPU loops, `worker_triton` its GPU
    kernels). `vote`: how ballots are counted.
-2. `ballot`: how ballots are exchanged. `buckets` and `voting`: when they are sent, and a full step.
+2. `ballot`: how ballots are exchanged. `buckets` and `voting`: when they are sent; a full step.
 3. `optimizer`: the `torch.optim.Optimizer`. `session`: runs its votes during a fit.
 
 Departures from the paper:

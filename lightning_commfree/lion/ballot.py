@@ -71,7 +71,10 @@ class HeaderSummary(NamedTuple):
     hyperparameters_differ: bool
 
     def refuses(self, faults: bool) -> bool:
-        """Return whether to reject the step: workers differ or, with `faults`, have NaN or Inf."""
+        """Return whether to reject the step.
+
+        It is rejected if workers differ or, with `faults`, if any worker has NaN or Inf.
+        """
         differ = self.parameters_differ or self.hyperparameters_differ
         return differ or (faults and bool(self.faults))
 
@@ -85,7 +88,7 @@ def header_bytes(parameters: int) -> int:
 
 
 def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int:
-    """Pack two hashes into a header's second word, int64."""
+    """Pack two hashes into an int64, the second word of a header."""
     # keep the sign bit clear: torch has no unsigned int64
     upper = (hyperparameters % (1 << (_DIGEST_BITS - 1))) << _DIGEST_BITS
     return (parameters & ((1 << _DIGEST_BITS) - 1)) | upper
@@ -111,12 +114,12 @@ def write_header(
 
 
 def marks_of(headers: Tensor, parameters: int) -> Tensor:
-    """Return a view of each parameter's byte in headers: `HAS_GRADIENT` and `NONFINITE` bits."""
+    """Return a view of the headers' per-parameter bytes (bits `HAS_GRADIENT`, `NONFINITE`)."""
     return headers[..., _WORDS_BYTES : _WORDS_BYTES + parameters]
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
-    """Summarize all workers' headers, uint8, shape (workers, header bytes), in host memory."""
+    """Summarize all workers' headers (uint8, shape (workers, header bytes), in host memory)."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = marks_of(headers, parameters)
     faults = tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero())
@@ -145,7 +148,7 @@ def digest_of(header: Tensor) -> Tensor:
 
 
 def differing(digests: Collection[int]) -> tuple[bool, bool]:
-    """Return, from digests of ranks, whether their parameters and their hyperparameters differ."""
+    """Return whether the parameters' hashes differ, and whether the hyperparameters' hashes do."""
     of_parameters = {digest % (1 << _DIGEST_BITS) for digest in digests}
     of_hyperparameters = {digest >> _DIGEST_BITS for digest in digests}
     return len(of_parameters) > 1, len(of_hyperparameters) > 1
@@ -158,8 +161,8 @@ def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
     """Return the indices of a worker's zero votes.
 
     Args:
-        nonzero: this worker's bit plane c != 0, uint8, shape (B,).
-        valid: bits that are not padding, uint8, shape (B,).
+        nonzero: this worker's bit plane that marks nonzero votes (c != 0), uint8, shape (B,).
+        valid: bit plane that marks the bits that are not padding, uint8, shape (B,).
         length: length of the result, which must be the same on all workers.
 
     Returns:
@@ -178,7 +181,7 @@ def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
 
 
 def nonzero_plane(indices: Tensor, valid: Tensor) -> Tensor:
-    """Rebuild the plane c != 0 (uint8, shape (B,)) from the result of `zero_indices`."""
+    """Rebuild the bit plane of nonzero votes (uint8, shape (B,)) from `zero_indices`' result."""
     num_bytes = valid.numel()
     known = indices[indices >= 0].long()
     flags = (1 << known // num_bytes).to(torch.uint8)

@@ -63,8 +63,8 @@ class DistributedLion(Optimizer):
             exactly two dimensions use Lion in any group. Not supported for sharded models.
 
     Attributes:
-        voting: votes with the other workers, until `leave` is called or parameters change; None
-            before `join`.
+        voting: the `Voting` with the other workers, until `leave` is called or parameters change;
+            None before `join`.
 
     Raises:
         ValueError: a value is out of range.

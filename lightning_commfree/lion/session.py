@@ -67,7 +67,7 @@ _DDP = repr("ddp")  # fingerprint of the `inside` setting with full momentum buf
 
 
 class VotingSession:
-    """Run the votes of `DistributedLion` optimizers for one fit; collective over all ranks.
+    """Runs the votes of `DistributedLion` optimizers for one fit; collective over all ranks.
 
     Each optimizer has a `Voting`, which runs when the optimizer steps. Several optimizers (manual
     optimization) must step in the same order on all ranks.
@@ -168,7 +168,7 @@ class VotingSession:
         """Vote with `optimizers` instead of the previous ones, starting at the next step.
 
         Raises:
-            TypeError: one of them is not a `DistributedLion`.
+            TypeError: one of `optimizers` is not a `DistributedLion`.
             ValueError: there are more or fewer optimizers than before.
         """
         hook = "a hook replaced an optimizer with"

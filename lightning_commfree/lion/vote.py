@@ -43,7 +43,7 @@ class PackedDelta(NamedTuple):
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
     def read(self, start: int, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Write Delta of N consecutive parameters, times `factor`, to `out` and return it.
+        """Write Delta for N consecutive parameters, times `factor`, to `out`; return `out`.
 
         Only the division and the multiplication round.
 
@@ -73,7 +73,7 @@ class PackedDelta(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Counted votes on one shard."""
+    """The count of the votes on one shard."""
 
     planes: Tensor  # (D, B), int64: always sent back
     weights: tuple[int, ...]

@@ -85,7 +85,7 @@ class Voting:
     Args:
         parameters: names and parameters, in the order in which forward uses them; the same on all
             workers.
-        members: returns the parameters with their current state and group.
+        members: returns the given parameters with their current state and group.
         view: the workers, with a channel for CPU tensors.
         settings: settings for the vote.
         node: channel between the ranks of this worker, if they cast a single ballot together.
@@ -142,7 +142,7 @@ class Voting:
         """Vote on all buckets and update the parameters with the results.
 
         Raises:
-            RuntimeError: a gradient is not finite with `nonfinite="raise"`, or the workers'
+            RuntimeError: a gradient is not finite and `nonfinite="raise"`, or the workers'
                 parameters or hyperparameters differ. Raised on all workers, before anything is
                 changed.
             RuntimeError: a gradient changed after its vote was launched. Raised on this worker

@@ -62,7 +62,7 @@ class LionParam(NamedTuple):
 
     @property
     def ns_steps(self) -> int:
-        """Number of Newton-Schulz iterations before the vote; 0 if not a matrix."""
+        """Newton-Schulz iterations before the vote; 0 if the parameter is not a matrix."""
         # checkpoints saved by earlier versions do not have this key
         return self.group.get("ns_steps", 0) if self.parameter.ndim == 2 else 0
 
@@ -382,7 +382,7 @@ def _runs(
     Args:
         members: the parameters of a bucket.
         tensors: for each parameter, a flat tensor, or None to skip the parameter.
-        starts: index of the parameter's first value in the bucket.
+        starts: for each parameter, the index of its first value in the bucket.
     """
     run: list[_Part] = []
     for i, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
@@ -465,11 +465,11 @@ def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]) -> None:
-    """Check that a saved state has a momentum buffer of the right shape and dtype per parameter.
+    """Check that a saved state has momentum buffers of the right shapes and dtypes.
 
     Args:
         state: the entry "state" of a `DistributedLion.state_dict()`, by parameter index.
-        parameters: the parameters for which to load the state, by index.
+        parameters: the parameters that will use the state, by index.
 
     Raises:
         ValueError: an entry has no such momentum buffer.

@@ -63,7 +63,7 @@ def update_values(
 
     Args:
         values: fp32, shape (n,).
-        planes: as in `vote.PackedDelta`, as are `weights` and `offset`.
+        planes: as in `vote.PackedDelta`, like `weights` and `offset`.
         weights: one per plane.
         offset: number that is subtracted from the weighted sum of bits; the difference is then
             divided by it.

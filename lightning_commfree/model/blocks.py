@@ -33,7 +33,7 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     """Return the names of the outermost submodules whose class is in `classes`, in model order.
 
     Raises:
-        ValueError: there is no such submodule for one of the classes.
+        ValueError: for one of the classes, `module` has no such submodule.
     """
     found: list[str] = []
     seen: set[str] = set()

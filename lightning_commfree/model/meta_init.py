@@ -43,7 +43,7 @@ def from_pretrained_on_meta(
 
     Raises:
         TypeError: both `config` and `config_changes` are given.
-        ValueError: the folder has no safetensors files, or no tensor for some parameter.
+        ValueError: the folder has no safetensors files, or lacks one of the model's tensors.
     """
     from transformers import AutoConfig
 
@@ -100,7 +100,7 @@ class SavedWeights:
             )
 
     def find(self, model: Any, names: Iterable[str]) -> str | None:
-        """Return the name in the folder of one of the model's tensors, or None if it is missing.
+        """Return the folder's name for one of the model's tensors, or None if it is missing.
 
         `names` are the tensor's names in the model; a tied tensor has several.
         """
@@ -145,7 +145,7 @@ def _opened(path: Path) -> Any:
 
 
 def meta_fingerprint(module: nn.Module) -> dict[str, str]:
-    """Return the initialization settings that must be the same on all ranks, as a dict of text."""
+    """Return the initialization settings that must be the same on all ranks, as strings."""
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]
     found = {"a model on the meta device": str(bool(on_meta(module)))}

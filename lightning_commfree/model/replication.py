@@ -47,7 +47,7 @@ def broadcast_initial_weights(
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
-    """Overwrite `tensors` with those of the channel's first rank; blocks until done.
+    """Overwrite `tensors` with the tensors of the channel's first rank; blocks until done.
 
     The tensors must have the same shapes, dtypes and order on all ranks; empty tensors and tensors
     on `meta` are skipped. The ranks compare hashes of 8 bytes per tensor and send only tensors that

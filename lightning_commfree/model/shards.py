@@ -24,7 +24,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def mark_shard(parameter: nn.Parameter, is_shard: bool) -> None:
-    """Tag a plain parameter as being a shard or not."""
+    """Record on a plain parameter whether it is a shard."""
     parameter.is_shard_of_replica = is_shard  # type: ignore[attr-defined]
 
 
@@ -34,7 +34,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a full tensor; collective over the ranks that hold its shards."""
+    """Return the full tensor; collective over the ranks that hold its shards."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
@@ -62,7 +62,7 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
 
 
 def full_tensors(state: Any, keep: bool) -> Any:
-    """Copy nested containers, replacing tensors with full tensors in host memory; collective.
+    """Copy nested containers with all tensors converted to full host tensors; collective.
 
     A tensor that occurs more than once is gathered once. On ranks with `keep=False`, the resulting
     tensors are empty.
@@ -116,7 +116,7 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 class RowShards:
-    """Convert the states of an FSDP2 module and its optimizers to full tensors and back."""
+    """Converts the states of an FSDP2 module and its optimizers to full tensors and back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

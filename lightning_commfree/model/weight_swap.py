@@ -42,10 +42,10 @@ class SharedPart(Protocol):
         """Copy the shared values, or `shown` if it is not None, into the module."""
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
+        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
 
     def take_local(self) -> None:
-        """Overwrite the shared values with the module's."""
+        """Overwrite the shared values with the module's own."""
 
 
 class SharedCopy:
@@ -93,12 +93,12 @@ class SharedCopy:
             own.copy_(value)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
+        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
     def take_local(self) -> None:
-        """Overwrite the shared values with the module's."""
+        """Overwrite the shared values with the module's own."""
         self.load(self.local)
 
 
@@ -132,12 +132,12 @@ class WeightSwap:
 
     @torch.no_grad()
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
+        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
         return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()
     def take_local(self) -> None:
-        """Overwrite the shared weights with the module's, before the first step."""
+        """Overwrite the shared weights with the module's weights, before the first step."""
         for part in self._parts:
             part.take_local()
 
@@ -163,7 +163,7 @@ class WeightSwap:
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Swap the shared weights in for the duration of a `with` block; nesting has no effect."""
+        """Swap in the shared weights during a `with` block; nested calls have no effect."""
         if self.swapped_in:
             yield
             return
@@ -175,7 +175,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
-        """Swap the shared weights and averaged buffers into the module, unless they are there.
+        """Swap the shared weights and buffers into the module, unless they are already there.
 
         If `shown` is given, use its values instead, one entry per part (see `SharedPart.show`).
         """
@@ -189,7 +189,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_out(self, check: bool = True) -> None:
-        """Restore the module's local weights, bit for bit, unless they are there.
+        """Restore the module's local weights, bit for bit, unless they are already there.
 
         Raises:
             RuntimeError: `check` is True, and a parameter was modified since `swap_in`. The local

@@ -61,7 +61,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def with_atomic_writes(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
-    """Return the user's plugin, wrapped around the default if it is a wrapper, or the default."""
+    """Return the user's plugin, or the default one; if the user's is a wrapper, it wraps ours."""
     if plugin is None:
         return AtomicCheckpointIO(maps)
     if hasattr(plugin, "checkpoint_io"):

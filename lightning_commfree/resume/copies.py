@@ -38,7 +38,7 @@ _TAIL_BYTES = 2**20  # end of a file, which contains the checksums of its record
 
 
 def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
-    """Return a path from which this rank can load the checkpoint to resume from; collective.
+    """Return a path where this rank can load the checkpoint to resume from; collective.
 
     Args:
         ranks: all ranks of the job (`strategies.ranks.Ranks`).

@@ -324,10 +324,10 @@ def restore_data_position(
        recorded RNG state, read and discard the batches already trained on, then restore the RNG
        state.
     2. If it was saved at the end of an epoch, or after its last batch: restore the RNG state.
-       Lightning then creates the next epoch's iterator, which draws from it.
+       Lightning then creates the next epoch's iterator, which uses it.
 
     Loaders with a `state_dict` restore their own position. `own` contains the entries of
-    `data_state`, and `begin` takes over the records saved there. Returns messages about state that
+    `data_state`, and `begin` takes over the records saved there. Return messages about state that
     could not be restored.
     """
     loop = trainer.fit_loop
@@ -415,7 +415,7 @@ class _Skipping:
 def continue_at(trainer: pl.Trainer, step: int) -> None:
     """Start a fit after `step` optimizer steps of other replicas, without reading their batches.
 
-    Call this in `on_train_start`. Schedulers that do not monitor a metric take the same steps.
+    Call this in `on_train_start`. Schedulers that do not monitor a metric take these steps, too.
 
     Raises:
         RuntimeError: the training data has no length or no sampler.

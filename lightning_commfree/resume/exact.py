@@ -11,9 +11,9 @@ A checkpoint is a Lightning checkpoint with full tensors and one additional entr
 
 A rank's own state has these entries (`ExactResume._state`):
 
-    "algorithm"                            state of the algorithm: local weights, in-flight parts
+    "algorithm"                            the algorithm's state: local weights, in-flight fragments
     "optimizers", "precision", "tensors"   only if replicas have different weights
-    "inside"                               state of the layout (`Inside.state_dict`)
+    "inside"                               the layout's state (`Inside.state_dict`)
     "gradients", "schedulers"              partly accumulated gradients; schedulers
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
     "shared"                               only on ranks with different shards than rank 0
@@ -78,7 +78,7 @@ State = dict[str, Any]
 
 
 class Resumable(Protocol):
-    """Interface of an algorithm for saving and exact resume."""
+    """Interface that an algorithm implements for saving and exact resume."""
 
     name: str  # a resume uses only states saved under the same name
     # True if each replica has its own model, optimizers and untrained tensors; False if all ranks
@@ -105,7 +105,7 @@ class Resumable(Protocol):
     def adopt(
         self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
     ) -> tuple[State, str] | None:
-        """Reuse the valid parts of a checkpoint with other ranks or settings; collective.
+        """Reuse the valid parts of a checkpoint saved with other ranks or settings; collective.
 
         Args:
             was: the fingerprint in the checkpoint, which was saved by the same algorithm.
@@ -235,7 +235,7 @@ class Save:
 
 
 class ExactResume:
-    """Saves and restores each rank's own state. `strategy` calls the methods in this order."""
+    """Saves and restores each rank's own state; `strategy` calls the methods in the order below."""
 
     def __init__(self, strategy: Any, ranks: Any) -> None:
         self._strategy, self._ranks = strategy, ranks
@@ -246,7 +246,7 @@ class ExactResume:
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Start to record RNG states, and let `fit` find its checkpoint on any rank's disk.
+        """Start recording RNG states, and make the Trainer find checkpoints on any rank's disk.
 
         Call this before the first loader is created.
         """
@@ -467,9 +467,8 @@ class OwnTensors:
     during the fit. Trained parameters and averaged floating-point buffers are not included, because
     the strategy restores them.
 
-    Create it before any rank has restored its own state.
-
-    `optimizers` returns this rank's optimizers, which hooks may replace.
+    Create this object before any rank has restored its own state. `optimizers` returns this rank's
+    optimizers, which hooks may replace.
     """
 
     def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Optimizer]]) -> None:

@@ -153,7 +153,7 @@ def _make_empty(folder: Path) -> str:
 
 
 def _replace(target: Path, half: Path, token: str) -> None:
-    """Replace the checkpoint `target` with the complete folder `half` (module docstring)."""
+    """Replace the checkpoint `target` with the complete folder `half` (see module docstring)."""
     if target.is_symlink() or not target.is_dir():
         target.unlink(missing_ok=True)
         os.replace(half, target)
@@ -325,7 +325,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert a checkpoint folder to a single file (command line)."""
+    """Run the command that converts a checkpoint folder to a single file."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_commfree.resume.folders",
         description="Convert a checkpoint folder to a single file.",

@@ -85,7 +85,7 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
 
 
 def start_in_epoch(trainer: pl.Trainer, step: int, epoch: int, batches: int) -> None:
-    """Make Lightning's loops start at `step` steps, after the first `batches` of an epoch.
+    """Make Lightning's loops start at step `step`, after the first `batches` batches of an epoch.
 
     Call this in `on_train_start`.
     """

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.grid import __main__ as grid
 from benchmarks.grid import job
@@ -35,8 +34,7 @@ ROWS = [(cell, row) for cell in (*FAST, *WIDE) for row in cell.rows]
 
 
 def test_the_planner_gets_the_model_that_runs() -> None:
-    with torch.device("meta"):
-        module = job.Waiting()
+    module = job.Waiting()
     numels = [p.numel() for p in module.parameters()]
     assert len(numels) == TENSORS
     assert sum(numels) == BLOCKS * BLOCK_PARAMETERS + OTHER_PARAMETERS == 30_846_720
@@ -84,7 +82,7 @@ def test_a_prediction_within_three_points_is_a_hit() -> None:
     text = " ".join(opening([outcome(0.129), outcome(0.2), outcome(None)], "picture.png"))
     assert "1 of 2 cells are within 3 points" in text
     assert "Not measured: 1." in text
-    assert "they disagree (largest difference 8.4 points)" in text, "11.55 % published"
+    assert "they disagree (largest difference 8.5 points)" in text, "11.55 % published"
     assert "predictions only" in " ".join(opening([outcome(None)], "picture.png"))
 
 

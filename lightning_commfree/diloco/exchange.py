@@ -319,14 +319,20 @@ def mean_cosine(gram_KK: Tensor) -> float:
 
 @dataclass(eq=False)
 class Decoding:
-    """Decoding of messages on `device`, begun when they arrive if the values sent are on CUDA.
+    """Work that begins when messages arrive, if the values sent are on CUDA.
 
     Attributes:
+        device: device on which they are decoded.
+        step: called on the background thread with the mean; it takes an outer step in host memory
+            and returns a function that lands it, which returns the new global copy.
         finish: returns the result, for use on the caller's current stream; None until they arrive.
+        land: the function returned by `step`; None until it has been called.
     """
 
     device: torch.device
+    step: Callable[[Tensor], Callable[[], Tensor]] | None = None
     finish: Callable[[], Arrival] | None = None
+    land: Callable[[], Tensor] | None = None
 
 
 # -- exchanges
@@ -393,6 +399,8 @@ class FragmentExchange:
             received = exchange(messages)
             if decoding is not None:
                 decoding.finish = self.decode(received, decoding.device)
+                if decoding.step is not None:
+                    decoding.land = decoding.step(decoding.finish().mean)
             return received
 
         def exchange(messages: Callable[[], Tensor]) -> Tensor:

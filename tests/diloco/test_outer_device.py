@@ -124,9 +124,10 @@ def test_a_refused_landing_leaves_the_outer_state_as_it_was() -> None:
     diloco.after_step()  # launches fragment 0
     before = copy.deepcopy(diloco.state_dict()[0]["fragments"][0])
     assert torch.cat([part.flatten() for part in before["global_copy"]]).isfinite().all()
+    for _ in range(4):
+        diloco.after_step()
     with pytest.raises(RuntimeError, match="The outer gradient of fragment 0 .* is not finite"):
-        for _ in range(10):
-            diloco.after_step()
+        diloco.after_step()
     after = diloco.fragments[0].state_dict()
     for name in ("global_copy", "optimizer", "scheduler", "landings"):
         torch.testing.assert_close(after[name], before[name], rtol=0, atol=0)

@@ -147,7 +147,7 @@ def apply_plan(sharding: Sharding) -> None:
 
 
 def _shard_vocabulary(sharding: Sharding) -> None:
-    """Shard embedding and head along the vocabulary, if both are plain layers used once."""
+    """Shard the embedding and the head along the vocabulary, if both are plain layers used once."""
     # otherwise every rank keeps both in full: a subclass may scale its output, and with several
     # parents other code may read the weight
     model: Any = sharding.model

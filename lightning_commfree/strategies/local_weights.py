@@ -67,7 +67,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         differ = any(self._ranks.all_flags(not self._swap.local_equals_shared()))
         if differ and not resumed:
             # a hook has changed the weights, maybe on one rank only: as under DDP, all ranks
-            # continue from rank 0's
+            # continue from rank 0's weights
             broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
             self._swap.take_local()
         if resumed and not differ:
@@ -180,7 +180,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         patches.put(self._trainer, "save_checkpoint", save_shared)
 
     def _shown(self) -> Sequence[Tensor] | None:
-        """Return weights to use instead of the shared weights, or None to use these."""
+        """Return weights to use instead of the shared weights, or None to use the shared ones."""
         if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
             return None
         return self.between.shown()

@@ -219,7 +219,7 @@ class FragmentMessage:
     def average(
         self, messages: Tensor, weights: Sequence[int] | None = None, padding: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean of the values and their inner products: fp32, (numel,) and (M, M).
+        """Return the mean of the values and their inner products: fp32, shapes (numel,), (M, M).
 
         The last `padding` values are set to zero, because not every codec preserves zeros.
         """

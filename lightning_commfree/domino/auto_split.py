@@ -150,7 +150,7 @@ class SplitTrial:
 
 
 class TimedRun:
-    """`ScheduleRun` that reports the seconds from the start of forward to the end of backward."""
+    """A `ScheduleRun` that reports the time from the start of forward to the end of backward."""
 
     def __init__(
         self, run: ScheduleRun, now: Callable[[], float], report: Callable[[float], None]

@@ -132,7 +132,7 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume on different ranks: keep the data position and, if possible, the RNG state."""
+        """Resume on other ranks than before; keep the data position and, if possible, RNG state."""
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
         if ranks // size != world.size // within.size:

@@ -86,7 +86,7 @@ class Family(ABC):
         return "tuple" not in str(returned).lower()
 
     def blocks_in(self, model: Any) -> tuple[nn.Module, str]:
-        """Return the parent module of the list of blocks, and the list's name in it."""
+        """Return the module that contains the list of blocks, and the list's attribute name."""
         return getattr(model, self.base), self.blocks_name
 
     def blocks(self, model: Any) -> Any:

@@ -112,7 +112,7 @@ class TensorGroup:
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the states of the generators that all ranks share, and of this rank's own ones."""
+        """Return the states of the generators that all ranks share and of this rank's own."""
         return random_state(device), self.own_state()
 
     @contextmanager
@@ -131,7 +131,7 @@ class TensorGroup:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the state of torch's default CPU generator, and a CUDA device's (otherwise None)."""
+    """Return the states of torch's generators for the CPU and for a CUDA `device` (else None)."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 

@@ -41,7 +41,7 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cach
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Raise a `ValueError` if a model cannot be sharded among `ranks` ranks; it is not changed."""
+    """Raise a `ValueError` if a model cannot be sharded among `ranks` ranks; do not change it."""
     family = family_of(model)
     if family is not None:
         check_adapters(model, family.vocabulary(model))

@@ -51,7 +51,7 @@ _SHARED_STYLE = "replicated_with_grad_allreduce"
 
 
 def plan_of(model: nn.Module) -> Mapping[str, str]:
-    """Return the tensor-parallel plan in a model's config; empty if there is none."""
+    """Return the tensor-parallel plan in a model's config, or {} if there is none."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     return plan or {}
 

@@ -148,7 +148,7 @@ class Sharding:
         return mine
 
     def mark_partial_gradients(self, module: nn.Module) -> None:
-        """Mark a replicated module whose gradients are partial sums, to be added across ranks."""
+        """Mark a replicated module whose gradients are partial sums, to be summed across ranks."""
         # Each rank's gradient covers only its own heads or outputs. With the full dimension as the
         # range of every rank, `sum_shared` adds them up, as for a key head that several ranks hold.
         for parameter in module.parameters():
@@ -309,7 +309,7 @@ def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
 
 
 def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> None:
-    """Shard the adapters of a column-parallel linear; `spec` shards dimension 0, the outputs."""
+    """Shard the adapters of a column-parallel layer; `spec` shards dimension 0, the outputs."""
     group = sharding.group
 
     def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
@@ -323,7 +323,7 @@ def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> No
 
 
 def _shard_lora_of_row(sharding: Sharding, layer: Any) -> None:
-    """Shard the adapters of a row-parallel linear layer."""
+    """Shard the adapters of a row-parallel layer."""
     group = sharding.group
 
     def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:

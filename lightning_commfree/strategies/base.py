@@ -107,7 +107,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
-        self._prepared: list[Optimizer] = []  # for which `inside` and the algorithm are prepared
+        self._prepared: list[Optimizer] = []  # those that `inside` and the algorithm know
         self._log: FitLog | None = None
         self._evaluation: SharedEvaluation
         self._drift: DriftCheck | None = None

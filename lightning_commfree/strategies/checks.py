@@ -112,7 +112,7 @@ REFUSED_IF_SHARDED = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Raise a `ValueError` if the Trainer has a callback of a class in `reasons` or a subclass.
+    """Raise a `ValueError` if the class of a Trainer's callback, or a base class, is in `reasons`.
 
     Callbacks that `Tuner` adds are included.
     """
@@ -142,7 +142,7 @@ def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
 
 
 def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
-    """Raise a `ValueError` if the LightningModule, which is to be sharded, is compiled."""
+    """Raise a `ValueError` if a LightningModule that is about to be sharded is compiled."""
     if is_compiled(module):
         raise ValueError(
             f"`{strategy}` does not support a LightningModule compiled with `torch.compile`: a"

@@ -104,7 +104,7 @@ class Inside(Protocol):
         return get_total_norm(gradients, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state for an exact resume, except weights and optimizer states."""
+        """Return this rank's own state for an exact resume, without weights or optimizer states."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class Inside(Protocol):
         return state
 
     def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of `checkpoint` with this rank's shards of the module's full state."""
+        """Return a copy of `checkpoint` with the module's state replaced by this rank's shards."""
         return checkpoint
 
     def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -233,14 +233,14 @@ class LocalUpdates(Between, Protocol):
         return None
 
     def unready(self, what: str) -> str | None:
-        """Return why a "validation" or "checkpoint" of the shared weights makes no sense yet."""
+        """Return a warning if a "validation" or "checkpoint" would come too early, else None."""
         return None
 
     def refuse_to_save(self, world: Channel) -> None:
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
 
     def average_moved(self) -> None:
-        """Average frozen weights that hooks have made differ across replicas; collective."""
+        """Average the frozen weights that hooks have made different across replicas; collective."""
 
 
 class EveryStep(Between, Protocol):

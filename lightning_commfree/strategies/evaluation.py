@@ -70,7 +70,7 @@ class SharedEvaluation:
             yield
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
-        """Wrap the setup of the loaders, and limit each to its smallest length in the replica."""
+        """Wrap the loaders' setup, and limit each loader to its shortest length in the replica."""
         before = batch_limits(self._loop)
         set_up()
         limits = batch_limits(self._loop)

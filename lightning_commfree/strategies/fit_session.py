@@ -138,7 +138,7 @@ class FitSession(Generic[B]):
 
         `optimizer` is the one that is stepped; None for a `training_step`.
         """
-        if self.clock.spans_batch != (optimizer is None):  # a part of a step, or ahead of one
+        if self.clock.spans_batch != (optimizer is None):  # only part of a step, or before one
             yield
             self.clock.tick(optimizer)
             return
@@ -168,10 +168,10 @@ class FitSession(Generic[B]):
         """Called after all ranks have taken a step and know whether to stop after it."""
 
     def stops_after(self) -> int | None:
-        """Return the step after which all ranks would know of a SIGTERM received now.
+        """Return the step after which all ranks would know of a SIGTERM received now, or None.
 
-        None if unknown. By default ranks exchange something in every step, and the current step may
-        already have sent its flags.
+        By default, ranks exchange something in every step, and the current step may already have
+        sent its flags.
         """
         return self.clock.steps + 2
 

@@ -136,7 +136,7 @@ class Ranks:
         in_fit = trainer.state.stage is not None and trainer.world_size > 1
         return in_fit and trainer.state.status == TrainerStatus.INTERRUPTED
 
-    # -- collectives of Lightning, over all ranks
+    # -- Lightning's collectives, over all ranks
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
         """Context manager that names the lost ranks if a Lightning collective fails in it."""

@@ -95,7 +95,7 @@ class DeferredSigterm:
         set_sigterm_received(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        """Treat the signal that SLURM sends before a time limit like SIGTERM."""
+        """Treat the signal that SLURM sends before a time limit as if it were SIGTERM."""
         # Lightning would save immediately, in the middle of a step and of collectives
         if self._trainer.local_rank == 0 and not self.requested:
             _write_now(

@@ -120,7 +120,7 @@ class Stopping:
         With `in_step`, the step is still running, so the Trainer has not fully counted it yet.
         """
         # When Lightning calls the last hook of a fit (`on_train_end`), callbacks have already
-        # written their last checkpoint. So the end is predicted here, by the decisions of
+        # written their last checkpoint. So the end is predicted here, by the same rules as in
         # Lightning's loops.
         trainer, loop = self._trainer, self._trainer.fit_loop
         uncounted = self.clock.uncounted if in_step else 0
@@ -250,7 +250,7 @@ class Stopping:
     @property
     def _exiting_by_sigterm(self) -> bool:
         """Whether ranks that train independently exit after this step because of SIGTERM."""
-        # Lightning would first validate where a stream ends, maybe on some ranks only
+        # Lightning would first validate where a stream ends, perhaps on only some ranks
         return self._independent_streams and self._trainer.received_sigterm
 
     @property

@@ -75,7 +75,7 @@ class FullyShard(ShardedReplica):
     @override
     def states(self) -> RowShards | None:
         sharded = self._sharded
-        here = sharded is self._strategy.lightning_module  # not a module of an earlier fit
+        here = sharded is self._strategy.lightning_module  # not a module from an earlier fit
         return RowShards(sharded) if sharded is not None and here else None
 
     @property

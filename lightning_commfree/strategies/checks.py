@@ -1,4 +1,4 @@
-"""Checks of arguments, Trainer settings and callbacks."""
+"""Checks for arguments, Trainer settings and callbacks."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
             self._swap.take_local()
         if resumed and not differ:
-            # it may have been saved at the end of a fit: finishing again is a no-op
+            # the checkpoint may be from the end of a fit, where finishing again is a no-op
             self._finished_at = self.between.step
         self._trains = True
         super().begin(resumed)
@@ -143,7 +143,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @contextmanager
     def _with_shared_weights(self) -> Iterator[bool]:
-        """Swap the shared weights in for a `with` block, with no exchange in flight.
+        """Swap in the shared weights for the duration of a `with` block; no exchange is in flight.
 
         Yields whether they were already in the module; if so, they remain there afterwards.
         """

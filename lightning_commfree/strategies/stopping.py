@@ -189,8 +189,8 @@ class Stopping:
     def share_stream_end(self) -> None:
         """End the epoch on all ranks if it ends on any; called in the last training step.
 
-        With `max_steps`, some streams may end with the last step, and Lightning then runs
-        validation.
+        With `max_steps`, some ranks' streams may end with the last step, after which Lightning runs
+        validation on these ranks.
         """
         if self._independent_streams:
             self.check_epoch_ends()

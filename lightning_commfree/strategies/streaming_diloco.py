@@ -156,7 +156,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Swap the outer weights into the LightningModule for a `with` block.
+        """Swap the outer weights into the LightningModule for the duration of a `with` block.
 
         Validation and checkpoints do this automatically; callbacks that inspect the model may use
         it too. With `replica_size` above 1, all ranks must call it, because each holds a shard.

@@ -284,10 +284,10 @@ class Int2Codec:
 class TopKCodec:
     """Codec that sends only the values with the largest magnitudes (SparseLoCo, arXiv:2508.15706).
 
-    The rest decode to zero, and reach the other replicas later, through error feedback. A chunk
-    with fewer than `keep` nonzero values sends its largest one several times. A payload contains,
-    for all chunks, the bf16 scales; the low 8 bits of the positions; their high 4 bits, two per
-    byte; and the values as 2-bit codes, four per byte.
+    The rest decode to zero and reach the other replicas later, through error feedback. A chunk with
+    fewer than `keep` nonzero values sends its largest one several times. A payload contains, for
+    all chunks, the bf16 scales; the low 8 bits of the positions; their high 4 bits, two per byte;
+    and the values as 2-bit codes, four per byte.
 
     Args:
         chunk: number of consecutive values of which `keep` are sent: a power of two from 256 to

@@ -1,8 +1,8 @@
 """Quantize blocks of fp32 values to E3M0, int8 or two bits, decode them, and select the largest.
 
-E3M0 (arXiv:2501.18512, section 2.4) has a sign bit and three exponent bits: zero and seven powers
-of two of either sign. The paper does not specify scales, blocks, rounding or zeros. In this
-package:
+E3M0 (arXiv:2501.18512, section 2.4) has a sign bit and three exponent bits, which encode zero and
+seven powers of two of either sign. The paper does not specify scales, blocks, rounding or zeros. In
+this package:
 
 - *Block*: 256 consecutive values of a fragment. The last one may be shorter.
 - *Scale*: one byte, the exponent E of the power of two that the block's largest magnitude rounds
@@ -22,9 +22,9 @@ the whole block NaN here too.
 *Two bits* (`encode_two_bits`) are a sign and one of two magnitudes, `low` or `high` times a bf16
 scale. A value gets `high` if its magnitude exceeds the root mean square of its block, and the scale
 is then the least-squares fit of the codes to the values. So the decoded values never have a larger
-norm than the original ones, and error feedback always converges. For Gaussian values, magnitudes of
-1 and 3 are nearly optimal: the error is 34.5% of the norm, compared with 34.3% for the Lloyd-Max
-levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the means of four bins
+norm than the original ones, and error feedback converges for any values. For Gaussian values,
+magnitudes of 1 and 3 are nearly optimal: the error is 34.5% of the norm, compared with 34.3% for
+the Lloyd-Max levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the means of four bins
 per tensor, in fp32. As above, a block is zero if its largest magnitude is below 2^-118, and NaN if
 it is 2^120 or more, but zeros in other blocks become `low`.
 
@@ -289,7 +289,7 @@ def largest(values_BC: Tensor, count: int) -> tuple[Tensor, Tensor]:
         count: K, number of values to select.
 
     Returns:
-        Positions, int64, and values, fp32, both of shape (B, K).
+        Positions (int64) and values (fp32), both of shape (B, K).
     """
     length = values_BC.shape[1]
     # Keys are unique, because devices break ties differently. Magnitudes sort like their bits.
@@ -306,7 +306,7 @@ def largest(values_BC: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _largest_bits(values_BV: Tensor, workspace: Workspace) -> Tensor:
     """Return the bits of every block's largest magnitude: int32, shape (B,).
 
-    Leaves the magnitudes in the workspace's first fp32 buffer.
+    The magnitudes remain in the workspace's first fp32 buffer.
     """
     magnitudes_BV = torch.abs(values_BV, out=workspace.buffer(torch.float32, values_BV.shape))
     # magnitudes sort like their bits, with Inf and then NaN at the top

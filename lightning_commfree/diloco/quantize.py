@@ -24,9 +24,9 @@ scale. A value gets `high` if its magnitude exceeds the root mean square of its 
 is then the least-squares fit of the codes to the values. So the decoded values never have a larger
 norm than the original ones, and error feedback converges for any values. For Gaussian values,
 magnitudes of 1 and 3 are nearly optimal: the error is 34.5% of the norm, compared with 34.3% for
-the Lloyd-Max levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the means of four bins
-per tensor, in fp32. As above, a block is zero if its largest magnitude is below 2^-118, and NaN if
-it is 2^120 or more, but zeros in other blocks become `low`.
+the Lloyd-Max levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the means
+of four bins per tensor, in fp32. As above, a block is zero if its largest magnitude is below
+2^-118, and NaN if it is 2^120 or more, but zeros in other blocks become `low`.
 
 Sums must not depend on the order of their terms, which differs between devices. So magnitudes are
 first rounded to 8 bits relative to the block's largest: sums of whole numbers below 2^24 are exact

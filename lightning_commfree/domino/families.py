@@ -5,8 +5,8 @@ class in transformers  differences from Llama
 =====================  ========================================================================
 `GPT2LMHeadModel`      learned positions, `Conv1D` linears of shape (in, out) with packed query,
                        key and value, dropout after both sums; it has its own class, `GPT2`
-`LlamaForCausalLM`     (rotary positions, RMS norms, SwiGLU, grouped key heads)
-`MistralForCausalLM`   nothing: the mask from transformers contains the sliding window
+`LlamaForCausalLM`     none: rotary positions, RMS norms, SwiGLU, grouped key heads
+`MistralForCausalLM`   none: the mask from transformers contains the sliding window
 `Qwen2ForCausalLM`     biases of query, key and value, sharded with their weights
 `Qwen3ForCausalLM`     per-head norms of queries and keys
 `GemmaForCausalLM`     a scaled embedding

@@ -43,7 +43,7 @@ class TensorGroup:
 
     Args:
         channel: connects the ranks of the group, for tensors on the model's device.
-        seed: seed for random numbers that must differ between ranks, such as attention dropout.
+        seed: seed for random numbers that must differ between ranks, as in attention dropout.
 
     Attributes:
         scheduled: whether a schedule performs the all-reduces. If so, `RowLinear` returns partial

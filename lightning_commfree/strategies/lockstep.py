@@ -1,8 +1,7 @@
 """Fit session for ranks that communicate in every step and hold identical weights afterwards.
 
-With each exchange, every rank sends two flags: whether it requests a stop of all ranks
-(`Stopping.wanted`), and whether its data stream of unknown length ends with this step
-(`Stopping.stream_ends`).
+With each exchange, every rank sends two flags: whether it requests a stop (`Stopping.wanted`), and
+whether its data stream of unknown length ends with this step (`Stopping.stream_ends`).
 """
 
 from __future__ import annotations

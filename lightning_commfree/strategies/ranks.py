@@ -101,7 +101,7 @@ class Ranks:
         """The open channels.
 
         Raises:
-            RuntimeError: they are not open.
+            RuntimeError: the channels are not open.
         """
         if self._channels is None:
             raise RuntimeError(

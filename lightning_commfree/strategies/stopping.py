@@ -15,8 +15,8 @@ another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` fir
 *Streams* have no length to agree on in advance. Ranks that communicate in every batch or step also
 send whether their data ends (`share_last_batch`, `end_epoch`), and the epoch ends on all of them as
 soon as any rank runs out. Ranks that train independently cannot report it in time. If their data
-ends after different steps, all ranks raise an error that names the rank (`EpochEnds`). The
-same happens if a loader yields fewer batches than its length, or a hook ends the epoch on only some
+ends after different steps, all ranks raise an error that names the rank (`EpochEnds`). The same
+happens if a loader yields fewer batches than its length, or a hook ends the epoch on only some
 ranks.
 """
 

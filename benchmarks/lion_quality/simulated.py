@@ -42,9 +42,7 @@ class SimulatedLion(Optimizer):
         momenta_WN: per group, fp32: the momentum of each worker, concatenated over parameters.
     """
 
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], workers: int
-    ) -> None:
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], workers: int) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
         sizes = [sum(p.numel() for p in group["params"]) for group in self.param_groups]
         self.momenta_WN = [torch.zeros(workers, size) for size in sizes]

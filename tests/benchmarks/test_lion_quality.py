@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,7 +136,8 @@ def loss_of(run: Run) -> float:
 def test_the_grid_tunes_what_a_vote_takes_over_and_the_page_judges(tmp_path: Path) -> None:
     optimizers: list[Any] = []
     results: Results[Run] = Results({"steps": 500, "optimizers": optimizers})
-    while due := next((run for run in planned(results.losses, 3) if run not in results.losses), None):
+    plan = functools.partial(planned, results.losses, 3)
+    while due := next((run for run in plan() if run not in results.losses), None):
         results.add(due, loss_of(due), ["- commit: `abc`"])
     # of 2 models: 5 betas; 4 rates of AdamW, 2 more of Lion; 2 more seeds of both; 3 votes of 3
     # seeds; 3 seeds of both without clipping

@@ -257,7 +257,7 @@ def measure(results: Results, settings: Mapping[str, Any], timeout_s: float) -> 
         if not missing:
             continue
         plan = {"ranks": ranks, "rows": missing, **settings[kind]}
-        by_rank = run_here("held", plan, timeout_s, RETURN_FREED_MEMORY)
+        by_rank = run_here("memory", plan, timeout_s, RETURN_FREED_MEMORY)
         for nodes in zip(*by_rank, strict=True):
             results.add(kind, ranks, nodes)
             print(f"{kind}: {nodes[0]['row']}, {ranks} ranks", flush=True)

@@ -155,17 +155,17 @@ def percents_above(losses: Losses, ours: Iterable[Run], theirs: Iterable[Run]) -
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Run]:
-    """Yield the runs in order, as far as the losses determine them."""
+    """Yield the runs in order, all methods with one seed before the next seed."""
     for column in zip(*map(tried, MODELS), strict=True):
         yield from column
     if best_betas(losses) is None:
         return
-    for row in zip(*(cells(losses, model) for model in MODELS), strict=True):
-        for cell in row:
-            if not cell.workers:
-                yield from search(losses, cell)
-            yield from with_seeds(losses, cell, seeds)
-    for model in MODELS:
-        for cell in cells(losses, model):
-            if not cell.workers:
-                yield from with_seeds(losses, replace(cell, clip=0.0), seeds)
+    rows = [cell for model in MODELS for cell in cells(losses, model)]
+    mean = [cell for cell in rows if not cell.workers]
+    for cell in mean:
+        yield from search(losses, cell)
+    unclipped = [replace(cell, clip=0.0) for cell in mean]
+    for cells_of_seed in (rows, unclipped):
+        for seed in range(1, seeds + 1):
+            for cell in cells_of_seed:
+                yield from with_seeds(losses, cell, seeds)[seed - 1 : seed]

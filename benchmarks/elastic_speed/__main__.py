@@ -37,7 +37,7 @@ TARGET_AT = 0.8  # the target is the loss of `sync="steps"` after this share of 
 GOAL = 1.3  # geometric mean over the seeds
 SAVE_EVERY = 10
 VALIDATION_BATCHES = 40
-FIXED_ROUNDS, FIXED_STEPS = 3, 200
+FIXED_ROUNDS, FIXED_STEPS = 3, 400
 FIXED_BOUND = 1.05  # of a step on average; what was measured before had no bound
 SETTINGS = ["tokenizer=bytes", "model.n_layer=2", "data.batch_size=8"]
 SETTINGS += ["optimizer.warmup_steps=50", "optimizer.final_lr_fraction=1.0", "optimizer.lr=2e-3"]

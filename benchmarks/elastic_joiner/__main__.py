@@ -10,7 +10,6 @@ overrides for all runs.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import islice
@@ -38,7 +37,7 @@ TITLE = "What does a fresh inner optimizer cost a joining replica?"
 STEPS = 600
 JOINS = {"one": [302], "five": [102, 202, 302, 402, 502]}  # nothing is in flight after these steps
 STATES = ("fresh", "donor")
-STRATEGY = {"sync_every": 20, "overlap_steps": 1}
+STRATEGY: dict[str, Any] = {"sync_every": 20, "overlap_steps": 1}
 BOUND_PERCENT = 0.5  # of the loss, mean over the seeds; above it, the donor's state is worth it
 VALIDATION_BATCHES = 100
 SETTINGS = ["tokenizer=bytes", "model.n_layer=2", "data.batch_size=16"]  # of both replicas
@@ -160,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, words = parser.parse_known_args(arguments)
     block = provenance("elastic_joiner", arguments, options.page)
     torch.set_num_threads(1)
-    plans = {"undisturbed": ([], "fresh")}
+    plans: dict[str, tuple[list[int], str]] = {"undisturbed": ([], "fresh")}
     plans |= {f"{n}, {state}": (steps, state) for n, steps in JOINS.items() for state in STATES}
     losses: dict[str, list[float]] = {name: [] for name in plans}
     for seed in range(1, options.seeds + 1):
@@ -175,4 +174,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

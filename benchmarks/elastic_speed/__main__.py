@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -30,7 +29,7 @@ from recipes.training.pretraining import build_data, build_module
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "What do elastic replicas of unequal speed gain by not waiting for each other?"
-STRATEGY = {"sync_every": 20, "overlap_steps": 2}
+STRATEGY: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2}
 STEP_S = 0.04  # of the fast replica; more than it computes
 STEPS = {"steps": 300, "time": 600}  # the same seconds, at the ideal speeds
 TARGET_AT = 0.8  # the target is the loss of `sync="steps"` after this share of its steps
@@ -209,4 +208,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

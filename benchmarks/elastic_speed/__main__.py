@@ -181,8 +181,8 @@ def page(
         "| strategy | ms per step, by round | median |",
         "|---|---|---|",
     ]
-    for name, seconds in steps.items():
-        shown = ", ".join(f"{1e3 * one:.2f}" for one in seconds)
+    for name, rounds in steps.items():
+        shown = ", ".join(f"{1e3 * one:.2f}" for one in rounds)
         body.append(f"| `{name}Strategy` | {shown} | {1e3 * medians[name]:.2f} |")
     return result_page(TITLE, opening, [block], body), checks
 

@@ -373,9 +373,9 @@ class ElasticMembership:
     def enter(self, flights: int) -> int | None:
         """Ask to take part in flight number `flights`.
 
-        Return None if this replica is in the flight's view. Otherwise, return the number of the next
-        flight to ask for: the members have completed all earlier ones, or are about to complete
-        them without this replica.
+        Return None if this replica is in the flight's view. Otherwise, return the number of the
+        next flight to ask for: the members have completed all earlier ones, or are about to
+        complete them without this replica.
 
         Raises:
             RuntimeError: the job has ended, all slots are taken, or no member is left.

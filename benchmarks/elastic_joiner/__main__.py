@@ -24,8 +24,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.common.page import provenance, result_page, write_page
-from benchmarks.common.pretraining import Config, batches, composed
-from benchmarks.last_round.simulated import take_steps
+from benchmarks.common.pretraining import Config, batches, composed, take_steps
 from benchmarks.size_ladder.played import PlayedReplicas
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.diloco import StreamingDiLoCo

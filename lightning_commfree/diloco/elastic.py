@@ -47,6 +47,7 @@ from lightning_commfree.comm.membership import TOO_LATE, ElasticMembership, Memb
 from lightning_commfree.diloco.codec import Codec
 from lightning_commfree.diloco.exchange import (
     MAX_WEIGHT,
+    Decoding,
     Flight,
     FragmentExchange,
     Header,
@@ -193,8 +194,15 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def _launch(
-        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
+        self,
+        p: int,
+        values: Tensor,
+        header: Header,
+        residual: Tensor | None,
+        tag: str,
+        decoding: Decoding,
     ) -> Flight:
+        del decoding  # decoded at the landing, because a failed exchange is repeated
         flight, self.launched = self.launched, self.launched + 1
         if self._membership.by_time:
             self._membership.announce(flight)

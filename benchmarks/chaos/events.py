@@ -17,7 +17,7 @@ KILL, SLOW, TERM, STOP, CUT, LIGHTHOUSE = (
 )
 KILLS = 3  # come first, so that the seconds to the target loss have only these in them
 _FIRST_KILL, _BETWEEN_KILLS = 0.06, 0.11  # shares of the run
-_FIRST_OTHER, _BETWEEN_OTHERS = 0.62, 0.07
+_FIRST_OTHER, _BETWEEN_OTHERS = 0.45, 0.115  # usually, one replica is back before the next is hit
 _JITTER = 0.03
 _AWAY_S = {SLOW: (6.0, 6.0), STOP: (4.0, 6.0), CUT: (4.0, 6.0), LIGHTHOUSE: (1.0, 3.0)}
 

@@ -191,7 +191,8 @@ def body(
         f"With fewer than {LEAST} replicas, the methods that have a lighthouse wait.",
         "",
         f"All methods save a checkpoint every {save_s:g} s. Events, from seed {seed}: three kills,"
-        " then the others in random order. SIGTERM is followed by SIGKILL after"
+        " then the others in random order, so far apart that usually one replica is back before"
+        " the next is hit. SIGTERM is followed by SIGKILL after"
         f" {TERM_S:g} s. A late restart waits before it imports anything. A partition cuts one"
         " replica off at the switch. The lighthouse is killed and another one starts on its port;"
         " under torchrun this event has no effect.",

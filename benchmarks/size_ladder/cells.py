@@ -4,11 +4,11 @@ Every run of a size takes the same tokens in the same steps, whatever its method
 with the square root of the size (in arXiv:2503.09799 it grows too), so that larger models have more
 steps, and with them more cycles of H steps.
 
-Learning rates are rungs of half an octave. At the smallest size the rate is tuned for each model,
-optimizer and M, with seed 1 and H = 100, like DDP's; the best rung has a worse one on both sides. A
-larger size takes the rungs of the one before, less one for each doubling of the width; the rungs
-beside two of these are run as a check. H, length, wire and outer step keep the rate of their model,
-optimizer, size and M.
+Learning rates are rungs of half an octave. At the smallest size the rate is tuned for each model
+and M, with seed 1 and H = 100, like DDP's; the best rung has a worse one on both sides. Muon takes
+AdamW's rates, to whose size its steps are scaled. A larger size takes the rungs of the one before,
+less one for each doubling of the width. The rungs beside those that were not tuned are run as a
+check. H, length, wire and outer step keep the rate of their model, size and M.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ TRIALS: tuple[Settings, ...] = (
     {"outer_lr": 0.6},
     {"outer_lr": 0.8},
     {"outer_lr": 0.8, "momentum": 0.5},
-    {"outer_lr": 1.0, "momentum": 0.5},
     {"outer_lr": 1.0, "momentum": 0.5, "mix": 0.0},
     {"restart_every": 4},
-    {"restart_every": 4, "outer_lr": 0.8},
     {"radial": True},
 )
 FINALISTS = 2  # trials that are run with all seeds
@@ -228,7 +226,8 @@ def _rung(losses: Losses, cell: Cell) -> int | None:
 
 def _tuned(cell: Cell) -> Cell:
     """Return the cell whose learning rate this one takes."""
-    return Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=cell.optimizer).default
+    optimizer = "adamw" if cell.optimizer == "muon" else cell.optimizer
+    return Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=optimizer)
 
 
 def _first_rungs(cell: Cell) -> list[int]:
@@ -309,26 +308,28 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
     yield from of_seeds(small, replicas=(2, 4), sync_every=30, wire="topk")
-    yield from grid(small, 1, replicas=(2, 4), **sparse)
-    yield from of_seeds(small, replicas=(4,), optimizer="muon", **MULOCO)
+    muon: dict[str, Any] = {"replicas": (4,), "optimizer": "muon", **MULOCO}
+    yield from of_seeds(small, **muon)
+    # more cycles of H at the same size; one model first
+    yield from grid(small, 1, replicas=(4,), models=one, **long)
     for trial in TRIALS:
         yield from grid(small, 1, replicas=(4,), **trial)
     best = finalists(losses)
     for trial in best:
         yield from of_seeds(small, replicas=(4, 8), **trial)
+    for trial in best[:1]:
+        yield from grid(small, 1, replicas=(4,), models=one, **long, **trial)
     # a second size, for the trend
     yield from of_seeds(middle, replicas=(4,), models=one)
-    # more cycles of H at the same size
-    yield from grid(small, 1, replicas=(4,), **long)
-    for trial in best[:1]:
-        yield from grid(small, 1, replicas=(4,), **long, **trial)
-    for optimizer in ("lion", "sign_muon"):
-        yield from of_seeds(small, replicas=(), optimizer=optimizer)
     yield from of_seeds(middle, replicas=(2, 8, 1), models=one)
+    yield from _rates_beside(grid(small, 1, **muon))
+    yield from grid(small, 1, replicas=(2, 4), **sparse)
     # do int2 and topk need more exchanges?
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(4,), sync_every=30, wire=wire)
-    yield from _rates_beside(middle)
+    for optimizer in ("lion", "sign_muon"):
+        yield from of_seeds(small, replicas=(), optimizer=optimizer)
+    yield from _rates_beside(grid(middle, 1, replicas=(4,), models=one))
     yield from of_seeds(middle)
     yield from of_seeds(small, **long)
     yield from of_seeds(small, replicas=(4,), wire="int2", **long)
@@ -342,10 +343,9 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(largest)
 
 
-def _rates_beside(size: str) -> Iterator[Cell]:
-    """Yield DDP and M = 4 of one model a rung below and above the rule for the learning rate."""
-    for cell in grid(size, 1, replicas=(4,), models=MODELS[:1]):
-        yield from (replace(cell, rung=off) for off in (-1, 1))
+def _rates_beside(cells: Iterator[Cell]) -> Iterator[Cell]:
+    """Yield cells a rung below and above the rule for the learning rate."""
+    return (replace(cell, rung=off) for cell in cells for off in (-1, 1))
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:

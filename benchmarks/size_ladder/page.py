@@ -155,8 +155,8 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "## Learning rates",
         "",
         f"Validation loss with seed 1, H = 100. At {SEARCHED} the best rate has a worse one on both"
-        " sides and is used by all runs of its model, optimizer and M. A larger size takes those of"
-        " the one before, divided by 1.4 for each doubling of the width; rates beside these are"
+        " sides and is used by all runs of its model and M, by Muon's too. A larger size takes"
+        " those of the one before, divided by 1.4 for each doubling of the width; rates beside these are"
         " shown where they were tried.",
         "",
         *_lr_table(losses),
@@ -279,11 +279,11 @@ def _disagreement(losses: Losses) -> list[str]:
         return []
     ours = ", ".join(f"{statistics.mean(flat(of_m)):+.1f}" for of_m in found)
     longer = by_model(losses, replace(default_cell("", SEARCHED, 4), tokens_per_parameter=LONG))
-    if all(longer.values()):
-        cycles = [Cell(m, SEARCHED, 1, 0, tokens_per_parameter=LONG).steps // 100 for m in MODELS]
-        gap = ", ".join(f"{statistics.mean(gap):+.1f} % ({model})" for model, gap in longer.items())
-        cause = f"with {min(cycles)} to {max(cycles)} ({LONG} tokens per parameter) M = 4 ends"
-        cause += f" {gap} above DDP."
+    if flat(longer):
+        known = {model: statistics.mean(values) for model, values in longer.items() if values}
+        ends = ", ".join(f"{gap:+.1f} % ({model})" for model, gap in known.items())
+        cycles = min(Cell(m, SEARCHED, 1, 0, tokens_per_parameter=LONG).steps for m in known) // 100
+        cause = f"with {cycles} ({LONG} tokens per parameter) M = 4 ends {ends} above DDP."
     else:
         cause = f"the runs of {LONG} tokens per parameter, which test this, are not done."
     return [

@@ -156,8 +156,8 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         f"Validation loss with seed 1, H = 100. At {SEARCHED} the best rate has a worse one on both"
         " sides and is used by all runs of its model and M, by Muon's too. A larger size takes"
-        " those of the one before, divided by 1.4 for each doubling of the width; rates beside these are"
-        " shown where they were tried.",
+        " those of the one before, divided by 1.4 for each doubling of the width; rates beside"
+        " these are shown where they were tried.",
         "",
         *_lr_table(losses),
     ]

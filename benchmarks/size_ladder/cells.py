@@ -307,9 +307,11 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, replicas=(2, 4), sync_every=30)
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
-    yield from of_seeds(small, replicas=(2, 4), sync_every=30, wire="topk")
+    topk: dict[str, Any] = {"replicas": (2, 4), "sync_every": 30, "wire": "topk"}
+    yield from grid(small, 1, **topk)
     muon: dict[str, Any] = {"replicas": (4,), "optimizer": "muon", **MULOCO}
     yield from of_seeds(small, **muon)
+    yield from of_seeds(small, **topk)
     # more cycles of H at the same size; one model first
     yield from grid(small, 1, replicas=(4,), models=one, **long)
     for trial in TRIALS:

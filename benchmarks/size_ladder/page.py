@@ -359,7 +359,8 @@ def _muon(losses: Losses) -> list[str]:
     told = "met" if ours <= MUON_TARGET * theirs else "missed"
     return [
         f"- **Found, Muon, M = 4, H = 100:** {mean_text(gaps_of_muon, '+.2f', ' %')} from DDP with"
-        f" Muon ({', '.join(models)}), {ours / theirs:.2f} times AdamW's gap. Target, at most {MUON_TARGET}: {told}."
+        f" Muon ({', '.join(models)}), {ours / theirs:.2f} times AdamW's gap. Target,"
+        f" at most {MUON_TARGET}: {told}."
     ]
 
 

@@ -1,4 +1,4 @@
-"""The Lightning package in use, with all of its public names that the library imports.
+"""The Lightning package in use, and all public names that the library imports from it.
 
 Lightning is distributed twice: as `lightning.pytorch` (in the package `lightning`) and as
 `pytorch_lightning`. The code is the same, but the classes differ: a Trainer from one package
@@ -32,16 +32,17 @@ def choose(environment: Mapping[str, str]) -> str:
     """Return the package to use in this process: "lightning" or "pytorch_lightning".
 
     Raises:
-        ValueError: the environment variable has any other value.
+        ValueError: the environment variable is set to any other value.
     """
     if name := environment.get(VARIABLE):
         if name not in _MODULES:
             raise ValueError(
-                f"The environment variable {VARIABLE} has the unknown value {name!r}. Set it to"
-                f" {' or '.join(map(repr, _MODULES))}, the package from which you import Trainer."
+                f"The environment variable {VARIABLE} is set to {name!r}, which is not recognized."
+                f" Set it to {' or '.join(map(repr, _MODULES))}, whichever package you import"
+                " Trainer from."
             )
         return name
-    # in the order of import: a library that uses one may import the other for an integration
+    # take the one imported first: a library that uses one may import the other as an integration
     names = {module: name for name, module in _MODULES.items()}
     imported = [names[module] for module in list(sys.modules) if module in names]
     if imported:
@@ -85,15 +86,15 @@ else:
 
 
 def other_is_imported() -> bool:
-    """Return whether the other Lightning package is imported too."""
+    """Return whether the other Lightning package has been imported, too."""
     return _MODULES[_OTHER] in sys.modules
 
 
 def wrong_host(what: str) -> str:
-    """Return the error message for `what` when used with a Trainer from the other package."""
+    """Return the error message for using `what` with a Trainer from the other package."""
     return (
-        f"{what} is for {_MODULES[HOST]}, and a Trainer of {_MODULES[_OTHER]} does not accept it."
-        f" Set the environment variable {VARIABLE}={_OTHER} before lightning_commfree is imported."
+        f"{what} is for {_MODULES[HOST]} and does not work with a Trainer from {_MODULES[_OTHER]}."
+        f" Set the environment variable {VARIABLE}={_OTHER} before importing lightning_commfree."
     )
 
 

@@ -1,4 +1,4 @@
-"""All uses of private Lightning names, with the feature that is lost if a name is missing.
+"""All uses of private Lightning names, and the features that are lost if they are missing.
 
 A later release of Lightning may rename them. When a fit begins, `probe` checks for missing names,
 and a single warning lists the disabled features. Importing never fails, and neither a fresh fit nor
@@ -10,21 +10,23 @@ several functions wrap the same method, the last one is outermost:
 =============================== ===================================================================
 method                          wrappers, innermost first
 =============================== ===================================================================
-trainer.save_checkpoint         agree to stop, then show the shared weights (`local_weights`)
-fit_loop.setup_data             the same number of batches on all ranks (`stopping`)
+trainer.save_checkpoint         agree to stop, then swap in the shared weights (`local_weights`)
+fit_loop.setup_data             use the same number of batches on all ranks (`stopping`)
 epoch_loop.on_run_start         record the RNG state (`resume.data_position`); defer stop requests
                                 and check the first batch (`stopping`)
 epoch_loop.reset                hide a warning about loaders (`hide_resume_warning`)
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
-val_loop.on_run_start           show the shared weights (`fit_session`)
+val_loop.on_run_start           swap in the shared weights (`fit_session`)
 epoch_loop._should_check_val_fx validate on one elastic replica only (`elastic_diloco`)
-setup_data and reset of         the same number of batches on ranks that share a model
+setup_data and reset of         use the same number of batches on ranks that share a model
 evaluation loops                (`evaluation`)
 strategy.process_dataloader     record the RNG state (`resume.data_position`)
-two of the checkpoint connector find the checkpoint on any rank's disk (`around_loading`)
-three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
-logger_connector.log_metrics    communication metrics in the loggers' rows (`add_to_rows`)
+two methods of the checkpoint   find the checkpoint on any rank's disk (`around_loading`)
+connector
+three methods of the signal     handle SIGTERM without a broadcast per batch (`handle_signals`)
+connector
+logger_connector.log_metrics    add communication metrics to the loggers' rows (`add_to_rows`)
 callbacks of `WeightAveraging`  average the shared weights (`local_weights`)
 precision.clip_grad_by_norm     clip by the norm of the full gradient (`inside.domino`)
 =============================== ===================================================================
@@ -49,7 +51,7 @@ from lightning_commfree.host import HOST, VARIABLE, SIGTERMException, TrainerFn,
 
 
 class Patches:
-    """Replace methods of individual objects, and restore them later.
+    """Replaces methods of individual objects, and restores them later.
 
     Patch only in the training process, because a patched object cannot be pickled.
     """
@@ -77,15 +79,15 @@ _CALL = f"{pl.__name__}.trainer.call"
 
 
 class Feature(NamedTuple):
-    """A feature that needs private names of Lightning."""
+    """A feature that depends on private Lightning names."""
 
-    lost: str  # description of what is disabled if a name is missing
+    lost: str  # description of the feature, for the warning that it is disabled
     # Attribute paths that start at the Trainer, or at a module as "module:name". A name with
     # "=value" is checked by writing the value: its owner must accept it.
     names: tuple[str, ...]
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:
-        """Return those of `names` that the installed version of Lightning does not have.
+        """Return the entries of `names` that the installed version of Lightning does not have.
 
         `trainer` is the Trainer to search, or None if all names start at a module.
         """
@@ -120,7 +122,7 @@ LAUNCH = Feature(
     ),
 )
 MID_EPOCH = Feature(
-    "exact resume in the middle of an epoch (the epoch's data start over)",
+    "exact resume in the middle of an epoch (the epoch's data starts over)",
     (
         "fit_loop._data_fetcher",
         "fit_loop._restart_stage=restarted_mid_epoch",
@@ -135,7 +137,7 @@ LOADERS = Feature(
     ("fit_loop._combined_loader_states_to_load",),
 )
 LOADING = Feature(
-    "sending checkpoints to machines that have none (copy them there before a resume)",
+    "sending checkpoints to machines that have none (copy them there before you resume)",
     ("_checkpoint_connector.resume_start", "_checkpoint_connector.resume_end"),
 )
 RELOAD = Feature(
@@ -143,7 +145,7 @@ RELOAD = Feature(
     ("fit_loop._last_train_dl_reload_epoch",),
 )
 METRICS = Feature(
-    "a message at a resume in the middle of an epoch that metrics of the epoch are not restored",
+    "the message, on a resume in the middle of an epoch, that its metrics are not restored",
     ("fit_loop.epoch_loop._results",),
 )
 COMPILED = Feature(
@@ -151,16 +153,16 @@ COMPILED = Feature(
     ("lightning_module._compiler_ctx",),
 )
 TIMED = Feature(
-    "the error for a time interval as `val_check_interval`, with which ranks may deadlock",
+    "the error that rejects a time interval as `val_check_interval`, because ranks may deadlock",
     ("_val_check_time_interval",) if RequirementCache(f"{HOST}>=2.6.0") else (),
 )
 EPOCHS = Feature(
-    "equalizing epochs over ranks: give all ranks the same number of batches, or they hang",
+    "equalizing epochs across ranks (give all ranks the same number of batches, or they hang)",
     ("fit_loop._combined_loader", "fit_loop._data_fetcher"),
 )
 EVALUATION = Feature(
-    "equalizing validation, test and predict batches over ranks that share a model: give all ranks"
-    " the same number of batches, or they hang",
+    "equalizing validation, test and predict batches across ranks that share a model (give all"
+    " ranks the same number of batches, or they hang)",
     (
         "fit_loop.epoch_loop.val_loop._max_batches",
         "fit_loop.epoch_loop.val_loop._data_fetcher",
@@ -176,7 +178,7 @@ FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feat
 
 
 def probe(trainer: pl.Trainer) -> None:
-    """At the beginning of a fit, warn once about features that this Lightning version disables."""
+    """Warn once, when a fit begins, about features that do not work with this Lightning version."""
     lacks = {feature.lost: names for feature in FEATURES if (names := feature.missing(trainer))}
     if lacks:
         lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in lacks.items())
@@ -204,13 +206,13 @@ def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
     return understood
 
 
-# -- functions in place of Lightning's methods, while a fit runs
+# -- replacements for Lightning's methods during a fit
 
 
 def handle_signals(
     trainer: pl.Trainer, patches: Patches, sigterm: Callable[..., None], slurm: Callable[..., None]
 ) -> None:
-    """Replace Lightning's SIGTERM and SLURM signal handlers, and its broadcast per batch."""
+    """Replace Lightning's SIGTERM and SLURM handlers, and disable its broadcast per batch."""
     if SIGTERM.works(trainer):
         connector = trainer._signal_connector
         patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -228,7 +230,7 @@ def add_to_rows(
 ) -> None:
     """Add metrics to the rows that loggers write, but not to `trainer.logged_metrics`.
 
-    `more` is called with the metrics of a row, and returns those to add.
+    `more` takes the metrics of a row and returns the metrics to add.
     """
     if not ROWS.works(trainer):
         return
@@ -236,7 +238,7 @@ def add_to_rows(
     log = connector.log_metrics
 
     def log_row(metrics: dict[str, Any], step: int | None = None) -> None:
-        # with a step, the row is a callback's
+        # a row with a step comes from a callback
         own = more(metrics) if metrics and step is None else {}
         log({**metrics, **own}, step)
         for name in own:
@@ -251,7 +253,7 @@ def around_loading(
     find: Callable[[Any], Any],
     done: Callable[[Any], None],
 ) -> None:
-    """Replace the path of the checkpoint to be loaded by `fit`, `validate`, `test` or `predict`.
+    """Replace the path of the checkpoint that `fit`, `validate`, `test` or `predict` loads.
 
     Args:
         trainer: the Trainer, before it loads the checkpoint.
@@ -280,7 +282,7 @@ def around_loading(
 def hide_resume_warning(trainer: pl.Trainer, patches: Patches) -> None:
     """Hide Lightning's warning that resuming mid-epoch needs loaders with a `state_dict`.
 
-    Call it where the position in the data is restored without a `state_dict`.
+    Call this if the position in the data is restored without a `state_dict`.
     """
     loop = trainer.fit_loop.epoch_loop
     reset = loop.reset
@@ -303,12 +305,14 @@ class _NoResult(NamedTuple):
 
 
 class CleanExitLauncher(_Launcher):  # type: ignore[misc]
-    """Lightning's process launcher, which also exits when its ranks exit without a result.
+    """Lightning's process launcher, modified to exit when its ranks exit without a result.
+
+    The problem with the original:
 
     1. A rank receives SIGTERM. All ranks stop after the same step with `SIGTERMException`, which
        ends each process with exit code 0.
     2. Lightning's launcher assumes success and waits forever for the first rank's result. No
-       `on_exception` hook has run, because it calls them in the launching process.
+       `on_exception` hook has run, because Lightning calls them in the launching process.
 
     With this launcher, the ranks run these hooks, the first rank reports that there is no result,
     and the launching process exits in the same way as the ranks.
@@ -324,7 +328,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
             if trainer is not None and by_sigterm:  # all ranks end after the same step
                 import_module(_CALL)._interrupt(trainer, end)
                 trainer._teardown()
-            if process_idx == 0 and not end.code:  # else the launching process sees the exit code
+            if process_idx == 0 and not end.code:  # a nonzero code reaches the launching process
                 return_queue = args[3]  # after the function, its args and its kwargs
                 return_queue.put(_NoResult(by_sigterm))
             raise
@@ -343,10 +347,10 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
 def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Return a launcher that exits cleanly, in place of Lightning's; None stays None.
+    """Return a launcher that exits cleanly, to replace Lightning's; None if `launcher` is None.
 
-    It calls `check` first, in the launching process, so that unsupported settings are rejected
-    immediately and only once.
+    The new launcher first calls `check` in the launching process, so that unsupported settings are
+    rejected immediately and only once.
     """
     if launcher is None or not LAUNCH.works(None):
         return launcher
@@ -365,7 +369,7 @@ def _check_and_launch(
     **kwargs: Any,
 ) -> Any:
     check(trainer)
-    # a spawned process may import this package before Lightning, and must choose the same one
+    # a spawned process may import this package before Lightning, and must choose the same host
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = HOST
     try:
@@ -379,12 +383,12 @@ def _check_and_launch(
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
     """Return the object that fetches training batches, or None before loaders are set up."""
-    # loaders are set up after `on_fit_start`, in which a learning-rate finder already saves
+    # loaders are set up after `on_fit_start`, where a learning-rate finder already saves
     return trainer.fit_loop._data_fetcher
 
 
 def forget_loaders(trainer: pl.Trainer) -> None:
-    """Make Lightning create the training loaders again, which a scheduler may have asked for."""
+    """Make Lightning recreate the training loaders, in case a scheduler has already used them."""
     if EPOCHS.works(trainer):
         trainer.fit_loop._combined_loader = None
 
@@ -398,7 +402,7 @@ def validate_if(trainer: pl.Trainer, patches: Patches, allowed: Callable[[], boo
 
 
 def set_step(trainer: pl.Trainer, step: int) -> None:
-    """Set the number of optimizer steps taken, for loops and loggers."""
+    """Set the number of completed optimizer steps that the loops and loggers use."""
     loop = trainer.fit_loop.epoch_loop
     progress: Any = loop.automatic_optimization.optim_progress.optimizer.step
     for tracker in (progress.total, progress.current):
@@ -416,7 +420,7 @@ def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
 
 
 def validate_first(trainer: pl.Trainer) -> bool:
-    """Run the validation that is due after the latest batch, if any; return whether one is due."""
+    """Make the loop run any validation due after the latest batch; return whether one is due."""
     epoch_loop = trainer.fit_loop.epoch_loop
     due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
     if due:
@@ -459,7 +463,7 @@ def is_compiled(module: pl.LightningModule) -> bool:
 
 
 def validation_seconds(trainer: pl.Trainer) -> float | None:
-    """Return the time between validation runs; None if their interval is in batches."""
+    """Return the time between validation runs in seconds; None if the interval is in batches."""
     return getattr(trainer, "_val_check_time_interval", None)
 
 
@@ -470,10 +474,10 @@ def set_world_backend(strategy: Any, backend: str) -> None:
 
 
 def set_ddp_group(strategy: Any, group: Any | None) -> None:
-    """Set the process group in which DDP averages gradients; None for all ranks.
+    """Set the process group in which DDP averages gradients; None means all ranks.
 
     Raises:
-        RuntimeError: this version of Lightning does not have that setting.
+        RuntimeError: this version of Lightning does not have this setting.
     """
     try:
         strategy._ddp_kwargs["process_group"] = group
@@ -491,7 +495,7 @@ def data_used_up(trainer: pl.Trainer) -> bool:
 
 
 def may_stop_early(trainer: pl.Trainer, uncounted: int = 0) -> bool:
-    """Return whether `min_epochs` and `min_steps` are reached.
+    """Return whether `min_epochs` and `min_steps` have been reached.
 
     `uncounted` is the number of steps taken that the Trainer has not counted yet.
     """
@@ -509,8 +513,8 @@ def accumulates(trainer: pl.Trainer) -> bool:
 def steps_to_come(trainer: pl.Trainer) -> int | None:
     """Return the maximum number of remaining steps in the fit; None if unknown.
 
-    With manual optimization, steps are batches. Their number is unknown if `max_steps` is set,
-    which counts the steps of every optimizer.
+    With manual optimization, each batch counts as a step, and the result is None if `max_steps` is
+    set, because `max_steps` counts the steps of every optimizer.
     """
     manual = not trainer.lightning_module.automatic_optimization
     total = trainer.estimated_stepping_batches
@@ -528,7 +532,7 @@ def in_accumulation(trainer: pl.Trainer) -> bool:
 
 
 def limit_epochs(trainer: pl.Trainer, batches: int) -> None:
-    """Lower the number of batches per epoch that Lightning found in its training loaders."""
+    """Reduce the number of batches per epoch that Lightning takes from its training loaders."""
     loop = trainer.fit_loop
     loop.max_batches = batches
     loader, fetcher = loop._combined_loader, loop._data_fetcher
@@ -569,12 +573,12 @@ def evaluation_loop(trainer: pl.Trainer) -> Any:
         TrainerFn.TESTING: trainer.test_loop,
         TrainerFn.PREDICTING: trainer.predict_loop,
     }
-    assert trainer.state.fn is not None, "the Trainer runs"
+    assert trainer.state.fn is not None, "the Trainer is running"
     return loops[trainer.state.fn]
 
 
 def batch_limits(loop: Any) -> list[int | float]:
-    """Return an evaluation loop's maximum numbers of batches, one per loader.
+    """Return an evaluation loop's list of batch limits, one per loader.
 
     Lightning replaces the list whenever it creates new loaders.
     """
@@ -583,7 +587,7 @@ def batch_limits(loop: Any) -> list[int | float]:
 
 
 def fetches_ahead(loop: Any) -> bool:
-    """Return whether a loop prefetches its first batch, because the length is unknown."""
+    """Return whether a loop prefetches its first batch because its data has no known length."""
     return loop._data_fetcher.length is None and hasattr(loop._data_fetcher, "batches")
 
 

@@ -63,7 +63,7 @@ def test_pytorch_lightning_alone_is_used_if_it_alone_is_installed(
 
 
 def test_an_unknown_value_of_the_variable_is_refused() -> None:
-    with pytest.raises(ValueError, match="'lightning' or 'pytorch_lightning', the package"):
+    with pytest.raises(ValueError, match="'lightning' or 'pytorch_lightning', whichever"):
         host.choose({host.VARIABLE: "pl"})
 
 
@@ -113,8 +113,8 @@ def test_a_trainer_of_the_other_package_says_what_to_set(
     name, instance, module = map(json.loads, lines)
     key = package.partition(".")[0]
     said = (
-        f" is for {used}, and a Trainer of {package} does not accept it. Set the environment"
-        f" variable {host.VARIABLE}={key} before lightning_commfree is imported."
+        f" is for {used} and does not work with a Trainer from {package}. Set the environment"
+        f" variable {host.VARIABLE}={key} before importing lightning_commfree."
     )
     assert name == f"'distributed_lion_fork'{said}"
     assert f"StreamingDiLoCoStrategy{said}" in instance

@@ -1,4 +1,4 @@
 """Channels between ranks, the traffic ledger, bit packing and failure detection.
 
-Depends only on torch, and not on the training algorithms.
+This package depends only on torch, not on the training algorithms.
 """

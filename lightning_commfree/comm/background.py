@@ -19,7 +19,7 @@ from lightning_commfree.comm.liveness import AgreedError, PeerLostError, PeerWat
 
 DEVICE_TAG = "work on the device"
 
-_POLL_S = 0.0005  # how often a waiting thread asks a device
+_POLL_S = 0.0005  # how often a waiting thread polls a device
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Background:
         self._ledger = ledger
         self.staging = Staging(peers)
         self._executor: ThreadPoolExecutor | None = None
-        self._error: Exception | None = None  # of the first task that failed
+        self._error: Exception | None = None  # the error of the first task that failed
 
     def submit(
         self,
@@ -50,12 +50,12 @@ class Background:
     ) -> Pending[T]:
         """Queue `task`; the ledger counts the time spent waiting for its result under `tag`.
 
-        The host may be far ahead of a CUDA device. So the result's `wait` counts only the time
+        The host may be far ahead of a CUDA device, so the result's `wait` counts only the time
         after `device` has computed everything that was queued before the call. `staged` blocks
         until the payload has been computed; that time is not counted either.
         """
         if self._executor is None:  # created on first use: a fork would lose the thread
-            # A single thread: the collectives of two fragments keep their order on all ranks.
+            # Use a single thread, to keep the order of the fragments' collectives on all ranks.
             self._executor = ThreadPoolExecutor(
                 1, "exchange", initializer=self._ledger.ignore_waits_of_this_thread
             )
@@ -80,8 +80,8 @@ class Background:
 
     def _run(self, task: Callable[[], T], phase: str) -> T:
         if self._error is not None:
-            # This rank has missed collectives that its peers took part in. Its next one would be
-            # paired with the wrong one of theirs.
+            # This rank has missed collectives that its peers took part in. Its next collective
+            # would be paired with the wrong one on the other ranks.
             raise self._error
         try:
             with self._ledger.thread_phase(phase):
@@ -92,7 +92,7 @@ class Background:
 
 
 class Staging:
-    """Side CUDA stream for encoding, decoding and copies; other devices run work immediately."""
+    """Side CUDA stream for encoding, decoding and copies; on other devices, work runs at once."""
 
     def __init__(self, peers: PeerWatch | None = None) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -100,9 +100,9 @@ class Staging:
 
     @contextmanager
     def beside_training(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Queue CUDA work of a `with` block on the side stream, after the caller's stream.
+        """Queue a `with` block's CUDA work on the side stream, after work on the caller's stream.
 
-        `inputs` are all device tensors from outside that it uses; the caller may free them.
+        `inputs` are all existing device tensors that the block uses; the caller may free them.
         """
         device = inputs[0].device
         if device.type != "cuda":
@@ -112,7 +112,7 @@ class Staging:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             yield
-        # keep the allocator from reusing memory that the side stream still reads
+        # keep the allocator from reusing memory that the side stream is still reading
         for tensor in inputs:
             tensor.record_stream(stream)
 
@@ -141,7 +141,7 @@ class Staging:
     ) -> Callable[[], tuple[Tensor, ...]]:
         """Copy `host` to a device and start `work` on the copy, without blocking the host.
 
-        It may be called from any thread.
+        This may be called from any thread.
 
         Returns:
             A function that returns the results of `work`, for use on the caller's current stream.
@@ -151,7 +151,7 @@ class Staging:
             return lambda: results
 
         stream = self._side_stream(device)
-        # a new thread's current device is the first one, where it would open a context
+        # a new thread's current device is device 0, where it would open a context
         with torch.cuda.device(device), torch.cuda.stream(stream):
             results = work(host.pin_memory().to(device, non_blocking=True))
             decoded = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -161,7 +161,7 @@ class Staging:
             current = torch.cuda.current_stream(device)
             current.wait_event(decoded)
             for tensor in results:
-                tensor.record_stream(current)  # it is in the side stream's memory pool
+                tensor.record_stream(current)  # the tensor is in the side stream's memory pool
             return results
 
         return on_current_stream
@@ -173,12 +173,13 @@ class Staging:
 
 
 def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Callable[[], None]]:
-    """Start a copy to host memory, after everything queued on the device's current stream.
+    """Start copying a tensor to the host, after everything queued on its device's current stream.
 
     Returns:
         The copy (pinned if the tensor is on a CUDA device), and a function to call before reading
-        it, from any thread. It raises `PeerLostError` if one of `peers` is lost: the device may
-        wait for it in an NCCL collective, which would block the host indefinitely.
+        it, from any thread. The function raises a `PeerLostError` if one of `peers` is lost: the
+        device may be waiting for that rank in an NCCL collective, which would block the host
+        indefinitely.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None
@@ -198,7 +199,7 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
 
 
 def on_host(tensor: Tensor, peers: PeerWatch | None = None) -> Tensor:
-    """Return a copy in host memory; blocks, and raises the same errors as `to_host`."""
+    """Return a copy in host memory; block until it is there. Raise the same errors as `to_host`."""
     host, wait = to_host(tensor, peers)
     wait()
     return host
@@ -216,11 +217,11 @@ class DeviceWork:
 
     def is_completed(self) -> bool:
         """Return whether the device has completed the work."""
-        with torch.cuda.device(self._device):  # else a new thread opens a context on device 0
+        with torch.cuda.device(self._device):  # keep a new thread from opening one on device 0
             return bool(self._end.query())
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until it is complete; raise a `RuntimeError` after `timeout`, like `dist.Work`."""
+        """Block until the work is complete; raise a `RuntimeError` after `timeout`."""
         if timeout is None:
             with torch.cuda.device(self._device):
                 self._end.synchronize()

@@ -1,7 +1,7 @@
-"""Read from a lighthouse who lives, without joining: its status page lists members and heartbeats.
+"""Read a lighthouse's status page, which lists members and heartbeats, without joining the job.
 
-torchft's lighthouse answers `GET /status` with a fragment of HTML. Reading it disturbs nobody,
-while a quorum request makes the caller a member for whom the others wait.
+torchft's lighthouse answers `GET /status` with a fragment of HTML. Reading it affects nobody,
+whereas a quorum request makes the caller a member that the others wait for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-_MAX_BYTES = 1 << 20  # some 2,000 replicas
+_MAX_BYTES = 1 << 20  # enough for about 2,000 replicas
 _MEMBER = re.compile(r"<b>(.*?)</b>.*?Step: (-?\d+).*?Manager: (.*?) <br", re.DOTALL)
 _HEARTBEAT = re.compile(r'<li class="heartbeat\s*(old)?\s*">\s*(.*?): seen ([\d.eE+-]+)s ago')
 _NUMBER = re.compile(r"Current quorum_id: (\d+)")
@@ -23,14 +23,14 @@ class BoardMember(NamedTuple):
     """A member of the last quorum."""
 
     replica_id: str
-    step: int  # when it asked for the quorum
-    address: str  # of its state server
+    step: int  # its step when it asked for the quorum
+    address: str  # URL of its state server
 
 
 class Board(NamedTuple):
-    """What a lighthouse knows."""
+    """A lighthouse's status."""
 
-    quorum_id: int  # begins at 0 when a lighthouse is restarted
+    quorum_id: int  # starts at 0 again when a lighthouse restarts
     reason: str  # why the next quorum is or is not complete
     members: tuple[BoardMember, ...]
     heartbeats: dict[str, float]  # seconds since the last one, by replica id
@@ -63,7 +63,7 @@ def read_board(url: str, timeout_s: float = 5.0) -> Board:
 
 
 def get_text(url: str, path: str, timeout_s: float) -> str:
-    """Return the text at a path of a server, at most 1 MB of it.
+    """Return the text at a server's path, truncated to 1 MB.
 
     Raises:
         ConnectionError: the server does not answer.
@@ -80,6 +80,6 @@ def get_text(url: str, path: str, timeout_s: float) -> str:
             connection.close()
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConnectionError(
-            f"Nothing answers at {url} ({error}). Check that it is running, that the address and"
-            " port are right, and that no firewall blocks the connection."
+            f"No server answers at {url} ({error}). Check that one is running there, that the"
+            " address and port are right, and that no firewall blocks the connection."
         ) from error

@@ -1,13 +1,12 @@
-"""Asynchronous collectives within a group of ranks; counts bytes and wait times.
+"""Asynchronous collectives within a group of ranks, with counts of bytes and wait times.
 
-This is the only module of the package that calls collectives of `torch.distributed` (FSDP2 calls
-its own). A method starts its collective and returns a `Pending`; call `.wait()` immediately to
+This is the only module in the package that calls `torch.distributed` collectives (FSDP2 calls its
+own). Each method starts its collective and returns a `Pending`; call `.wait()` immediately to
 block. A single-rank channel has the same interface and sends nothing.
 
 Launch a channel's collectives from one thread, in the same order on all ranks; in this package,
-that order depends only on the training step. Results may be waited for in any order. Do not write
-to an input before its result has arrived; in a single-rank channel, input and result may share
-memory.
+the order depends only on the training step. You may wait for results in any order. Do not write to
+an input before its result has arrived; in a single-rank channel, input and result may share memory.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Pending(Generic[T]):
         return self._result
 
     def then(self, function: Callable[[T], U]) -> Pending[U]:
-        """Return a `Pending` of `function(result)`; it runs once, in the thread that waits."""
+        """Return a `Pending` for `function(result)`, which runs once, in the waiting thread."""
         return Pending(lambda: function(self.wait()))
 
 
@@ -76,7 +75,7 @@ class Channel:
         group: the process group; None for a single-rank channel.
         device: device of inputs and results.
         downward: a second process group of the same ranks. All-gathers and all-to-alls use it for
-            rows sent to lower ranks, and `group` for rows sent to higher ones.
+            rows sent to lower ranks, and `group` for rows sent to higher ranks.
 
     Attributes:
         group: the process group, for libraries that communicate on it; None for a single rank.
@@ -98,7 +97,7 @@ class Channel:
         self.ledger = ledger
         self.device = device or torch.device("cpu")
         self.group, self._downward = group, downward
-        self.peers = PeerWatch(self.ranks, rank)  # `open` sets one with a heartbeat
+        self.peers = PeerWatch(self.ranks, rank)  # `open` replaces it with one that has a heartbeat
         self._owns_monitor = self._keeps_group = False
         self._sockets = CloseOnFork()
         assert (group is None) == (self.size == 1), "several ranks need a process group"
@@ -120,16 +119,16 @@ class Channel:
         """Create the process groups and return this rank's channel; collective over all ranks.
 
         Args:
-            groups: global ranks of each group, the same list on all ranks; it contains each rank
-                once.
+            groups: global ranks of each group. The list must be the same on all ranks and contain
+                each rank once.
             rank: global rank of this process.
             ledger: counts bytes and waits.
             backend: "gloo" for CPU tensors, "nccl" for tensors on `device`.
-            timeout: timeout of a collective; None for torch's default.
+            timeout: timeout for a collective; None means torch's default.
             device: device of inputs and results under nccl.
             parent: an open channel that contains these ranks, to share its heartbeat: if rank 1
                 exits because rank 2 of another channel died, errors on this channel name rank 2.
-                None: start a heartbeat.
+                If None, start a heartbeat.
             full_duplex: create a second gloo group, for large transfers over a slow link.
             liveness: whether errors name the lost ranks; off on all ranks if any rank passes False.
             urgent: whether nccl's kernels have priority over the model's, which would otherwise
@@ -157,7 +156,7 @@ class Channel:
                 mine._owns_monitor = True
             else:
                 monitor = parent.peers.monitor
-            # also for one rank: a monitor's list of channels must be the same on all ranks
+            # even for a single rank: a monitor's list of channels must be the same on all ranks
             mine.peers = PeerWatch(mine.ranks, rank, limit.total_seconds(), monitor)
         mine._sockets = sockets
         return mine
@@ -183,9 +182,9 @@ class Channel:
                     received, tensor.contiguous(), group=self.group, async_op=True
                 )
             return self._pending([work], received, tag)
-        # Not gloo's own: when a peer dies during it, gloo frees memory that its other connections
-        # still send from, and the process aborts. An exchange sends as many bytes and needs as much
-        # memory, because gloo gathers into a copy of its own.
+        # Do not use gloo's all-gather: if a peer dies during it, gloo frees memory that its other
+        # connections are still sending, and the process aborts. An exchange sends as many bytes and
+        # needs as much memory, because gloo gathers into its own copy.
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -199,7 +198,7 @@ class Channel:
         return self._exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
-        """Overwrite `tensor` with that of the rank at position `source` in this channel."""
+        """Overwrite `tensor` with the one from the rank at position `source` in this channel."""
         if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
@@ -208,7 +207,7 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def keep_group(self) -> dist.ProcessGroup:
-        """Return the process group for a library that needs it longer; `close` keeps it open."""
+        """Return the process group for a library that uses it longer; `close` keeps it open."""
         assert self.group is not None, "a single rank has no process group"
         self._keeps_group = True
         return self.group
@@ -217,7 +216,7 @@ class Channel:
         """Destroy the process groups; pending results are lost."""
         # before the groups: a peer whose connection breaks can then read that this rank has left
         self.peers.close(self._owns_monitor)
-        if self.peers.ended:  # else destroying a group waits for a hung rank until the timeout
+        if self.peers.ended:  # otherwise, destroying a group would wait for a hung rank
             self._sockets.disconnect()
         for group in (None if self._keeps_group else self.group, self._downward):
             if group is not None and dist.is_initialized():
@@ -236,7 +235,7 @@ class Channel:
     def _start_monitor(self, liveness: bool) -> PeerMonitor | None:
         """Start this rank's heartbeat and return its monitor; collective.
 
-        Returns None for a single rank, or if any rank has no heartbeat (`liveness` is off).
+        Return None for a single rank, or if any rank has no heartbeat (`liveness` is off).
         """
         if self._is_alone():
             return None
@@ -257,10 +256,10 @@ class Channel:
                 works = [_all_to_all(received, rows, self.group)]
             else:
                 # A receiver tells the sender that it is ready. On a single socket, rank 1's signal
-                # is queued behind all values that it already sends to rank 0, so a slow link is
-                # used in one direction, then in the other. With a socket per direction it is not
+                # is queued behind all values that it is already sending to rank 0, so a slow link
+                # is used in one direction, then in the other. One socket per direction avoids this
                 # (`python -m benchmarks.duplex`). `up` carries rows to higher ranks, so the rows it
-                # brings are from lower ones.
+                # delivers are from lower ranks.
                 below = [int(rank < self.rank) for rank in range(self.size)]  # rows per rank
                 above = [int(rank > self.rank) for rank in range(self.size)]
                 lower, higher = slice(None, self.rank), slice(self.rank + 1, None)
@@ -290,7 +289,7 @@ class Channel:
         begin, end = make(enable_timing=True), make(enable_timing=True)
         begin.record(stream)
         for work in works:
-            work.wait()  # does not block the host: nothing to watch
+            work.wait()  # does not block the host, so there is nothing to watch
         end.record(stream)
         self.ledger.count_device_wait(
             tag, lambda: begin.elapsed_time(end) / 1e3 if end.query() else None
@@ -304,7 +303,7 @@ def abort_nccl() -> None:
     if not groups:
         return
     first: Any = groups[0]._get_backend(torch.device("cuda"))
-    first._group_start()  # together: aborted one by one, communicators wait for each other
+    first._group_start()  # abort them together: one by one, they would wait for each other
     for group in groups:
         group.abort()
     first._group_end()
@@ -317,7 +316,7 @@ def _all_to_all(
     rows_from: list[int] | None = None,
     rows_to: list[int] | None = None,
 ) -> Any:
-    """Launch an all-to-all with one row per rank, or with `rows_from` and `rows_to` rows each."""
+    """Launch an all-to-all with one row per rank, or with the given numbers of rows per rank."""
     return dist.all_to_all_single(
         received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
     )
@@ -326,17 +325,17 @@ def _all_to_all(
 def _urgent_options(timeout: timedelta | None) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
-        options._timeout = timeout  # else `new_group` warns that it overrides the default
+        options._timeout = timeout  # otherwise, `new_group` warns that it overrides the default
     return options
 
 
 @contextmanager
 def _without_bound_device() -> Iterator[None]:
-    """Keep `new_group` from splitting the default group, unless both groups are nccl's.
+    """Keep `new_group` from splitting the default group; not needed if both groups use nccl.
 
     Lightning binds the default group to a device. torch then splits the new group from it, and
-    ranks outside the new group take part in the split. Only nccl supports that: it fails if the
-    default group on a CUDA device is gloo's, whatever the new group is.
+    ranks outside the new group take part in the split. Only nccl supports this: the split fails if
+    the default group uses gloo on a CUDA device, whatever backend the new group uses.
     """
     default = dist.group.WORLD
     assert default is not None, "the process group is initialized"

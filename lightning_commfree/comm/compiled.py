@@ -1,8 +1,9 @@
-"""Compile CPU loops with numba, and GPU kernels with Triton: faster than torch, the same results.
+"""Compile CPU loops with numba and GPU kernels with Triton.
 
-The loops need numba (`pip install 'lightning-commfree[numba]'`). Importing it takes a second. The
-first call of a loop takes another second, unless numba finds it in its cache: next to the loop's
-file if that is writable, else in the user's cache folder. The cache is invalidated when that file
+They are faster than torch operations and give the same results. The loops need numba (`pip install
+'lightning-commfree[numba]'`). Importing it takes a second. The first call of a loop takes another
+second, unless numba finds the loop in its cache, which is next to the loop's file if that folder is
+writable, and otherwise in the user's cache folder. The cache is invalidated when the loop's file
 changes, but not when other files do, so loops take constants from other files as arguments.
 """
 
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop on its first call; keep the result in numba's cache if that is writable.
+    """Compile a loop on its first call; keep the result in numba's cache if it is writable.
 
     The loop releases the GIL.
     """
@@ -51,16 +52,16 @@ def load_loops(module: str, what: str) -> ModuleType | None:
     try:
         import numba
 
-        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # created at run time
             # interpreted loops would take minutes
             raise RuntimeError("NUMBA_DISABLE_JIT is set")
         loops = import_module(module)
         loops.try_out()
-    except Exception as error:  # noqa: BLE001 - numba is only an optimization: no failure of it may end a fit
+    except Exception as error:  # noqa: BLE001 - numba is only an optimization: its failure must not end a fit
         if isinstance(error, ModuleNotFoundError) and error.name == "numba":
             how = "pip install 'lightning-commfree[numba]'"
             _log.info("numba is not installed (%s): %s.", how, slower)
-        else:  # an unsupported numpy, a library that does not load, a damaged cache
+        else:  # an unsupported numpy, a library that cannot be loaded, a damaged cache
             text = "numba cannot be used (%s: %s): %s. If its cache in %s is damaged, delete it."
             folder = Path(__file__).parents[1].joinpath(*module.split(".")[1:-1], "__pycache__")
             _log.warning(text, type(error).__name__, error, slower, folder)
@@ -70,7 +71,7 @@ def load_loops(module: str, what: str) -> ModuleType | None:
 
 @cache
 def load_kernels(module: str, what: str) -> ModuleType | None:
-    """Import a module of Triton kernels for a GPU and try them out; if that fails, log why.
+    """Import a module of Triton kernels for a GPU and test them; if that fails, log why.
 
     Args:
         module: name of the module, which has a function `try_out` that compares each kernel with
@@ -78,7 +79,7 @@ def load_kernels(module: str, what: str) -> ModuleType | None:
         what: as in `load_loops`.
 
     Returns:
-        The module, or None without a CUDA device or Triton, or if Triton cannot be used.
+        The module, or None if there is no CUDA device, or if Triton is missing or cannot be used.
     """
     if not torch.cuda.is_available():
         return None

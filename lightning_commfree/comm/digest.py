@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 _PRIME = 0x9E3779B1
-_PIECE_BYTES = 1 << 20  # a multiple of 8; a few of it stay in a core's cache
+_PIECE_BYTES = 1 << 20  # a multiple of 8; a few pieces fit into a core's cache
 _ROW = 1023  # words; odd, so that flipping the same bit in all of them changes their sum
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # constants of splitmix64, as signed integers
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return a fast hash of a contiguous tensor's bits: int64, 0-d, on its device.
+    """Return a fast hash of a contiguous tensor's bits: int64, 0-d, on the tensor's device.
 
-    The hash is 0 only by chance. See `thorough_digest` for changes that it does not detect.
+    Simple inputs, such as all zeros, do not hash to 0. See `thorough_digest` for changes that this
+    hash does not detect.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:  # views of int64 need aligned memory
@@ -23,8 +24,8 @@ def digest(tensor: Tensor) -> Tensor:
     words = raw[:whole].view(torch.int64)
     rows = words.numel() // _ROW * _ROW
     table = words[:rows].view(-1, _ROW)
-    # Sums of rows and of columns run at memory speed. They wrap at 2^64, so a flip of the top bit
-    # shows if it happens an odd number of times in some row or column.
+    # Row and column sums run at memory speed. They wrap at 2^64, so flips of the top bit are
+    # detected if some row or column has an odd number of them.
     found = torch.cat([table.sum(0), table.sum(1), words[rows:], raw[whole:].long()])
     return mix_digests(_scattered(found))
 
@@ -33,13 +34,13 @@ def thorough_digest(tensor: Tensor) -> Tensor:
     """Return a hash of a contiguous tensor's bits that changes with any value and with their order.
 
     `digest` is several times faster, but does not detect four changes that cancel out in the sums
-    of two rows and two columns. The tensor must not be empty; the result is int64, 0-d, on its
-    device.
+    of two rows and two columns. The tensor must not be empty. The result is int64, 0-d, on the
+    tensor's device.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
     pieces = [raw[i : min(i + _PIECE_BYTES, whole)] for i in range(0, whole, _PIECE_BYTES)]
-    # clone: its memory is aligned to words
+    # clone, because the copy is aligned to words
     mixed = [mix_digests(_scattered(piece.clone().view(torch.int64))) for piece in pieces]
     if whole < raw.numel():
         mixed.append(mix_digests(_scattered(raw[whole:].long())))

@@ -4,20 +4,20 @@ The values are split into S shards. A member's message about one shard has u byt
 shard has d bytes. There are two routes for M members:
 
 =========  ===========================================================  ===  =====================
-route      what travels                                                 S    bytes a member sends
+route      messages                                                     S    bytes a member sends
 =========  ===========================================================  ===  =====================
 gather     every message to every member; each member reduces them all  1    u (M - 1)
 two-phase  shard i of every message to member i, its *owner*, which     M    (u + d) (M - 1)
-           reduces it and sends the result to all
+           reduces it and sends the result to all members
 =========  ===========================================================  ===  =====================
 
-Gathering is cheaper for two members and for small messages, two phases for three members or more.
-Both routes share code: messages are sent to the owners of the shards (`up`), reduced, and the
-results are sent to all members (`down`). On the gather route every member reduces everything, so
-`down` sends nothing.
+Gathering is cheaper with two members or for small messages; otherwise, the two-phase route is
+cheaper. Both routes use the same code: messages are sent to the owners of the shards (`up`) and
+reduced, and the results are sent to all members (`down`). On the gather route, every member reduces
+everything, so `down` sends nothing.
 
 Each algorithm defines its messages and how to reduce them: Streaming DiLoCo averages values that a
-codec has rounded, Distributed Lion counts votes.
+codec has rounded; Distributed Lion counts votes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 
 
 class View(NamedTuple):
-    """One version of a group's membership: members of an exchange, and the channel between them.
+    """One version of a group's membership: the members of an exchange and their channel.
 
     An exchange runs in a single view from start to end. Algorithms get the group's size and their
     own rank only from the view, so that an exchange can be repeated in another view when a member
     is lost. A job with a fixed number of ranks has a single view.
     """
 
-    number: int  # of this view in the job, from 0
+    number: int  # number of this view in the job, from 0
     members: tuple[int, ...]  # ids of replicas or workers, in the channel's order
-    channel: Channel  # between the members; this process is one of them
+    channel: Channel  # channel between the members, including this process
 
     @classmethod
     def of(cls, channel: Channel) -> View:
@@ -103,7 +103,7 @@ class Route(NamedTuple):
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
         """Send this member's messages, shape (S, u), to the members that reduce the shards.
 
-        Returns all members' messages about the shard that this member reduces: shape (M, u), in
+        Return all members' messages about the shard that this member reduces: shape (M, u), in
         member order.
         """
         channel = self.view.channel
@@ -112,7 +112,7 @@ class Route(NamedTuple):
         return channel.all_gather(messages[0], tag)
 
     def down(self, reduced: Tensor, tag: str) -> Pending[Tensor]:
-        """Send this member's reduced shard, shape (d,), to all; return all shards, shape (S, d)."""
+        """Send a reduced shard, shape (d,), to all members; return all shards, shape (S, d)."""
         if self.two_phase:
             return self.view.channel.all_gather(reduced, tag)
         return Pending.here(reduced.unsqueeze(0))
@@ -130,7 +130,7 @@ class Route(NamedTuple):
 
 
 def routes(view: View) -> tuple[Route, Route]:
-    """Return both routes, gather first: on a tie in bytes, `min` then chooses it."""
+    """Return both routes, gather first, so that `min` chooses it on a tie in bytes."""
     return Route(view, two_phase=False), Route(view, two_phase=True)
 
 
@@ -145,7 +145,7 @@ def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
 class MessageLayout:
     """Byte offsets of a message's sections; 8-byte boundaries let any dtype view a section.
 
-    `sizes` maps section names to sizes in bytes, in order. They are fixed, because a collective
+    `sizes` maps section names to sizes in bytes, in order. Sizes are fixed, because a collective
     needs messages of equal size. `num_bytes` is the size of the message, a multiple of 8.
     """
 

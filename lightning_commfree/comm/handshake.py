@@ -1,6 +1,6 @@
-"""Check that all ranks of a channel have the same settings, before the first real exchange.
+"""Check that all ranks of a channel have the same settings before the first real exchange.
 
-With different settings, that exchange would hang or mix up values with different meanings.
+With different settings, the exchange would hang or mix up values with different meanings.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
     """Raise an error on all ranks unless `fingerprint` is the same on every rank; collective.
 
     `fingerprint` maps names to values that must be the same on all ranks, such as settings and
-    parameter shapes. If they are, each rank sends only a 32-byte hash.
+    parameter shapes. If they are the same, each rank sends only a 32-byte hash.
 
     Raises:
-        ValueError: the fingerprints differ; the message names the ranks that differ from the first,
-            and how.
+        ValueError: the fingerprints differ. The message names the differences from the first rank.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())
@@ -52,7 +51,7 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
 def gather_texts(channel: Channel, text: str) -> list[str]:
     """Gather a string from every rank, in rank order; collective."""
     raw = text.encode()
-    # a gather needs equal sizes on all ranks: first the lengths, then the texts, padded
+    # a gather needs equal sizes on all ranks: gather the lengths, then the padded texts
     lengths = [int(length) for length in _gather(channel, b"%16d" % len(raw))]
     rows = _gather(channel, raw.ljust(max(1, *lengths)))  # an empty tensor cannot be sent
     return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]

@@ -26,8 +26,8 @@ DATA = "data"
 TENSOR = "tensor"
 
 DEFAULT_TIMEOUT: timedelta = dist.constants.default_pg_timeout
-WARN_AFTER_S = 60.0  # of waiting for the other ranks to start
-_EXIT_DELAY_S = 0.05  # for gloo's threads to free the last tensors
+WARN_AFTER_S = 60.0  # time to wait for the other ranks to start
+_EXIT_DELAY_S = 0.05  # time for gloo's threads to free the last tensors
 
 
 # -- the layout of the ranks
@@ -40,9 +40,9 @@ class Mesh:
     `axes=("replica", "data"), sizes=(2, 4)` puts ranks 0 to 3 into the first replica.
     """
 
-    # Not `torch.distributed.device_mesh`: in the oldest torch that we support it gives one backend
-    # to all axes of a device type, while `replica` crosses the slow link (gloo, CPU buffers) and
-    # `data` and `tensor` stay inside a node (nccl).
+    # We do not use `torch.distributed.device_mesh`: in the oldest torch that we support, all axes
+    # of a device type have the same backend, but `replica` crosses the slow link (gloo, CPU
+    # buffers), and `data` and `tensor` stay inside a node (nccl).
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -90,12 +90,12 @@ def tensor_mesh(
 class RankInfo:
     """Information about this process as a rank of its job."""
 
-    rank: int  # global
+    rank: int  # global rank
     size: int  # number of ranks in the job
-    timeout: timedelta  # of an exchange
-    chosen_backend: str | None  # the user's choice for all groups on `device`; None: no choice
+    timeout: timedelta  # timeout for an exchange
+    chosen_backend: str | None  # the user's choice for all groups on `device`, if any
     device: torch.device
-    main_address: str | None  # of rank 0's machine; None on a single machine
+    main_address: str | None  # address of rank 0's machine; None if there is only one machine
 
     @property
     def backend(self) -> str:
@@ -120,8 +120,8 @@ class ReplicaChannels:
     ) -> ReplicaChannels:
         """Create the process groups; collective over the job.
 
-        The first axis of `mesh` is across replicas, the second within a replica; `ledgers` are in
-        the same order.
+        The first axis of `mesh` runs across replicas, and the second runs within a replica;
+        `ledgers` are in the same order.
         """
         (outside, inside), (replicas, size) = mesh.axes, mesh.sizes
         ledger, inner = ledgers
@@ -143,11 +143,11 @@ class ReplicaChannels:
                 groups, rank, counted, backend, timeout, device, parent=world, urgent=urgent
             )
 
-        if fast_between:  # within first: all ranks must create groups in the same order
+        if fast_between:  # `within` first: all ranks must create groups in the same order
             within = fast(inside, inner)
             return cls(world, fast(outside, ledger), within)
-        # gloo and CPU buffers even for CUDA models: the slow link is Ethernet, and a second nccl
-        # communicator on a device can deadlock with the first
+        # use gloo and CPU buffers even for CUDA models: the slow link is Ethernet, and a second
+        # nccl communicator on a device can deadlock with the first
         groups = mesh.groups(outside)
         between = Channel.open(
             groups, rank, ledger, timeout=timeout, parent=world, full_duplex=True
@@ -156,7 +156,7 @@ class ReplicaChannels:
 
     def close(self) -> None:
         """Destroy the process groups."""
-        # `world` last: closing it ends the heartbeat, and this rank then counts as having left
+        # close `world` last: that ends the heartbeat, and this rank then counts as having left
         for channel in dict.fromkeys((self.between, self.within, self.world)):
             channel.close()
 
@@ -184,14 +184,14 @@ def waiting_for_all(info: RankInfo) -> Iterator[None]:
         raise RuntimeError(f"Timed out waiting for the other ranks to start: {advice}") from error
     finally:
         timer.cancel()
-        timer.join()  # so that a later fork finds no other thread
+        timer.join()  # so that no other thread exists at a later fork
 
 
 # -- the process group of the framework
 
 
 def restart_count() -> int:
-    """Return how often torchrun has restarted this job; 0 without torchrun."""
+    """Return the number of times that torchrun has restarted this job; 0 without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return 0  # each attempt has its own store
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -200,9 +200,9 @@ def restart_count() -> int:
 def world_backend(mesh: Mesh, info: RankInfo) -> str:
     """Return the backend of the default process group, which contains all ranks.
 
-    With replicas on several machines it is gloo, also for CUDA devices, unless the user has chosen
-    a backend. nccl would connect all machines when the job starts, over an interface and ports of
-    its own choice, and the framework's barriers and metrics would use these connections.
+    With replicas on several machines, the backend is gloo, even for CUDA devices, unless the user
+    has chosen one. nccl would connect all machines when the job starts, over an interface and ports
+    of its own choice, and the framework's barriers and metrics would use these connections.
     """
     slow_link = info.main_address is not None and mesh.axes[0] == REPLICA
     return "gloo" if slow_link and info.chosen_backend is None else info.backend
@@ -211,9 +211,9 @@ def world_backend(mesh: Mesh, info: RankInfo) -> str:
 def join_restarted_world(info: RankInfo, backend: str) -> None:
     """Initialize the default process group if torchrun has restarted this job.
 
-    torchrun keeps one store for all attempts. Ranks would find the addresses of the previous
-    attempt's ranks in it, and fail or wait until they time out. So each attempt's keys get a
-    prefix. In other jobs, the framework initializes the group.
+    torchrun keeps one store for all attempts. In it, ranks would find the addresses of the previous
+    attempt's ranks, and fail or wait until they time out. So each attempt's keys get a prefix. In
+    other jobs, the framework initializes the group.
     """
     if not restart_count() or dist.is_initialized():
         return
@@ -234,13 +234,13 @@ def join_restarted_world(info: RankInfo, backend: str) -> None:
 
 
 def delay_exit(hosts_store: bool) -> None:
-    """Delay the end of this process, for gloo's threads and for readers of its store.
+    """Delay the exit of this process, for gloo's threads and for readers of its store.
 
-    A gloo thread may hold the last reference to a finished collective, and needs the interpreter's
-    lock to free its tensors. If the interpreter has shut down by then, the process aborts after a
-    successful fit. Frameworks keep gloo's groups open to the end.
+    A gloo thread may hold the last reference to a finished collective, and it needs the
+    interpreter's lock to free the tensors. If the interpreter has shut down by then, the process
+    aborts after a successful fit. Frameworks keep gloo's groups open until the end.
 
-    Rank 0 often hosts the store: it gives the other ranks two heartbeats to read that it has
+    Rank 0 often hosts the store, so it gives the other ranks two heartbeats to read that it has
     exited.
     """
     atexit.unregister(_delay)
@@ -249,4 +249,4 @@ def delay_exit(hosts_store: bool) -> None:
 
 def _delay(seconds: float) -> None:
     if dist.is_initialized():
-        time.sleep(seconds)  # releases the lock
+        time.sleep(seconds)  # releases the interpreter's lock

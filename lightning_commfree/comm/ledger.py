@@ -1,6 +1,6 @@
 """Count the bytes that this rank sends and the seconds that it waits for collectives.
 
-Every collective of the package is counted here when it is launched, under a *tag* for its purpose.
+Every collective in the package is counted here when it is launched, under a *tag* for its purpose.
 Traffic forecasts use the same formulas: the bytes that *one rank* sends, averaged over the ranks of
 the group, for the algorithms that gloo and nccl use at the message sizes that matter (n ranks, a
 payload of b bytes per rank):
@@ -8,7 +8,7 @@ payload of b bytes per rank):
 ============== ======================= ====================================================
 collective     bytes sent by a rank    why
 ============== ======================= ====================================================
-all-reduce     2 b (n - 1) / n         ring: reduce-scatter, then all-gather, b/n a message
+all-reduce     2 b (n - 1) / n         ring: reduce-scatter, all-gather; b/n per message
 all-gather     b (n - 1)               ring: every block visits every other rank once
 all-to-all     b (n - 1) / n           a rank's block for itself is not sent
 broadcast      b (n - 1) / n           n - 1 ranks receive b each
@@ -54,7 +54,7 @@ def broadcast_bytes(num_bytes: int, size: int) -> int:
 
 
 class LedgerTotals(NamedTuple):
-    """Totals at one moment. The difference between two of them is the traffic in between."""
+    """Totals at one point in time. The difference of two of them is the traffic in between."""
 
     bytes_sent: int
     seconds_waited: float
@@ -66,7 +66,7 @@ class Ledger:
     """Bytes sent and seconds waited by this rank, by tag.
 
     Waiting time is the time during which the caller is blocked, in `Pending.wait` or in a blocking
-    collective; on a CUDA device, only while the device has nothing else to compute.
+    collective. On a CUDA device, it counts only while the device has nothing else to compute.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
@@ -115,7 +115,7 @@ class Ledger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count the traffic of a `with` block under `phase`."""
+        """Attribute traffic inside a `with` block to `phase`."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -124,7 +124,7 @@ class Ledger:
 
     @contextmanager
     def thread_phase(self, phase: str) -> Iterator[None]:
-        """Count the calling thread's traffic in a `with` block under `phase`.
+        """Attribute the calling thread's traffic inside a `with` block to `phase`.
 
         For example, a background thread may still be sending a step's payload during validation.
         """
@@ -156,7 +156,7 @@ class Ledger:
             self.settle()
 
     def settle(self) -> None:
-        """Count the recorded device waits that are over; they end in the order of recording."""
+        """Count the device waits that are over; they end in the order in which they started."""
         while self._device_waits:
             tag, phase, seconds = self._device_waits[0]
             waited = seconds()
@@ -181,11 +181,11 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Forecast of one rank's traffic in training steps, computed by the ledger's formulas."""
+    """Forecast of one rank's traffic in training steps, computed with the ledger's formulas."""
 
     bytes_by_tag: Mapping[str, float]  # per cycle
     cycle_steps: int
-    ddp_bytes_per_step: float  # of fp32 DDP for the same model on the same ranks
+    ddp_bytes_per_step: float  # with fp32 DDP, for the same model and ranks
 
     @property
     def bytes_per_cycle(self) -> int:
@@ -199,7 +199,7 @@ class Traffic:
 
 
 class StepMeans:
-    """Mean bytes and wait time per training step (phase `STEPS`), over the latest complete cycles.
+    """Mean bytes and wait time per training step (phase `STEPS`) over the latest complete cycles.
 
     `at_least` is the minimum number of steps to average over, rounded up to complete cycles.
     """
@@ -207,7 +207,7 @@ class StepMeans:
     def __init__(self, ledger: Ledger, traffic: Traffic, at_least: int) -> None:
         self._ledger, self._ddp_bytes = ledger, traffic.ddp_bytes_per_step
         cycles = -(-at_least // traffic.cycle_steps)
-        # n steps are the difference of n + 1 sums
+        # the means over n steps need n + 1 sums
         self._window = deque([self._sums()], maxlen=cycles * traffic.cycle_steps + 1)
         self.steps = 0
 
@@ -217,7 +217,7 @@ class StepMeans:
         self._window.append(self._sums())
 
     def figures(self) -> dict[str, float]:
-        """Return a dict of metric name to mean; empty before the first step."""
+        """Return a dict from metric name to mean; it is empty before the first step."""
         if not self.steps:
             return {}
         (bytes_before, seconds_before), (bytes_now, seconds_now) = self._window[0], self._window[-1]
@@ -227,7 +227,7 @@ class StepMeans:
             "comm/bytes_per_step": sent,
             "comm/exposed_ms": 1e3 * (seconds_now - seconds_before) / steps,
         }
-        if sent:  # no ratio to zero
+        if sent:  # do not divide by zero
             figures["comm/compression"] = self._ddp_bytes / sent
         return figures
 

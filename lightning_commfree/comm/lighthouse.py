@@ -2,20 +2,21 @@
 
 It uses three parts of torchft: the lighthouse itself, its client's `quorum`, and `ManagerServer`,
 whose thread sends heartbeats in Rust, so that a busy interpreter does not look dead. A heartbeat
-takes 363 bytes with all headers and acknowledgments, so a replica sends 0.4 kB/s
-(`tests/comm/test_elastic_network.py` counts it); a quorum takes about 1 kB per replica.
+costs 363 bytes including headers and acknowledgments, so a replica sends 0.4 kB/s
+(`tests/comm/test_elastic_network.py` measures it); a quorum costs about 1 kB per replica.
 
 The other modules rely on this behavior of the lighthouse:
 
-- It answers as soon as all members of the last quorum have asked. If some have not, it waits until
-  their heartbeats are older than its timeout, or until `join_timeout` if they are alive.
+- It answers as soon as all members of the last quorum have asked for a new one. If some have not,
+  it waits until their heartbeats are older than its timeout, or for `join_timeout` if they are
+  alive.
 - It answers only if more than half of the replicas that send heartbeats have asked.
-- It forgets everything when it is restarted, and counts quorums from 1 again.
+- It forgets everything when it restarts, and counts quorums from 1 again.
 
 Anyone who can reach its port can call `POST /replica/<id>/kill`, without a password. The lighthouse
-forwards that request to the address that the replica has registered. Our replicas register their
+forwards the request to the address that the replica has registered. Our replicas register their
 state server, which does not implement the request. Their `ManagerServer`, which does, listens on a
-random address in 127.0.0.0/8. Otherwise, an impostor could register 127.0.0.1 and end a replica
+random address in 127.0.0.0/8. Otherwise, an impostor could register 127.0.0.1 and kill a replica
 that runs on the lighthouse's machine.
 """
 
@@ -37,20 +38,20 @@ from lightning_commfree.comm.sockets import hang_up, tcp_sockets
 from lightning_commfree.comm.state_server import public_address
 
 HEARTBEAT_SECONDS = 1.0
-_CONNECT = timedelta(seconds=2)  # for one attempt to reach the lighthouse
-_FIRST_CONTACT_S = 60.0  # for a lighthouse that is started together with the replicas
-_WAITED_S = 5.0  # a call that fails after longer had reached the lighthouse
+_CONNECT = timedelta(seconds=2)  # limit for one attempt to reach the lighthouse
+_FIRST_CONTACT_S = 60.0  # limit for a lighthouse that is started together with the replicas
+_WAITED_S = 5.0  # a call that fails after a longer time had reached the lighthouse
 _RETRY_S = 0.2
-_HANG_UP_S = 2.0  # for a call to end whose connection was closed
+_HANG_UP_S = 2.0  # time for a call to end after its connection was closed
 log = logging.getLogger(__name__)
 
 
 class LighthouseRendezvous:
-    """A `Rendezvous` on the lighthouse at `url`, such as "http://10.0.0.1:29510".
+    """A `Rendezvous` that uses the lighthouse at `url`, such as "http://10.0.0.1:29510".
 
     Args:
-        url: of the lighthouse.
-        timeout_s: how long a quorum may take, and how long the lighthouse may be away.
+        url: URL of the lighthouse.
+        timeout_s: how long a quorum may take, and how long the lighthouse may be unreachable.
     """
 
     def __init__(self, url: str, timeout_s: float = 1800.0) -> None:
@@ -59,18 +60,18 @@ class LighthouseRendezvous:
         self._lock = threading.Lock()
         self._heartbeat: Any = None  # a ManagerServer
         self._client: Any = None
-        self._connections: dict[int, int] = {}  # of the client: inodes by descriptor
+        self._connections: dict[int, int] = {}  # inodes of the client's sockets, by descriptor
         self._was_there = False
         self._closed = threading.Event()
         self._answered = threading.Condition()
         self._asking: set[threading.Thread] = set()
 
     def quorum(self, mine: Member) -> Quorum:
-        """Ask for a quorum, as `mine.replica`; block until it is complete.
+        """Ask for a quorum as `mine.replica`; block until the quorum is complete.
 
         Raises:
-            RuntimeError: no lighthouse answers at the address, it stayed unreachable or gave no
-                answer for longer than the timeout, or `close` was called.
+            RuntimeError: no lighthouse answers at the address, it was unreachable or did not answer
+                for longer than the timeout, or `close` was called.
         """
         answer: list[Quorum | RuntimeError] = []
 
@@ -83,7 +84,7 @@ class LighthouseRendezvous:
                 self._asking.discard(threading.current_thread())
                 self._answered.notify_all()
 
-        # a thread of its own, because nothing interrupts a call in Rust
+        # use a separate thread, because nothing can interrupt a call in Rust
         thread = threading.Thread(target=ask, name="lighthouse-quorum", daemon=True)
         with self._answered:
             self._asking.add(thread)
@@ -96,7 +97,7 @@ class LighthouseRendezvous:
         return answer[0]
 
     def heartbeats(self) -> dict[str, float]:
-        """Return the seconds since the last heartbeat of every replica, without joining a quorum.
+        """Return the seconds since each replica's last heartbeat, without joining a quorum.
 
         Raises:
             ConnectionError: the lighthouse does not answer.
@@ -111,7 +112,7 @@ class LighthouseRendezvous:
             if self._heartbeat is not None:
                 self._heartbeat.shutdown()
             self._heartbeat = self._client = None
-            # A thread that returned from Rust while the interpreter exits would abort the process.
+            # A thread that returns from Rust while the interpreter exits would abort the process.
             for descriptor, inode in self._connections.items():
                 hang_up(descriptor, inode)
         with self._answered:
@@ -137,16 +138,17 @@ class LighthouseRendezvous:
                 self._was_there = True
                 return _quorum(found)
             except (RuntimeError, TimeoutError) as error:
-                self._client = None  # so that `_connections` are always those in use
+                self._client = None  # so that `_connections` always belong to the current client
                 now = time.monotonic()
                 if now - start_s >= self.timeout_s:
                     raise RuntimeError(
                         f"The lighthouse at {self.url} formed no quorum in {self.timeout_s:g} s:"
-                        " another replica is alive but did not ask, or there are fewer than its"
-                        f" `--min-replicas`. `commfree-lighthouse status {self.url}` shows them."
+                        " another replica is alive but has not requested a quorum, or fewer"
+                        " replicas than the lighthouse's `--min-replicas` are running."
+                        f" `commfree-lighthouse status {self.url}` lists them."
                     ) from error
                 if now - asked_s > _WAITED_S:
-                    failing_s, self._was_there = now, True  # it was there until just now
+                    failing_s, self._was_there = now, True  # it was reachable until just now
                 patience_s = self.timeout_s if self._was_there else _FIRST_CONTACT_S
                 if now - failing_s >= patience_s:
                     raise RuntimeError(
@@ -157,7 +159,7 @@ class LighthouseRendezvous:
         raise RuntimeError("The rendezvous is closed.")
 
     def _connect(self, replica: str) -> Any:
-        """Return the client; start it and the heartbeat with the first call."""
+        """Return the client; the first call starts the client and the heartbeat."""
         with self._lock:
             if self._closed.is_set():
                 raise RuntimeError("The rendezvous is closed.")
@@ -184,14 +186,14 @@ class LighthouseRendezvous:
 def serve_lighthouse(
     host: str, port: int, min_replicas: int, join_timeout_s: float, heartbeat_timeout_s: float
 ) -> Any:
-    """Start a lighthouse in this process; its `shutdown()` ends it.
+    """Start a lighthouse in this process and return it; its `shutdown()` stops it.
 
     Args:
         host: address to listen on.
-        port: 0 lets the kernel choose.
-        min_replicas: below it, no quorum is complete.
+        port: port to listen on; 0 lets the kernel choose one.
+        min_replicas: minimum number of replicas in a quorum.
         join_timeout_s: how long a quorum waits for replicas that are alive but have not asked.
-        heartbeat_timeout_s: of silence, after which a replica is gone.
+        heartbeat_timeout_s: time without a heartbeat after which a replica counts as gone.
 
     Raises:
         ModuleNotFoundError: torchft is not installed.
@@ -214,18 +216,18 @@ def serve_lighthouse(
         )
     except RuntimeError as error:
         raise OSError(
-            f"Cannot listen on {host}:{port} ({error}). Choose another `--port`, or as `--bind` an"
-            " address of this machine; `ip address` lists them."
+            f"Cannot listen on {host}:{port} ({error}). Choose another `--port`, or set `--bind` to"
+            " an address of this machine; `ip address` lists them."
         ) from error
 
 
 def _loopback() -> str:
-    """Return a random address of this machine that no other machine reaches."""
+    """Return a random address of this machine that no other machine can reach."""
     return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
 
 
 def _torchft() -> ModuleType:
-    # torchft logs every quorum, and the tokens in it, unless told otherwise when it is imported
+    # torchft logs every quorum, including its tokens, unless told otherwise when it is imported
     is_set = "RUST_LOG" in os.environ
     if not is_set:
         os.environ["RUST_LOG"] = "warn"
@@ -234,7 +236,7 @@ def _torchft() -> ModuleType:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "Elastic replicas need torchft: `pip install 'lightning-commfree[elastic]'`. It is"
-            " packaged for Linux on x86_64 only."
+            " available only for Linux on x86_64."
         ) from error
     finally:
         if not is_set:
@@ -244,7 +246,7 @@ def _torchft() -> ModuleType:
 
 
 def _quorum(found: Any) -> Quorum:
-    """Convert torchft's quorum; leave out replicas that are none of ours."""
+    """Convert torchft's quorum, leaving out replicas that are not ours."""
     members = []
     for participant in found.participants:
         try:
@@ -252,14 +254,14 @@ def _quorum(found: Any) -> Quorum:
         except (KeyError, TypeError, ValueError):
             log.warning(
                 "Another program takes part in quorums at this lighthouse, as '%s'. It is ignored;"
-                " give it a lighthouse of its own.",
+                " give it its own lighthouse.",
                 participant.replica_id,
             )
     return Quorum(int(found.quorum_id), tuple(members))
 
 
 def _member(replica: str, data: Any) -> Member:
-    """Return the record of a replica from JSON; raise an error if it is none."""
+    """Convert a replica's record from JSON; raise an error if the record is not valid."""
     member = Member(**{**data, "states": tuple(map(str, data["states"]))})
     expected = Member(replica)
     if member.replica != replica or any(

@@ -1,12 +1,12 @@
-"""`commfree-lighthouse`: the meeting point of elastic replicas, and a table of who is there.
+"""The `commfree-lighthouse` command: run a lighthouse for elastic replicas, or list its replicas.
 
 ::
 
     commfree-lighthouse --bind 10.0.0.1
     commfree-lighthouse status http://10.0.0.1:29510
 
-The first serves until it is interrupted. It holds no state worth saving: replicas wait while it is
-away and continue when it is back. The second shows all replicas, once a second.
+The first command serves until it is interrupted. It has no state worth saving: replicas wait while
+it is down and continue when it is back. The second shows all replicas, once a second.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lightning_commfree.comm.lighthouse import serve_lighthouse
 
 PORT = 29510
 _REFRESH_S = 1.0
-_FORGET_S = 300.0  # after which a replica that is gone is no longer shown
-_CLEAR = "\x1b[H\x1b[J"  # cursor to the top left, and erase what is below
+_FORGET_S = 300.0  # time after which a replica that is gone is no longer shown
+_CLEAR = "\x1b[H\x1b[J"  # move the cursor to the top left, and clear the screen
 _COLUMNS = ("replica", "heartbeat", "step", "steps/s", "stalled", "sent")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve, or show the table; return the exit status."""
+    """Serve, or show the table of replicas; return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["status"]:
         return _status(given[1:])
@@ -39,34 +39,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    """Return the parser of the serving command."""
+    """Return the argument parser for the serving command."""
     parser = argparse.ArgumentParser(
         prog="commfree-lighthouse",
-        description="Serve the meeting point of elastic replicas, until interrupted."
-        " `commfree-lighthouse status [URL]` shows the replicas of one that is running.",
+        description="Run a lighthouse, the rendezvous of elastic replicas, until interrupted."
+        " `commfree-lighthouse status [URL]` shows the replicas of a running lighthouse.",
     )
     add = parser.add_argument
     add(
         "--bind",
         default="127.0.0.1",
-        help="address to listen on, of the private network that the replicas share"
+        help="address to listen on, in the private network that the replicas share"
         " (default: %(default)s, this machine only)",
     )
     add("--port", type=int, default=PORT, help="default: %(default)s")
-    add("--min-replicas", type=int, default=1, help="below it, all wait (default: %(default)s)")
+    add("--min-replicas", type=int, default=1, help="replicas to wait for (default: %(default)s)")
     add(
         "--join-timeout",
         type=float,
         default=60.0,
-        help="seconds that replicas wait at an exchange for one that is alive but late; it is then"
-        " left out (default: %(default)s)",
+        help="seconds that an exchange waits for a replica that is alive but late, before it goes"
+        " ahead without that replica (default: %(default)s)",
     )
     add(
         "--heartbeat-timeout",
         type=float,
         default=5.0,
-        help="seconds of silence after which a replica is gone; they send one heartbeat a second"
-        " (default: %(default)s)",
+        help="seconds without a heartbeat after which a replica counts as gone; replicas send one"
+        " per second (default: %(default)s)",
     )
     return parser
 
@@ -88,8 +88,8 @@ def _serve(arguments: Sequence[str]) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: ended.set())
     print(
-        f"Lighthouse: http://{options.bind}:{options.port}. Anyone who reaches this port can read,"
-        " stop and change the training (SECURITY.md).",
+        f"Lighthouse: http://{options.bind}:{options.port}. Anyone who can reach this port can"
+        " read, stop and change the training (SECURITY.md).",
         flush=True,
     )
     while not ended.wait(_REFRESH_S):
@@ -123,7 +123,7 @@ def _status(arguments: Sequence[str]) -> int:
 
 
 def table(url: str, board: Board) -> list[str]:
-    """Return the lines of the table; asks every member for its report."""
+    """Return the lines of the table, after asking every member for its report."""
     members = {member.replica_id: member for member in board.members}
     rows = [_COLUMNS]
     for name in sorted({*board.heartbeats, *members}):
@@ -141,7 +141,7 @@ def table(url: str, board: Board) -> list[str]:
 
 
 def _report(address: str, step: str) -> tuple[str, str, str, str]:
-    """Return step, speed, seconds stalled and bytes sent, from a replica itself."""
+    """Return a replica's own report: its step, speed, seconds stalled and bytes sent."""
     try:
         report: Any = json.loads(get_text(address, "/report", 1.0))
         return (
@@ -155,7 +155,7 @@ def _report(address: str, step: str) -> tuple[str, str, str, str]:
 
 
 def _plain(text: str) -> str:
-    """Strip what could control the terminal: ids come from the network."""
+    """Strip characters that could control the terminal, because ids come from the network."""
     return "".join(filter(str.isprintable, text))[:200]
 
 

@@ -6,12 +6,12 @@ every rank writes a heartbeat to the job's key-value store (torch's TCPStore at 
 a rank whose exchange fails reads the store before it raises an error:
 
 1. Rank 1 is killed. The exchange breaks on rank 0, which reads the heartbeats of all ranks.
-2. Ranks 2 and 3 still send heartbeats, rank 1 does not. After `GONE_SECONDS` rank 0 stores the
+2. Ranks 2 and 3 still send heartbeats, but rank 1 does not. After `GONE_SECONDS`, rank 0 stores the
    verdict "rank 1 is gone" (the first verdict wins) and raises a `PeerLostError`.
 3. Ranks 2 and 3 read the verdict with their next heartbeat and raise the same error.
 
-A verdict may also be an error that one rank detected and all ranks raise (`PeerWatch.agreed`), such
-as epochs of different length.
+A verdict may also be an error that one rank detects and all ranks raise (`PeerWatch.agreed`), such
+as epochs of different lengths.
 
 ======================================= ======================================================
 failure                                 time until it is detected
@@ -19,18 +19,18 @@ failure                                 time until it is detected
 a rank is killed (SIGKILL, OOM)         `GONE_SECONDS` after gloo reports the broken connection
 a rank raised an error and exited       one heartbeat: it reports this when closing its channels
 a rank hangs (SIGSTOP, deadlocked GIL)  `HUNG_SECONDS` of silence, if its machine still answers
-the process of the store dies (rank 0,  one heartbeat; the error names rank 0, and every rank
-or torchrun's agent on its machine)     detects it directly
-a whole machine is silent               the channel's timeout: maybe a network outage,
-                                        which exchanges survive
+the store's process dies (rank 0, or    one heartbeat; the error names rank 0, and every rank
+torchrun's agent on its machine)        detects it directly
+a whole machine is silent               the channel's timeout, because it may be a network
+                                        outage, which exchanges survive
 ======================================= ======================================================
 
-Each rank opens one more client connection to the store and runs one daemon thread, from the opening
-of its first channel until that channel or rank 0's is closed. No other port or protocol is used.
-Heartbeats use 1.3 kB/s per rank to and from rank 0's machine (measured, including TCP/IP headers).
-After waiting for more than `SUSPECT_SECONDS`, a rank also reads all heartbeats, which takes 0.2
-kB/s per rank. Keys contain random tokens that the ranks exchange over the channel (8 bytes each),
-so that keys from an earlier fit, or from before a torchrun restart, are never read. Training
+Each rank opens an additional client connection to the store and runs a daemon thread, from the time
+it opens its first channel until that channel or rank 0's is closed. It uses no other port or
+protocol. Heartbeats use 1.3 kB/s per rank to and from rank 0's machine (measured, including TCP/IP
+headers). After waiting for more than `SUSPECT_SECONDS`, a rank also reads all heartbeats, which
+uses 0.2 kB/s per rank. Keys contain random tokens that the ranks exchange over the channel (8 bytes
+each), so that keys from an earlier fit, or from before a torchrun restart, are never read. Training
 threads never touch the store, because it may hang.
 
 To disable failure detection, pass `liveness=False` to `Channel.open`, or set the attribute
@@ -58,21 +58,21 @@ TAG = "peers"
 """The ledger's tag for the exchange of tokens."""
 
 HEARTBEAT_SECONDS = 0.5
-SUSPECT_SECONDS = 1.0  # of waiting, after which a rank looks at the others' heartbeats
-GONE_SECONDS = 3.0  # of silence when an exchange has broken: the job is over in any case
-# Of silence while the exchange may still end. Longer, because a healthy rank may hold Python's lock
-# for seconds, for example to pickle a large data set.
+SUSPECT_SECONDS = 1.0  # time that a rank waits before it looks at the other ranks' heartbeats
+GONE_SECONDS = 3.0  # limit of silence after an exchange has broken: the job is over in any case
+# Limit of silence while the exchange may still succeed. It is longer, because a healthy rank may
+# hold Python's lock for seconds, for example to pickle a large dataset.
 HUNG_SECONDS = 6.0
 ADVICE = "Restart all ranks from the last checkpoint."
 
-_CONNECT_TIMEOUT = timedelta(seconds=60)  # to a store that has answered this process already
+_CONNECT_TIMEOUT = timedelta(seconds=60)  # for a store that has already answered this process
 _READ_ALL_S = 2.0  # how long the thread reads all heartbeats after `read_all`
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices a verdict
-_STORE_RANK = 0  # the rank on whose machine the store is
+_STORE_RANK = 0  # the rank whose machine hosts the store
 _NO_VERDICT = "{}"
-_MAX_NAMED = 50  # lost ranks in a message
+_MAX_NAMED = 50  # maximum number of lost ranks in a message
 _REASON_CHARACTERS = 250
-# of gloo's errors, around what happened
+# the parts of gloo's errors to strip
 _SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
 _GLOO_ADVICE = ". This is typically caused by"
 
@@ -90,7 +90,7 @@ class PeerLostError(RuntimeError):
 
 
 class AgreedError(RuntimeError):
-    """An error that all ranks raise. A rank that exits with it does not count as lost."""
+    """An error that all ranks raise. A rank that exits because of it does not count as lost."""
 
 
 Verdict = Mapping[int, str] | str
@@ -100,15 +100,15 @@ Verdict = Mapping[int, str] | str
 class Status(NamedTuple):
     """A rank's heartbeat, as JSON in the store."""
 
-    beat: int  # counts up
+    beat: int  # number of heartbeats so far
     host: str
-    left: bool  # the rank has closed its channels
-    launched: list[int]  # exchanges, by channel in the order in which they were opened
+    left: bool  # whether the rank has closed its channels
+    launched: list[int]  # number of exchanges launched on each channel, in the order of opening
     published: Any  # a value published through `PeerWatch.publish`
 
 
 class PeerMonitor:
-    """Publish this process's heartbeat and read the other ranks' heartbeats, on its own thread.
+    """Publishes this process's heartbeat and reads the other ranks' heartbeats, on its own thread.
 
     Only that thread accesses the store, through a separate client; the training thread reads
     attributes.
@@ -116,16 +116,16 @@ class PeerMonitor:
 
     def __init__(self, store: Any, rank: int) -> None:
         self.rank = rank
-        self.token = secrets.randbits(62) + 1  # names this rank's key; to be sent to other ranks
+        self.token = secrets.randbits(62) + 1  # names this rank's key; the caller sends it to all
         self.verdict: Verdict = {}  # empty until the job has ended; the first one is final
         self.statuses: dict[int, Status] = {}  # latest heartbeat of every other rank
-        self.failure = ""  # this rank's first `PeerLostError`, which later ones repeat
+        self.failure = ""  # message of this rank's first `PeerLostError`, which later ones repeat
         self.store_error = ""  # set once the store is no longer reachable
         self.published: Callable[[], Any] = str  # returns the value published with heartbeats
         self.launched: list[int] = []
         self._store, self._keys = store, {rank: _key(self.token)}
         self._verdict_key = ""
-        self._announced: Verdict = {}  # by this rank
+        self._announced: Verdict = {}  # the verdict from this rank
         self._beat, self._host, self._leaving = 0, socket.gethostname(), False
         self._changed: dict[int, float] = {}  # when a rank's heartbeat was last seen to advance
         self._read_s = self._contact_s = self._read_all_s = self.verdict_s = 0.0
@@ -147,15 +147,15 @@ class PeerMonitor:
 
     @property
     def runs(self) -> bool:
-        """Whether the heartbeat is running: not after `close`, nor in a process forked later."""
+        """Whether the heartbeat is running; False after `close` and in a process forked later."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Tell the other ranks that this one is exiting, and stop the thread."""
+        """Tell the other ranks that this rank is exiting, and stop the thread."""
         if self._thread is not None and self.runs:
             self._leaving = True
             self._wake.set()
-            self._thread.join(1.0)  # a hanging store blocks only this daemon thread
+            self._thread.join(1.0)  # a hung store blocks only this daemon thread
 
     # -- for the training thread
 
@@ -168,22 +168,22 @@ class PeerMonitor:
             return self._has_read.wait_for(lambda: self._read_s > asked, seconds)
 
     def read_all(self) -> None:
-        """Make the thread read all heartbeats during the next two seconds."""
+        """Make the thread read every heartbeat for the next two seconds."""
         now = time.monotonic()
         if now - self._read_all_s > _READ_ALL_S:
-            self._contact_s = now  # this process may have been stopped itself: restart the count
+            self._contact_s = now  # this process itself may have been stopped: restart the count
         self._read_all_s = now
 
     def silent(self, seconds: float, spare_machines: bool) -> dict[int, str]:
-        """Return the ranks without a heartbeat for `seconds`, with reasons.
+        """Return the ranks that have sent no heartbeat for `seconds`, with reasons.
 
-        With `spare_machines`, omit ranks whose entire machine is silent: its network link may be
-        down.
+        With `spare_machines`, omit ranks whose entire machine is silent, because its network link
+        may be down.
         """
         if self._store_left():
-            return {}  # the store may end at any moment, so this rank has stopped reading
+            return {}  # the store may exit at any moment, so this rank has stopped reading
         statuses = self.statuses
-        # up to the last read, not up to now: this process may have been stopped itself
+        # up to the last read, not up to now: this process itself may have been stopped
         quiet_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
         # the store hangs, so nothing is known about the others
         if time.monotonic() - self._contact_s > seconds:
@@ -192,7 +192,7 @@ class PeerMonitor:
                 return {}
             return {
                 _STORE_RANK: f"is gone (the job's key-value store at {self._address()} does not"
-                " answer: the process was killed, or it hangs)"
+                " answer: the process was killed or is hung)"
             }
         awake = {statuses[r].host for r, s in quiet_s.items() if s < _READ_ALL_S} | {self._host}
         return {
@@ -206,12 +206,12 @@ class PeerMonitor:
         if not self.store_error or self._store_left():
             return {}
         return {
-            _STORE_RANK: f"is gone, or its machine (the job's key-value store at {self._address()}"
-            f" broke: {self.store_error})"
+            _STORE_RANK: "is gone, or its machine is (the connection to the job's key-value store"
+            f" at {self._address()} broke: {self.store_error})"
         }
 
     def announce(self, found: Verdict) -> None:
-        """Store a verdict unless another rank has stored one; callers then raise `self.verdict`."""
+        """Store a verdict, unless another rank has; callers then raise `self.verdict`."""
         if not isinstance(found, str):
             found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_MAX_NAMED]}
         self._announced = found
@@ -231,7 +231,7 @@ class PeerMonitor:
                 self._read()
                 if self._store_left():
                     self.read_all()
-                    self._read()  # all ranks, one last time: the store may end at any moment
+                    self._read()  # all ranks, one last time: the store may exit at any moment
                     return
                 self._wake.wait(HEARTBEAT_SECONDS)
                 self._wake.clear()
@@ -248,24 +248,24 @@ class PeerMonitor:
         mine = Status(self._beat, self._host, self._leaving, self.launched, self.published())
         self._store.set(self._keys[self.rank], json.dumps(mine))
         if self._announced and not self.verdict:
-            # of several verdicts, the first one is kept and returned
+            # the store keeps and returns the first of several verdicts
             text = json.dumps(self._announced)
             self._read_verdict(self._store.compare_set(self._verdict_key, _NO_VERDICT, text))
 
     def _read(self) -> None:
         started = time.monotonic()
-        # everyone the first time, to learn their machines
+        # read all ranks the first time, to learn their machines
         everyone = started - self._read_all_s < _READ_ALL_S or not self.statuses
         ranks = [r for r in self._keys if r != self.rank and (everyone or r == _STORE_RANK)]
-        # Read the verdict last: a rank stores it before it exits, so a rank that reads of the exit
-        # also reads why.
+        # Read the verdict last: a rank stores it before it exits, so a rank that reads about the
+        # exit also reads the reason.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
         self._contact_s = time.monotonic()
         self._read_verdict(verdict)
         found = {r: Status(*json.loads(text)) for r, text in zip(ranks, raw, strict=True)}
         before, self.statuses = self.statuses, {**self.statuses, **found}
         if everyone:
-            # after a gap in reading, silence counts from now on
+            # after a gap in reading, start counting silence from now
             looked = started - self._read_s < _READ_ALL_S
             self._changed = {
                 rank: self._changed[rank]
@@ -296,9 +296,9 @@ class PeerMonitor:
 
 
 class PeerWatch:
-    """Wait for one channel's exchanges, and name the lost ranks if one fails.
+    """Waits for one channel's exchanges, and names the lost ranks if one fails.
 
-    Without a `monitor` (a single rank, or liveness off) exchanges raise their own errors.
+    Without a `monitor` (a single rank, or liveness off), exchanges raise their own errors.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class PeerWatch:
     ) -> None:
         self.rank, self.seconds, self.monitor = rank, seconds, monitor
         self._peers = [r for r in ranks if r != rank]
-        self._gone_s = min(GONE_SECONDS, seconds / 2)  # so that the error comes within the timeout
+        self._gone_s = min(GONE_SECONDS, seconds / 2)  # so that the error precedes the timeout
         self._closed, self._index = False, 0
         if monitor is not None:
             self._index = len(monitor.launched)
@@ -328,10 +328,10 @@ class PeerWatch:
 
     @contextmanager
     def naming_lost(self, tag: str, computing: bool = False) -> Iterator[None]:
-        """Context manager that names the lost ranks if a collective in it fails.
+        """Context manager that names the lost ranks if a collective inside it fails.
 
-        With `computing`, the block may fail for other reasons, as a training step can. If no rank
-        is lost, its error is then raised unchanged.
+        With `computing`, the block may fail for other reasons, as a training step can. Then, if no
+        rank is lost, the block's error is raised unchanged.
 
         Raises:
             PeerLostError: the `with` block raised a `RuntimeError`, or a rank was already lost.
@@ -345,7 +345,7 @@ class PeerWatch:
         """Block until all `works`, the parts of one exchange, are done.
 
         Raises:
-            PeerLostError: one of them failed, the timeout expired, or a rank is lost.
+            PeerLostError: one of `works` failed, the timeout expired, or a rank is lost.
             AgreedError: another rank announced an error that all ranks must raise.
         """
         if self.monitor is None:
@@ -359,11 +359,11 @@ class PeerWatch:
 
     @property
     def ended(self) -> bool:
-        """Whether the job has ended with an error (a lost rank, or one that all ranks raise)."""
+        """Whether the job has ended because of a lost rank or an error that all ranks raise."""
         return self.monitor is not None and bool(self.monitor.verdict)
 
     def close(self, owner: bool) -> None:
-        """Interrupt the waits of other threads, and close the monitor if `owner`."""
+        """Interrupt other threads' waits, and close the monitor if `owner`."""
         self._closed = True
         if owner and self.monitor is not None:
             self.monitor.close()
@@ -373,16 +373,16 @@ class PeerWatch:
     def publish(self, value: Callable[[], Any]) -> None:
         """Send `value()`, a short JSON value, to all ranks with each heartbeat from now on.
 
-        The heartbeat thread calls it, so steps are not slowed down.
+        The heartbeat thread calls `value`, so steps are not slowed down.
         """
         if self.monitor is not None:
             self.monitor.published = value
 
     def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
-        """Block until no rank is behind; return immediately with liveness off.
+        """Block until no rank is behind; return immediately if liveness is off.
 
         `behind` takes the values published so far, by rank ("" if none), and returns the ranks to
-        wait for, each with the reason to report at the timeout.
+        wait for, each with the reason to report on a timeout.
 
         Raises:
             PeerLostError: the timeout expired, or a rank is lost.
@@ -413,7 +413,7 @@ class PeerWatch:
     def agreed(self, text: str) -> RuntimeError:
         """Return an `AgreedError`; all other ranks raise it within a heartbeat.
 
-        If several ranks call it, or a rank is lost, all ranks raise the error that was reported
+        If several ranks call this, or a rank is lost, all ranks raise the error that was reported
         first.
         """
         return AgreedError(text) if self.monitor is None else self._failure("", 0.0, "", text)
@@ -430,21 +430,21 @@ class PeerWatch:
             raise  # already explained
         except RuntimeError as error:
             if monitor is None or (self._closed and not monitor.verdict):
-                raise  # this rank left while a thread waited: no other rank is to blame
+                raise  # this rank left while a thread was waiting: no other rank is to blame
             waited_s = time.monotonic() - start
             found = error.found if isinstance(error, _StopWaitingError) else self._find_lost()
             if computing and not found:
                 raise
             found = found or self._blame_the_living(tag, waited_s)
-            # gloo's error says nothing more than the message, which contains its first line
+            # the message contains the first line of gloo's error, the rest of which adds nothing
             is_told = isinstance(error, _StopWaitingError) or "gloo" in str(error)
             raise self._failure(tag, waited_s, str(error), found) from None if is_told else error
 
     def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
         """Raise `_StopWaitingError` if this rank must not wait any longer.
 
-        `behind` contains the ranks for which it is waiting, with reasons; None means those that are
-        behind in an exchange.
+        `behind` contains the ranks that it is waiting for, with reasons; None means the ranks that
+        are behind in an exchange.
         """
         monitor = self.monitor
         assert monitor is not None
@@ -463,10 +463,10 @@ class PeerWatch:
                 raise _StopWaitingError("a rank stopped responding", found)
 
     def _find_lost(self) -> Verdict:
-        """Find the ranks that broke an exchange; empty if all are alive and none has exited."""
+        """Return the ranks that broke an exchange, or {} if all are alive and none has exited."""
         monitor, start = self.monitor, time.monotonic()
         assert monitor is not None
-        baseline: dict[int, int] = {}  # first beats read after the failure: a later one is alive
+        baseline: dict[int, int] = {}  # beats right after the failure; a later beat means alive
         while not monitor.verdict and monitor.runs:
             if monitor.refresh():
                 statuses = {r: s for r, s in monitor.statuses.items() if not s.left}
@@ -481,14 +481,14 @@ class PeerWatch:
             elif time.monotonic() - start > self._gone_s:  # the store hangs
                 return monitor.silent(self._gone_s / 2, False)
             time.sleep(0.1)
-        # All are alive or have left. Include ranks that launched this exchange: one may have left
-        # before all of its bytes were sent.
+        # All ranks are alive or have left. Include ranks that launched this exchange: one of them
+        # may have left before all of its bytes were sent.
         return monitor.verdict or monitor.without_store() or self._left(self._behind(even=True))
 
     def _behind(self, even: bool = False) -> dict[int, int]:
-        """Return how many exchanges of this channel each rank that is behind has launched.
+        """Return the number of exchanges launched on this channel by each rank that is behind.
 
-        With `even`, include ranks that have launched the same number as this one.
+        With `even`, include ranks that have launched as many as this rank.
         """
         assert self.monitor is not None
         mine, index = self.monitor.launched[self._index] + even, self._index
@@ -509,13 +509,14 @@ class PeerWatch:
         if behind := self._behind():
             mine = self.monitor.launched[self._index]
             return {
-                rank: f"is alive, but has launched {n} exchanges where rank {self.rank} has"
-                f" launched {mine}: it is slow or hangs; if it is only slow, increase `timeout`"
+                rank: f"is alive, but has launched {n} exchanges, while rank {self.rank} has"
+                f" launched {mine}: it is slow or hung; if it is only slow, increase `timeout`"
                 for rank, n in behind.items()
             }
         return {
-            self.rank: f"gave up on '{tag}' after {waited_s:.1f} s although all ranks are alive"
-            " and at the same exchange; suspect the network (`timeout` must exceed twice an outage)"
+            self.rank: f"gave up on '{tag}' after {waited_s:.1f} s although all ranks are alive and"
+            " at the same exchange; check the network (`timeout` must be more than twice as long as"
+            " an outage)"
         }
 
     def _failure(self, tag: str, waited_s: float, cause: str, found: Verdict) -> RuntimeError:
@@ -526,7 +527,7 @@ class PeerWatch:
         verdict = monitor.verdict
         lost = {} if isinstance(verdict, str) else verdict
         if self.rank == _STORE_RANK and monitor.has_readers(lost):
-            # the store ends with this process: give the others two heartbeats to read the verdict
+            # the store exits with this process: give other ranks two heartbeats to read the verdict
             spent_s = time.monotonic() - monitor.verdict_s
             time.sleep(max(0.0, 2 * HEARTBEAT_SECONDS - spent_s))
         if isinstance(verdict, str):
@@ -550,7 +551,7 @@ class _StopWaitingError(RuntimeError):
 
 
 def job_store() -> Any:
-    """Return a new client of the job's TCPStore; None if the process group has another store.
+    """Return a new client of the job's TCPStore, or None if the job uses another kind of store.
 
     The client is separate, because a call blocks it for as long as the store hangs.
     """
@@ -568,13 +569,13 @@ def job_store() -> Any:
         # some builds of torch, such as Debian's, lack libuv
         use_libuv=store.libuvBackend,  # type: ignore[attr-defined]
     )
-    # a call that timed out during an outage would leave half a reply in the connection
+    # no timeout: a call that timed out during an outage would leave half a reply in the connection
     client.set_timeout(timedelta(days=30))
     return client
 
 
 def _no_heartbeat(seconds: float) -> str:
-    return f"is gone (no heartbeat for {seconds:.0f} s: it was killed, or it hangs)"
+    return f"is gone (no heartbeat for {seconds:.0f} s: it was killed or is hung)"
 
 
 def _key(token: int) -> str:
@@ -582,7 +583,7 @@ def _key(token: int) -> str:
 
 
 def has_ended(work: dist.Work) -> bool:
-    """Wait briefly; return whether `work` has ended. Raise its error if it failed."""
+    """Wait briefly, then return whether `work` has ended; raise its error if it failed."""
     try:
         work.wait(_SLICE)
     except RuntimeError:

@@ -1,7 +1,7 @@
 """Break an exchange of an elastic job when one of its members hangs.
 
-gloo reports a process that has ended within seconds, but waits for its own timeout if the process
-is stopped, or its network is down. Heartbeats to the rendezvous end in both cases.
+If a process exits, gloo reports it within seconds, but if it is stopped or its network is down,
+gloo waits for its own timeout. Heartbeats to the rendezvous stop in either case.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _READ_EVERY_S = 1.0  # while an exchange is in progress: about 1 kB
 
 
 class Heartbeats(Protocol):
-    """Knows when replicas last sent a heartbeat."""
+    """Service that knows when each replica last sent a heartbeat."""
 
     def heartbeats(self) -> Mapping[str, float]:
-        """Return the seconds since the last heartbeat of every replica it has heard from.
+        """Return the seconds since the last heartbeat of each replica that has sent any.
 
         Raises:
-            ConnectionError: it does not answer.
+            ConnectionError: the service does not answer.
         """
 
 
 class MemberWatch(PeerWatch):
-    """Wait for exchanges of one view, unless a member hangs.
+    """Waits for the exchanges of one view, unless a member hangs.
 
     Args:
         heartbeats: the rendezvous.
         members: ids of the replicas in the view.
-        timeout_s: of a heartbeat.
+        timeout_s: time without a heartbeat after which a member counts as hung.
     """
 
     def __init__(self, heartbeats: Heartbeats, members: Sequence[str], timeout_s: float) -> None:
@@ -46,7 +46,7 @@ class MemberWatch(PeerWatch):
         """Block until all `works` are done.
 
         Raises:
-            RuntimeError: one of them failed, or a member hangs; the message names it.
+            RuntimeError: one of `works` failed, or a member is hung. The message names the member.
         """
         read_s = time.monotonic()
         while not all(map(has_ended, works)):
@@ -58,13 +58,13 @@ class MemberWatch(PeerWatch):
         try:
             ages = self._heartbeats.heartbeats()
         except ConnectionError:
-            return  # nothing is known while it is away
-        # a rendezvous that was restarted has not heard from everybody yet
+            return  # nothing is known while the rendezvous is unreachable
+        # a restarted rendezvous has not heard from all members yet
         silent = {name: ages[name] for name in self._members if name in ages}
         silent = {name: age for name, age in silent.items() if age > self._timeout_s}
         if silent:
             named = ", ".join(f"{name} ({age:.0f} s)" for name, age in silent.items())
             raise RuntimeError(
-                f"The exchange '{tag}' was given up because these replicas stopped sending"
-                f" heartbeats: {named}. They hang, or their network is down."
+                f"The exchange '{tag}' was abandoned because these replicas stopped sending"
+                f" heartbeats: {named}. They are hung, or their network is down."
             )

@@ -2,22 +2,22 @@
 
 A *flight* is one exchange of the job. Flights are numbered from 0 in the order in which they are
 launched, which is the same on all members. Before each flight, the members ask the *rendezvous* for
-a *quorum*: it answers all of them together, as soon as every member that is alive has asked, with
-the `Member` record of each. All decisions are functions of that answer, so that all members take
-the same ones without further messages:
+a *quorum*: as soon as every live member has asked, it answers all of them together with everyone's
+`Member` record. All decisions are functions of that answer, so that all members make the same
+decisions without further messages:
 
-- *Founding.* If nobody is a member yet, all who asked are founders, from flight 0 on.
+- *Founding.* If nobody is a member yet, all replicas that asked become founders, at flight 0.
 - *The next view.* The view of a flight consists of the members that have completed all earlier
-  flights, and of joiners that have caught up. A joiner that is behind is not waited for.
+  flights and of joiners that have caught up. Members do not wait for a joiner that is behind.
 - *After a failure.* A member that dies breaks the exchange, possibly on some members only. If some
   have completed the flight, the others fetch its messages from one of them; otherwise all repeat it
   in the view without the dead member.
 - *No split views.* A restarted rendezvous has forgotten the members and may answer any subset of
   them. So a view must contain more than half of the members of the last one. Fewer are enough if
-  the number of the quorum is the next one: the rendezvous then knows that all others are dead.
+  the quorum's number is the next in sequence: the rendezvous then knows that all others are dead.
 
-Asking happens on a background thread: only a landing waits for it. Two things are replaceable: the
-rendezvous (`Rendezvous`), and how a joiner gets what it needs (`StateTransfer`).
+Members ask on a background thread, and only a landing waits for the answer. Two parts can be
+replaced: the rendezvous (`Rendezvous`) and the transfer of state to joiners (`StateTransfer`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from lightning_commfree.comm.sockets import CloseOnFork
 _log = logging.getLogger(__name__)
 
 NEW = "new"  # wants to found the job, or to join it
-JOINING = "joining"  # fetches state, and is not part of a view yet
+JOINING = "joining"  # is fetching state, and is not part of a view yet
 MEMBER = "member"
 ENDING = "ending"  # a member that has begun the last exchanges of its fit: nobody may join
-LEAVING = "leaving"  # takes part in no further flight
-FINISHED = "finished"  # the same, at the end of its fit
+LEAVING = "leaving"  # takes part in no more flights
+FINISHED = "finished"  # the same as `LEAVING`, at the end of its fit
 _GONE = (LEAVING, FINISHED)
 
 
@@ -62,43 +62,43 @@ class Member(NamedTuple):
     replica: str  # unique name of this process, not reused after a restart
     status: str = NEW
     flights: int = 0  # number of flights that it has completed; -1 while a joiner is not ready
-    slot: int = -1  # its share of the data, and its place in a view; -1 before it is a member
-    view: str = ""  # name of the last view in which it was; "" if none
+    slot: int = -1  # index of its share of the data and place in views; -1 before it is a member
+    view: str = ""  # name of the last view that it was in; "" if none
     view_size: int = 0  # number of members of that view
-    number: int = 0  # of the last quorum that it was in; if `NEW`, of the first one
-    broken: bool = False  # an exchange in that view has failed, so that its channel is unusable
+    number: int = 0  # number of the last quorum that it was in; if `NEW`, of the first one
+    broken: bool = False  # an exchange in that view has failed, so its channel is unusable
     asked: int = 0  # number of times that this process has asked; makes each quorum unique
     settings: Mapping[str, str] = {}  # settings and model, the same on all replicas
-    step: int = 0  # inner steps in the common schedule
+    step: int = 0  # number of inner steps in the common schedule
     store: str = ""  # "host:port" of its TCPStore, where the channels of a view meet
     states: tuple[str, ...] = ()  # addresses of its ranks' state servers, in rank order
 
 
 class Quorum(NamedTuple):
-    """Answer of the rendezvous, the same for all replicas that it contains."""
+    """An answer of the rendezvous, the same for all replicas in it."""
 
-    number: int  # from 1; increases if other replicas are in it, and restarts with the rendezvous
-    members: tuple[Member, ...]  # those that asked, in order of `replica`
+    number: int  # from 1; increases when the replicas change; a restarted rendezvous starts over
+    members: tuple[Member, ...]  # the replicas that asked, in order of `replica`
 
 
 class Rendezvous(Protocol):
     """Service that knows which replicas are alive."""
 
     def quorum(self, mine: Member) -> Quorum:
-        """Ask for a quorum, as `mine.replica`; block until it is complete.
+        """Ask for a quorum as `mine.replica`; block until the quorum is complete.
 
-        The answer comes when all replicas of the previous quorum have asked that still send
-        heartbeats. A replica sends them from its first call to `close`, also while it waits here.
-        If a thread asks while another one waits, the later record replaces the earlier one, and
-        both get the same answer. While the service is unreachable, the call keeps trying.
+        The answer comes once all replicas of the previous quorum that still send heartbeats have
+        asked. A replica sends heartbeats from its first call until `close`, even while it waits
+        here. If a thread asks while another one waits, the later record replaces the earlier one,
+        and both get the same answer. While the service is unreachable, the call keeps trying.
 
         Raises:
-            RuntimeError: there is no such service at the address, or it stayed unreachable or gave
-                no answer for longer than the job's timeout; the message says which.
+            RuntimeError: there is no such service at the address, or it was unreachable or did not
+                answer for longer than the job's timeout. The message says which.
         """
 
     def heartbeats(self) -> Mapping[str, float]:
-        """Return the seconds since the last heartbeat of every replica it has heard from.
+        """Return the seconds since the last heartbeat of each replica that has sent any.
 
         Raises:
             ConnectionError: the service does not answer.
@@ -109,41 +109,41 @@ class Rendezvous(Protocol):
 
 
 class StateTransfer(Protocol):
-    """Serves one rank's state to joiners, and fetches the state of others.
+    """Serves one rank's state to joiners, and fetches other ranks' state.
 
     A snapshot is a (nested) dict, and a message is a dict; both contain only tensors and plain
     values, so that `torch.load(weights_only=True)` can read them.
     """
 
-    address: str  # of this rank's server, for `Member.states`
+    address: str  # address of this rank's server, for `Member.states`
 
     def serve(
         self,
         snapshot: Callable[[], dict[str, Any]],
         messages: Callable[[int], list[dict[str, Any]]],
     ) -> None:
-        """Begin to serve.
+        """Start serving.
 
         Args:
-            snapshot: returns a copy of the state; called on a thread of the server, once per joiner
-                that begins a download.
-            messages: returns the messages of all completed flights from a given one on; raises
+            snapshot: returns a copy of the state; called on a thread of the server, once for each
+                joiner that begins a download.
+            messages: returns the messages of all completed flights from a given one on; raises a
                 `LookupError` if some of them are no longer kept.
         """
 
     def fetch_snapshot(self, address: str) -> dict[str, Any]:
-        """Fetch a snapshot; a download that breaks off is resumed.
+        """Fetch a snapshot, resuming the download if it is interrupted.
 
         Raises:
-            ConnectionError: the server is gone, or refuses the token.
+            ConnectionError: the server is gone or rejects the token.
         """
 
     def fetch_messages(self, address: str, first: int) -> list[dict[str, Any]]:
-        """Fetch the messages of all completed flights from `first` on; may be empty.
+        """Fetch the messages of all completed flights from `first` on, if there are any.
 
         Raises:
-            LookupError: they are no longer kept: a new snapshot is needed.
-            ConnectionError: as above.
+            LookupError: some of these messages are no longer kept, so a new snapshot is needed.
+            ConnectionError: the server is gone or rejects the token.
         """
 
     def close(self) -> None:
@@ -161,19 +161,19 @@ class Limits(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a quorum decides, for all replicas in it."""
+    """The decision that a quorum implies for all replicas in it."""
 
     members: tuple[Member, ...] = ()  # of the next view, by slot; empty if there is none yet
     established: tuple[Member, ...] = ()  # the members so far; empty before the founding
-    ahead: Member | None = None  # has completed a flight that others must first fetch from it
+    ahead: Member | None = None  # a member with a completed flight that others must fetch first
     reason: str = ""  # why there is no next view
     restarted: bool = False  # the reason is that the rendezvous has restarted
-    missed: bool = False  # there was a quorum without these replicas, who may have been stopped
+    missed: bool = False  # there was a quorum without these replicas, which may have been stopped
     is_same: bool = False  # the next view is the current one, whose channel still works
 
 
 def decide(quorum: Quorum, limits: Limits) -> Decision:
-    """Return the decision of a quorum."""
+    """Return the decision that a quorum implies."""
     present = [m for m in quorum.members if m.status not in (NEW, JOINING)]
     if not present:
         return _found(quorum, limits)
@@ -214,7 +214,7 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
 
 
 def _found(quorum: Quorum, limits: Limits) -> Decision:
-    """Found a job with the replicas that have restored the latest step, 0 if none has a file."""
+    """Found a job with the replicas that restored the latest step (0 if none has a checkpoint)."""
     new = [m for m in quorum.members if m.status == NEW]
     latest = [m for m in new if m.step == max(one.step for one in new)]
     founders = [m for m in latest if m.settings == latest[0].settings][: limits.max_replicas]
@@ -224,22 +224,22 @@ def _found(quorum: Quorum, limits: Limits) -> Decision:
 
 
 def _too_few(count: int, limits: Limits) -> str:
-    return f"only {count} of at least {limits.min_replicas} replicas (`min_replicas`) are there"
+    return f"only {count} of at least {limits.min_replicas} replicas (`min_replicas`) are present"
 
 
 # -- this replica
 
 _ASK_AGAIN_S = 0.2
-_CONNECT = timedelta(seconds=15)  # for the members of a new view to connect to each other
-_LEAVE_S = 5.0  # how long a replica waits for the others to ask, before it leaves
-_NEVER = 2**62  # higher than any number of a quorum
+_CONNECT = timedelta(seconds=15)  # time for the members of a new view to connect to each other
+_LEAVE_S = 5.0  # how long a replica waits for the others to ask before it leaves
+_NEVER = 2**62  # higher than the number of any quorum
 TOO_LATE = (
     "The other replicas are finishing their fit, so this one is too late to join. Their last"
     " checkpoint contains the result."
 )
 _NONE_LEFT = (
-    "The replicas from which this one got its state are gone. Restart it to join again, or if no"
-    " replica is left, to begin with the last checkpoint (`ckpt_path`)."
+    "The replicas from which this one got its state are gone. Restart it to join again or, if no"
+    " replica is left, to continue from the last checkpoint (`ckpt_path`)."
 )
 
 
@@ -247,7 +247,7 @@ _LIMITS = Limits()
 
 
 class ElasticMembership:
-    """One replica's part in an elastic job.
+    """One replica's membership in an elastic job.
 
     Args:
         rendezvous: knows which replicas are alive; used on the first rank only.
@@ -256,12 +256,13 @@ class ElasticMembership:
         ledger: counts the bytes of the exchanges.
         host: this machine's address for other replicas.
         limits: allowed sizes of a view.
-        timeout: of an exchange, and of waiting for enough replicas.
-        heartbeat_timeout_s: of silence, after which an exchange with a member is given up.
-        ranks: the ranks of this replica; None for a single one.
+        timeout: timeout for an exchange, and for waiting until there are enough replicas.
+        heartbeat_timeout_s: time without a heartbeat after which an exchange with a member is
+            abandoned.
+        ranks: the ranks of this replica; None means a single rank.
 
     Attributes:
-        record: what this replica tells the others.
+        record: this replica's record, which it sends to the others.
         view_members: the records of the members of the latest view, by slot.
     """
 
@@ -291,7 +292,7 @@ class ElasticMembership:
         self._quorum = Quorum(0, ())
         self.view_members: tuple[Member, ...] = ()
         self._view = View(0, (0,), Channel([0], 0, ledger))
-        self._agreed: View | None = None  # for the next flight, by `start` or `enter`
+        self._agreed: View | None = None  # for the next flight, set by `start` or `enter`
         self._lock, self._closed = threading.Lock(), False
 
     def view(self) -> View:
@@ -303,12 +304,12 @@ class ElasticMembership:
     def start(self, settings: Mapping[str, str], step: int = 0, flights: int = 0) -> bool:
         """Find the job, or found it; return whether this replica is a founder.
 
-        A founder has an open view for its first flight. Another replica must `enter`.
+        A founder has an open view for its first flight. Any other replica must call `enter`.
 
         Args:
             settings: settings and model, which must be the same on all replicas.
-            step: inner steps in the file from which this replica was restored.
-            flights: number of flights before that.
+            step: number of inner steps in the checkpoint from which this replica was restored.
+            flights: number of flights before that step.
 
         Raises:
             RuntimeError: the job has ended.
@@ -340,15 +341,15 @@ class ElasticMembership:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Keep asking in a `with` block, so that members do not wait for this replica.
+        """Keep asking during a `with` block, so that members do not wait for this replica.
 
-        For a joiner that is not ready.
+        This is for a joiner that is not ready.
         """
         self._tell(status=JOINING, flights=-1)
         done = threading.Event()
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the main thread asks later, and raises it
+            with suppress(RuntimeError):  # the main thread asks later and raises the error
                 while not done.is_set():
                     self._ask_alone()
 
@@ -362,8 +363,8 @@ class ElasticMembership:
     def enter(self, flights: int) -> int | None:
         """Ask to take part in flight number `flights`.
 
-        Returns None if this replica is in its view, or else the flight to ask for next: the members
-        have begun the one before that without this replica.
+        Return None if this replica is in the flight's view. Otherwise, the members have begun the
+        flight without this replica; return the number of the next flight to ask for.
 
         Raises:
             RuntimeError: the job has ended, all slots are taken, or no member is left.
@@ -387,10 +388,10 @@ class ElasticMembership:
         return any(m.status in (NEW, JOINING) for m in self._quorum.members)
 
     def donor(self, gone: set[str]) -> Member:
-        """Return a member from which to take the state.
+        """Return a member from which to fetch the state.
 
         Args:
-            gone: names of replicas that did not answer; cleared when there are newer records.
+            gone: names of replicas that did not answer; cleared when newer records arrive.
 
         Raises:
             RuntimeError: no member is left.
@@ -416,15 +417,15 @@ class ElasticMembership:
     # -- before each flight, on the background thread
 
     def agree(self, flight: int, step: int) -> View | Member:
-        """Return the view for a flight, or a member that has already completed it.
+        """Return the view for a flight, or a member that has already completed the flight.
 
         Args:
-            flight: its number; this replica has completed all earlier ones.
-            step: the inner step after which it is launched.
+            flight: number of the flight. This replica must have completed all earlier flights.
+            step: the inner step after which the flight is launched.
 
         Raises:
-            RuntimeError: the others continue without this replica, or there were not enough
-                replicas for longer than the timeout.
+            RuntimeError: the other replicas continue without this one, or too few replicas were
+                present for longer than the timeout.
         """
         if (agreed := self._agreed) is not None:
             self._agreed = None
@@ -443,7 +444,7 @@ class ElasticMembership:
             if decision.ahead is not None:
                 if decision.ahead.flights > flight:
                     return decision.ahead
-                continue  # others fetch what this one has
+                continue  # others are fetching this replica's messages
             if self.record.status in _GONE:
                 raise RuntimeError("This replica has left the job.")
             if decision.members:
@@ -467,8 +468,8 @@ class ElasticMembership:
     def leave(self) -> None:
         """Leave the job; the other replicas continue without this one.
 
-        Waits for at most `_LEAVE_S` until they know. Otherwise they notice that the heartbeat has
-        ended.
+        Wait up to `_LEAVE_S` seconds for the others to learn of it. If they do not, they notice
+        when the heartbeat stops.
         """
         self._tell(status=FINISHED if self.record.status == ENDING else LEAVING)
         if self.record.view and not self._closed and not self.ranks.rank:
@@ -478,7 +479,7 @@ class ElasticMembership:
         self.close()
 
     def close(self) -> None:
-        """End the heartbeat and close all connections."""
+        """Stop the heartbeat and close all connections."""
         if not self._closed:
             self._closed = True
             self.rendezvous.close()
@@ -512,7 +513,7 @@ class ElasticMembership:
     def _say_leaving(self) -> None:
         with suppress(RuntimeError):
             while decide(self._ask_alone(), self.limits).ahead is not None:
-                pass  # others fetch what this replica has
+                pass  # others are fetching this replica's messages
 
     def _wait_until(self, end_s: float, reason: str) -> None:
         if time.monotonic() > end_s:
@@ -524,7 +525,7 @@ class ElasticMembership:
     def _open(self, quorum: Quorum, decision: Decision) -> View | None:
         """Connect the members of the next view, or return the current one if it is the same.
 
-        Returns None if not all members have connected: a replica may have died meanwhile.
+        Return None if a member failed to connect, for example because it has died.
         """
         self.view_members = decision.members
         names = [m.replica for m in decision.members]
@@ -557,7 +558,7 @@ class ElasticMembership:
         return self._view
 
     def _connect(self, name: str, store: str, rank: int, size: int) -> Channel:
-        """Open a view's channel; its members meet in a store that the first member hosts."""
+        """Open a view's channel; its members connect through a store that the first one hosts."""
         if size == 1:
             return Channel([0], 0, self.ledger)
         host, _, port = store.rpartition(":")
@@ -590,16 +591,16 @@ class ElasticMembership:
             )
 
     def _refuse_late(self, number: int, founders: Sequence[Member]) -> None:
-        """Refuse to found a second job at the rendezvous of one that is over.
+        """Refuse to found a new job at the rendezvous of a job that is over.
 
-        A rendezvous does not report that a job has ended, but its numbers continue. So one of the
-        founders of a new job must have seen number 1.
+        A rendezvous does not report that a job has ended, but its quorum numbers continue. So one
+        of the founders of a new job must have seen number 1.
         """
         if self.record.step == 0 and number > 1 and all(m.number != 1 for m in founders):
             raise RuntimeError(
                 "The job at this rendezvous is over: it has finished, or all its replicas are gone."
-                " To continue it, give all replicas its last checkpoint (`ckpt_path`). To begin a"
-                " new job, restart the rendezvous."
+                " To continue it, start all replicas from its last checkpoint (`ckpt_path`). To"
+                " begin a new job, restart the rendezvous."
             )
 
     def _refuse_late_joiner(self, decision: Decision) -> None:
@@ -620,12 +621,12 @@ class ElasticMembership:
         ):
             raise RuntimeError(
                 f"All {self.limits.max_replicas} slots are taken (`max_replicas`). To use more"
-                " replicas, restart all from a checkpoint with a higher `max_replicas`."
+                " replicas, restart all of them from a checkpoint with a higher `max_replicas`."
             )
 
 
 def _store_on(host: str) -> Any:
-    """Create a store that listens on `host` only; by itself it listens on every interface."""
+    """Create a store that listens on `host` only; by default, it would use every interface."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -638,8 +639,9 @@ def _gloo_group(
 ) -> dist.ProcessGroup:
     """Create a gloo group that `torch.distributed` does not register, so it needs no default group.
 
-    Collective over its ranks, within `_CONNECT`. It listens on `host`. By itself, gloo listens on
-    the address of the host's name, which on Debian other machines cannot reach.
+    This is collective over the group's ranks and must complete within `_CONNECT`. The group listens
+    on `host`: by default, gloo listens on the address to which the host name resolves, which other
+    machines cannot reach on Debian.
     """
     keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     gloo: Any = dist.ProcessGroupGloo
@@ -656,7 +658,7 @@ def _gloo_group(
 
 
 def _reap(channel: Channel) -> None:
-    """Destroy a channel's groups in a thread: gloo first waits until pending exchanges time out."""
+    """Destroy a channel's groups on a thread, because gloo waits for pending exchanges first."""
     groups = [channel.group, channel._downward]
     channel.group = channel._downward = None
     threading.Thread(target=groups.clear, name="reaper", daemon=True).start()

@@ -1,7 +1,7 @@
-"""Let the ranks of an elastic replica take the same decisions, through their job's TCPStore.
+"""Let the ranks of an elastic replica make the same decisions, through their job's TCPStore.
 
-Not through a channel: this runs on a background thread, while the training thread uses the
-channels. Every rank must make the same calls in the same order.
+This does not use a channel, because it runs on a background thread while the training thread uses
+the channels. Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 
 class ReplicaRanks:
-    """The ranks of this replica; by default a single one, which needs no store.
+    """The ranks of this replica; by default, a single rank, which needs no store.
 
     Args:
-        rank: of this process in the replica.
-        size: number of ranks.
-        store: a client of a store that all ranks share, for this object only.
+        rank: rank of this process in the replica.
+        size: number of ranks in the replica.
+        store: client of a store that all ranks share; no other object may use this client.
         name: prefix of the keys; unique for each fit.
     """
 
@@ -27,10 +27,10 @@ class ReplicaRanks:
         assert store is not None or size == 1, "several ranks need a store"
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """Return the first rank's `make()`, a JSON value, on all ranks.
+        """Call `make` on the first rank; return its result, a JSON value, on all ranks.
 
         Raises:
-            RuntimeError: `make` raised one on the first rank; raised on all ranks.
+            RuntimeError: `make` raised a `RuntimeError`; raised on all ranks.
         """
         if self.size == 1:
             return make()

@@ -17,8 +17,8 @@ def check_count(name: str, value: object, least: int, meaning: str = "") -> None
     """Check that `value` is an int of at least `least`; `meaning` is the end of the error message.
 
     Raises:
-        TypeError: it is not an int.
-        ValueError: it is too small.
+        TypeError: `value` is not an int.
+        ValueError: `value` is too small.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(

@@ -1,8 +1,8 @@
 """Choose the network interface for gloo, and close a rank's sockets in forked processes.
 
-gloo listens on the address to which this host's name resolves. On Debian that is 127.0.1.1, which
-other machines cannot reach. `choose_interface` finds the interface with the route to the main
-machine instead. Asking the kernel for the route sends nothing.
+gloo listens on the address to which this host's name resolves. On Debian, that is 127.0.1.1, which
+other machines cannot reach. `choose_interface` instead finds the interface with the route to the
+main machine. Asking the kernel for the route sends nothing.
 
 Data loader workers are forked from a rank and inherit its open sockets. If the rank is killed, a
 busy worker survives it for a while and keeps the rank's connections open, so the other ranks'
@@ -28,14 +28,14 @@ _SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # ioctl for an interface
 
 
 class GlooInterface:
-    """Set gloo's network interface in the environment of this process, and restore it later."""
+    """Sets gloo's network interface in the environment of this process, and restores it later."""
 
     def __init__(self) -> None:
         self._before: str | None = None
         self._changed = False
 
     def select(self, main_address: str) -> None:
-        """Set the interface unless the user has; raises the errors of `choose_interface`."""
+        """Set the interface unless the user has set it; raise the errors of `choose_interface`."""
         self.restore()
         if os.environ.get(VARIABLE):
             return
@@ -45,7 +45,7 @@ class GlooInterface:
             os.environ[VARIABLE] = name
 
     def restore(self) -> None:
-        """Restore the environment."""
+        """Restore the environment variable."""
         if self._changed:
             os.environ.pop(VARIABLE, None)
             if self._before is not None:
@@ -56,7 +56,7 @@ class GlooInterface:
 def choose_interface(main_address: str) -> str | None:
     """Choose the network interface for gloo in a job on several machines.
 
-    Returns its name; None if other machines can reach the address that gloo chooses by itself.
+    Return its name, or None if other machines can reach the address that gloo chooses by itself.
     `main_address` is the main machine's address or host name, as in `MASTER_ADDR`.
 
     Raises:
@@ -82,12 +82,12 @@ def choose_interface(main_address: str) -> str | None:
 
 
 def own_address(towards: str) -> str:
-    """Return this machine's IPv4 address on the network that leads to a host.
+    """Return the IPv4 address from which this machine reaches a host.
 
-    `GLOO_SOCKET_IFNAME` names another interface.
+    If `GLOO_SOCKET_IFNAME` is set, return the address of that interface instead.
 
     Raises:
-        ValueError: that interface has no address, or no network leads to the host.
+        ValueError: the interface has no address, or there is no route to the host.
     """
     name = os.environ.get(VARIABLE)
     address = interface_address(name) if name else _address_towards(towards)
@@ -135,18 +135,18 @@ def _address_towards(host: str) -> str | None:
     return None
 
 
-_DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
+_DESCRIPTORS = "/dev/fd"  # lists this process's descriptors, on Linux and macOS
 
 
 class CloseOnFork:
-    """Set of TCP sockets, which are closed in forked children."""
+    """A set of TCP sockets that are closed in forked children."""
 
     def __init__(self) -> None:
-        self._inodes: dict[int, int] = {}  # by descriptor, to detect one that was reused
+        self._inodes: dict[int, int] = {}  # by descriptor, to detect reused descriptors
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Register all TCP sockets opened in a `with` block, by any thread and any library."""
+        """Register all TCP sockets that any thread or library opens during a `with` block."""
         before = tcp_sockets()
         try:
             yield
@@ -157,14 +157,14 @@ class CloseOnFork:
             self._inodes |= new
 
     def disconnect(self) -> None:
-        """End the connections of the registered sockets in this process, which stay open files."""
+        """Shut down the registered sockets in this process, but keep their descriptors open."""
         for descriptor in self._still_open():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
                 if not copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # gloo would abort
                     copy.shutdown(socket.SHUT_RDWR)
 
     def _close(self) -> None:
-        """Close the registered sockets in a forked child; the parent's remain open."""
+        """Close the registered sockets in a forked child; they stay open in the parent."""
         for descriptor in self._still_open():
             with suppress(OSError):
                 os.close(descriptor)
@@ -188,7 +188,7 @@ def tcp_sockets() -> dict[int, int]:
 
 
 def hang_up(descriptor: int, inode: int) -> None:
-    """Shut down a connection of another library; do nothing if its descriptor has been reused."""
+    """Shut down another library's connection; do nothing if its descriptor has been reused."""
     with suppress(OSError):
         if os.fstat(descriptor).st_ino == inode:
             with socket.socket(fileno=os.dup(descriptor)) as copy:

@@ -1,28 +1,28 @@
-"""Give a joining replica its state over HTTP: a small server, and the joiner's side.
+"""Send state to a joining replica over HTTP: a small server and its client.
 
-A replica that joins needs a *snapshot* of what all members hold equally, and the *messages* of the
-flights that have been completed since. It asks one member, the donor, which keeps training.
+A replica that joins needs a *snapshot* of the state that all members share, and the *messages* of
+the flights completed since then. It asks one member, the donor, which continues to train.
 
 =========================== =====================================================================
 request                     answer
 =========================== =====================================================================
-`GET /snapshot/<download>`  a copy of the state, made when a download of this name begins; the rest
-                            of it with `Range: bytes=<first>-`
-`GET /messages/<first>`     the messages of all completed flights from the first on; 410 if they are
-                            no longer kept
-`GET /report`               JSON with this rank's progress; the only answer without a token
+`GET /snapshot/<download>`  a copy of the state, made when the download with this name begins; with
+                            `Range: bytes=<first>-`, the rest of the copy
+`GET /messages/<first>`     the messages of all completed flights, starting with number <first>; 410
+                            if they are no longer kept
+`GET /report`               JSON with this rank's progress; needs no token
 =========================== =====================================================================
 
-Every other request needs `Authorization: Bearer <token>`. A joiner checks the SHA-256 that comes
-with an answer, and loads it with `torch.load(weights_only=True)`, which runs no code. Nothing is
-encrypted, so whoever can read the traffic can read the token: see SECURITY.md.
+The other requests need `Authorization: Bearer <token>`. A joiner checks the SHA-256 that comes with
+an answer, and loads the answer with `torch.load(weights_only=True)`, which runs no code. Nothing is
+encrypted, so anyone who can read the traffic can read the token: see SECURITY.md.
 
-The token is the environment variable `COMMFREE_TOKEN`, the same on all replicas. Without it each
-server makes a random one, which reaches joiners through the rendezvous, as part of its address.
+The token is the environment variable `COMMFREE_TOKEN`, the same on all replicas. Without it, each
+server creates a random token, which joiners get through the rendezvous as part of the address.
 
-A stranger who reaches the port can only open connections. A request has no body, at most
-`MAX_HEAD_BYTES`, and `HEAD_SECONDS` to arrive; beyond `MAX_PENDING` connections without a
-complete request, the oldest is closed.
+A stranger who can reach the port can only open connections. A request must have no body and at most
+`MAX_HEAD_BYTES`, and must arrive within `HEAD_SECONDS`; if more than `MAX_PENDING` connections have
+no complete request, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from lightning_commfree.comm.sockets import CloseOnFork
 
 TOKEN = "COMMFREE_TOKEN"  # an environment variable
 MAX_HEAD_BYTES = 8192
-HEAD_SECONDS = 5.0  # for a request to arrive
+HEAD_SECONDS = 5.0  # time for a request to arrive
 MAX_PENDING = 256  # connections without a complete request
-MAX_ANSWERS = 8  # in progress at once; further joiners are told to ask again
-MAX_SNAPSHOTS = 4  # on disk at once; the one that was asked for least recently makes room
-STALL_SECONDS = 30.0  # without a byte of progress, after which either side gives up
-IDLE_SECONDS = 60.0  # without a request, after which a snapshot is removed
+MAX_ANSWERS = 8  # answers in progress at once; other joiners are told to ask again
+MAX_SNAPSHOTS = 4  # snapshots on disk at once; the least recently used one makes room
+STALL_SECONDS = 30.0  # time without a byte of progress after which either side gives up
+IDLE_SECONDS = 60.0  # time without a request after which a snapshot is removed
 
 _BACKLOG = 1024  # connections that the kernel holds until they are accepted
 _BATCH = 16  # connections accepted before others are read
@@ -75,18 +75,18 @@ log = logging.getLogger(__name__)
 
 
 class StateServer:
-    """Serve one rank's state to joiners, and fetch the state of others: a `StateTransfer`.
+    """A `StateTransfer` that serves one rank's state to joiners and fetches other ranks' state.
 
     Args:
-        host: the address to listen on, one that the other replicas can reach. "0.0.0.0" would be
-            every network of this machine.
-        port: 0 lets the kernel choose.
+        host: the address to listen on, which the other replicas can reach. "0.0.0.0" would listen
+            on every network of this machine.
+        port: the port to listen on; 0 lets the kernel choose one.
         patience_s: how long a joiner keeps asking while no byte arrives.
 
     Attributes:
-        address: URL of this server, with its token unless all replicas have the same; see
+        address: URL of this server, with its token unless all replicas share one; see
             `public_address`.
-        report: returns the JSON value for `GET /report`; called in the server's threads.
+        report: returns the JSON value for `GET /report`; called on the server's threads.
         sent_bytes: bytes of snapshots and messages sent so far.
     """
 
@@ -117,7 +117,7 @@ class StateServer:
         snapshot: Callable[[], dict[str, Any]],
         messages: Callable[[int], list[dict[str, Any]]],
     ) -> None:
-        """Begin to serve; see `StateTransfer.serve`."""
+        """Start serving; see `StateTransfer.serve`."""
         self._serving = snapshot, messages
         self._server.start()
 
@@ -128,7 +128,7 @@ class StateServer:
 
     @contextmanager
     def answering(self) -> Iterator[bool]:
-        """Context manager of one answer; its value is False if there are too many already."""
+        """Context manager for one answer; its value is False if too many are in progress."""
         with self._lock:
             is_free = self._active < MAX_ANSWERS
             self._active += is_free
@@ -139,7 +139,7 @@ class StateServer:
                 self._active -= is_free
 
     def snapshot(self, download: str) -> _Snapshot:
-        """Return the snapshot of a download, which is made when it is first asked for."""
+        """Return the snapshot for a download; the first request creates it."""
         assert self._serving is not None
         with self._lock:
             found = self._snapshots.pop(download, None) or _Snapshot(
@@ -156,7 +156,7 @@ class StateServer:
         """Return the encoded messages of all completed flights from `first` on.
 
         Raises:
-            LookupError: they are no longer kept.
+            LookupError: some of these messages are no longer kept.
         """
         assert self._serving is not None
         body = BytesIO()
@@ -164,25 +164,25 @@ class StateServer:
         return body.getvalue()
 
     def remove_idle(self) -> None:
-        """Remove the snapshots of joiners that have arrived, or are gone."""
+        """Remove the snapshots of joiners that have finished their download or are gone."""
         with self._lock:
             for download, snapshot in list(self._snapshots.items()):
                 if time.monotonic() - snapshot.used_s > IDLE_SECONDS:
                     self._snapshots.pop(download).remove()
 
     def count_sent(self, num_bytes: int) -> None:
-        """Count bytes of snapshots and messages."""
+        """Count sent bytes of snapshots and messages."""
         with self._lock:
             self.sent_bytes += num_bytes
 
     # -- the joiner
 
     def fetch_snapshot(self, address: str) -> dict[str, Any]:
-        """Fetch a snapshot from the server at `address`; a download that breaks off is resumed.
+        """Fetch a snapshot from the server at `address`, resuming the download if interrupted.
 
         Raises:
-            ConnectionError: the server is gone, refuses the token, or its answer is damaged.
-            RuntimeError: the answer contains more than tensors and plain values.
+            ConnectionError: the server is gone or rejects the token, or its answer is corrupted.
+            RuntimeError: the answer contains objects other than tensors and plain values.
         """
         with tempfile.TemporaryFile() as file:
             path = f"/snapshot/{secrets.token_hex(16)}"
@@ -194,9 +194,9 @@ class StateServer:
         """Fetch the messages of all completed flights from `first` on.
 
         Raises:
-            LookupError: they are no longer kept: a new snapshot is needed.
-            ConnectionError: the server is gone, refuses the token, or its answer is damaged.
-            RuntimeError: the answer contains more than tensors and plain values.
+            LookupError: some of these messages are no longer kept, so a new snapshot is needed.
+            ConnectionError: the server is gone or rejects the token, or its answer is corrupted.
+            RuntimeError: the answer contains objects other than tensors and plain values.
         """
         body = BytesIO()
         self._fetch(address, f"/messages/{first:x}", body)
@@ -204,7 +204,7 @@ class StateServer:
         return found
 
     def _fetch(self, address: str, path: str, into: IO[bytes]) -> None:
-        """Write an answer `into` a file; ask again while it is cut off, and continue there."""
+        """Write an answer `into` a file; if the answer is cut off, ask again for the rest."""
         progress_s = time.monotonic()
         while True:
             start = into.tell()
@@ -232,11 +232,11 @@ def public_address(address: str) -> str:
 
 
 class _RefusedError(ConnectionError):
-    """The server has answered, and asking again would not help."""
+    """The server answered, and asking again would not help."""
 
 
 class _Snapshot:
-    """A copy of the state in a file, made once."""
+    """A copy of the state, written to a file once and served to one joiner."""
 
     def __init__(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
         self.path, self.num_bytes, self.sha256 = path, 0, ""
@@ -258,7 +258,7 @@ class _Snapshot:
 
 
 class _Server:
-    """Reads requests on one thread, and answers complete ones on a thread each."""
+    """Reads requests on one thread, and answers each complete request on a separate thread."""
 
     def __init__(self, host: str, port: int, states: StateServer) -> None:
         self._states = states
@@ -287,7 +287,7 @@ class _Server:
             for key, _ in self._selector.select(_TICK_S):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj in self._pending:  # not closed for a newer one just now
+                elif key.fileobj in self._pending:  # not just closed to make room for a newer one
                     self._read(key.fileobj)
             while self._pending and self._oldest()[1].end_s < time.monotonic():
                 self._take(self._oldest()[0]).close()
@@ -300,7 +300,7 @@ class _Server:
         for _ in range(_BATCH):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # no further one, or too many open files
+            except OSError:  # no more connections, or too many open files
                 return
             connection.setblocking(False)
             self._pending[connection] = _Head(time.monotonic() + HEAD_SECONDS)
@@ -347,7 +347,7 @@ def _answer(connection: socket.socket, head: bytes, states: StateServer) -> None
             connection.settimeout(STALL_SECONDS)
             _Handler(connection, head, states)
     except Exception:
-        # whoever is at fault, the next request may work
+        # whatever the cause, the next request may work
         log.debug("A request could not be answered.", exc_info=True)
 
 
@@ -424,8 +424,8 @@ def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: fl
     """Append the rest of an answer to a file; return whether the server was free to answer.
 
     Raises:
-        LookupError: the server no longer has what was asked for.
-        _RefusedError: the server refuses the token, or gave no valid answer.
+        LookupError: the server no longer has the messages.
+        _RefusedError: the server rejected the token, or its answer is not valid.
         OSError: the connection failed.
     """
     url = urlsplit(address)
@@ -451,7 +451,7 @@ def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: fl
                 f"The server at {public_address(address)} returned status {response.status}."
                 " Another program may be running there, or another version of this library."
             )
-        if response.status == HTTPStatus.OK:  # all of it, whatever was asked
+        if response.status == HTTPStatus.OK:  # the full answer, whatever range was requested
             into.seek(0)
             into.truncate()
         while piece := response.read(_PIECE_BYTES):
@@ -461,8 +461,8 @@ def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: fl
         sha256 = _sha256(into)
         if sha256 != response.getheader("ETag"):
             raise _RefusedError(
-                f"The response of the state server at {public_address(address)} is corrupted: its"
-                " SHA-256 does not match the announced one."
+                f"The response from the state server at {public_address(address)} is corrupted: its"
+                " SHA-256 does not match the one in its header."
             )
         return True
     finally:
@@ -475,8 +475,8 @@ def _load(file: IO[bytes], address: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
         raise RuntimeError(
-            f"The state server at {public_address(address)} sent more than tensors and plain"
-            " values; none of it was loaded. Another program may be running there, or another"
+            f"The state server at {public_address(address)} sent something other than tensors and"
+            " plain values; none of it was loaded. Another program may be running there, or another"
             " version of this library."
         ) from error
 

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 
 def plain(number: float) -> str:
-    """Format with three significant digits and without an exponent: 0.0123, 1.23, 1,230."""
+    """Format a number with three significant digits and no exponent: 0.0123, 1.23, 1,230."""
     return f"{Decimal(f'{number:.3g}'):,f}"
 
 
@@ -16,7 +16,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with three digits and a decimal unit: 1.23 MB."""
+    """Format a number of bytes with three significant digits and a decimal unit: 1.23 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{plain(num_bytes)} {unit}"

@@ -7,42 +7,41 @@ n workers runs::
     for step in 1, 2, ...:
         g = gradient of this worker's own batch
         c = b1 * m + (1 - b1) * g                 # direction, with the old momentum
-        ballot = pack(sign(c))                    # 1 bit a parameter; the second only for zeros
-        Delta = sign(sum of all ballots)          # "majority"; or their mean, "average"
-        m = b2 * m + (1 - b2) * g                 # this worker's own, never sent
-        x = x * (1 - eta * lambda) - eta * Delta  # the same bits on all workers
+        ballot = pack(sign(c))                    # 1 bit per parameter; a second if any c is 0
+        Delta = sign(sum of all ballots)          # "majority"; with "average", the mean
+        m = b2 * m + (1 - b2) * g                 # this worker's own momentum, never sent
+        x = x * (1 - eta * lambda) - eta * Delta  # bit-identical on all workers
 
 =========  =======================  =================  ============  ===============================
 symbol     name here                unit               default       source
 =========  =======================  =================  ============  ===============================
-n          `View.size`              workers            the world     section 3
+n          `View.size`              workers            all ranks     section 3
 g_i, m_i   `grad`, `momentum`       fp32               --            Algorithm 1
-c_i        direction                fp32               --            Algorithm 1; sign is the vote
+c_i        direction                fp32               --            Algorithm 1; vote is sign(c_i)
 Delta      `PackedDelta`            -1 to 1            --            equation 4: majority, average
-eta        `lr`                     step of a          1e-4          arXiv:2302.06675: 3 to 10 times
-                                    parameter                        less than AdamW's
-lambda     `weight_decay`           --                 0             the same: 3 to 10 times more
+eta        `lr`                     change per step    1e-4          arXiv:2302.06675: 3 to 10 times
+                                                                     smaller than AdamW's
+lambda     `weight_decay`           --                 0             ibid.: 3 to 10 times larger
 b1, b2     `betas`                  --                 (0.9, 0.99)   Algorithm 1
 =========  =======================  =================  ============  ===============================
 
 Read in this order:
 
-1. `worker`: the computation of one worker (on a CPU by the loops of `worker_numba`, on a GPU by the
-   kernels of `worker_triton`). `vote`: how ballots are counted.
-2. `ballot`: how ballots are exchanged. `buckets` and `voting`: when they are sent, and a full step.
+1. `worker`: one worker's computation (`worker_numba` has its CPU loops, `worker_triton` its GPU
+   kernels). `vote`: how ballots are counted.
+2. `ballot`: how ballots are exchanged. `buckets` and `voting`: when they are sent; a full step.
 3. `optimizer`: the `torch.optim.Optimizer`. `session`: runs its votes during a fit.
 
 Departures from the paper:
 
 - Ties and zeros: sign(0) is exactly 0. The paper counts one bit per parameter; this package sends a
-  second bit only if there is a zero or a tie. With `ties="random"`, one bit suffices even if n is
-  even.
+  second bit if there is a zero or a tie. With `ties="random"`, one bit suffices even if n is even.
 - A parameter that has no gradient on any worker is neither moved nor decayed, as with any torch
   optimizer. If only some workers have a gradient, the others vote zero and keep their momentum
   buffers.
-- Momentum buffers can be averaged every few steps (arXiv:2411.16462); off by default.
-- Matrices can vote with the signs of c after Newton-Schulz iterations (SignMuon, arXiv:2605.16311);
-  off by default.
+- Momentum buffers can be averaged every few steps (arXiv:2411.16462). This is off by default.
+- Matrices can vote with the signs of c after Newton-Schulz iterations (SignMuon, arXiv:2605.16311).
+  This is off by default.
 """
 
 from __future__ import annotations

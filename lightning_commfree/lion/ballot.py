@@ -1,19 +1,20 @@
 """Exchange the workers' ballots for one bucket of parameters, and compute Delta from them.
 
 A ballot is a header and two bit planes, c > 0 and c != 0. The header is two int64 words and one
-byte per parameter tensor. The first word holds flags and the number of zeros. The second holds
-hashes of values that must be the same on all workers: hyperparameters in the upper half, parameters
-in the lower half. Every worker receives all headers, so all workers make the same decision.
+byte per parameter tensor. The first word contains flags and the number of zeros. The second
+contains hashes of values that must be the same on all workers: hyperparameters in the upper half,
+parameters in the lower half. Every worker receives all headers, so all workers make the same
+decision.
 
-Each bucket takes the route of `comm.exchange` that sends fewer bytes. With N parameters, n workers
-and D bits per parameter in the result (`vote`):
+Each bucket takes the route from `comm.exchange` that sends fewer bytes. With N parameters, n
+workers and D bits per parameter in the result (`vote`):
 
 =========  ==============================================================  =======================
-route      what travels                                                    a worker sends
+route      messages                                                        bytes from each worker
 =========  ==============================================================  =======================
-gather     every ballot to every worker; each counts all of them           N (n - 1) / 8
-two-phase  shard i of every ballot to worker i, which counts it and sends  N (1 + D) (n - 1) / 8 n
-           the result to all
+gather     every ballot to every worker, which counts all ballots          N (n - 1) / 8
+two-phase  shard i of every ballot to worker i, which counts it and sends  N (1+D) (n - 1) / (8 n)
+           the result to all workers
 =========  ==============================================================  =======================
 
 1. Up: the header and the plane c > 0, one bit per parameter.
@@ -22,7 +23,7 @@ two-phase  shard i of every ballot to worker i, which counts it and sends  N (1 
 3. Down: the planes of the result. If any sum is zero, a majority vote has a second plane, which is
    sent as a separate message.
 
-Earlier messages tell every worker whether an optional one follows.
+Earlier messages tell every worker whether an optional message follows.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from lightning_commfree.comm.exchange import Route, View, routes
 from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
 
 # Flags in a header's first word, below the number of zeros. STOP: the worker asks all workers to
-# stop. STREAM_ENDS: its data stream, of unknown length, ends with this step.
+# stop. STREAM_ENDS: the worker's data stream, of unknown length, ends at this step.
 STOP, STREAM_ENDS = 1, 2
 _ZEROS_SHIFT = 8
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES, DIGEST_BYTES = 16, 8
-_DIGEST_BITS = 32  # width of the parameters' hash; the hyperparameters' hash is above it
+_DIGEST_BITS = 32  # of the parameters' hash, which is below the hyperparameters' hash
 
 
 class Ballot(NamedTuple):
@@ -60,17 +61,20 @@ class Ballot(NamedTuple):
 class HeaderSummary(NamedTuple):
     """Summary of all workers' headers; the same on every worker."""
 
-    stop: bool  # some worker asks all to stop
-    stream_ends: bool  # some worker's data stream ends with this step
-    zeros: int  # largest number of zero votes on one worker, ignoring those that abstain
+    stop: bool  # whether any worker requests a stop
+    stream_ends: bool  # whether any worker's data stream ends at this step
+    zeros: int  # largest number of zero votes by any worker that does not abstain
     abstaining: tuple[int, ...]  # worker indices
     faults: tuple[tuple[int, int], ...]  # (worker, parameter) pairs with NaN or Inf
-    with_gradient: tuple[bool, ...]  # per parameter: any worker has a gradient
+    with_gradient: tuple[bool, ...]  # per parameter, whether any worker has a gradient
     parameters_differ: bool
     hyperparameters_differ: bool
 
     def refuses(self, faults: bool) -> bool:
-        """Return whether to reject the step: workers differ or, with `faults`, have NaN or Inf."""
+        """Return whether to reject the step.
+
+        It is rejected if workers differ or, with `faults`, if any worker has NaN or Inf.
+        """
         differ = self.parameters_differ or self.hyperparameters_differ
         return differ or (faults and bool(self.faults))
 
@@ -84,7 +88,7 @@ def header_bytes(parameters: int) -> int:
 
 
 def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int:
-    """Pack two hashes into a header's second word, int64."""
+    """Pack two hashes into an int64, the second word of a header."""
     # keep the sign bit clear: torch has no unsigned int64
     upper = (hyperparameters % (1 << (_DIGEST_BITS - 1))) << _DIGEST_BITS
     return (parameters & ((1 << _DIGEST_BITS) - 1)) | upper
@@ -93,28 +97,29 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
 def write_header(
     out: Tensor, flags: int, numel: int, voters: Sequence[Tensor | int], digest: Tensor | int
 ) -> None:
-    """Write a header's words; the host does not wait for the device.
+    """Write a header's two words without making the host wait for the device.
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        flags: `STOP`, `STREAM_ENDS`, the sum of both, or 0.
-        numel: number of votes.
-        voters: numbers of nonzero votes, to be added up; int64, 0-d.
+        flags: `STOP`, `STREAM_ENDS`, both added together, or 0.
+        numel: number of votes in the ballot.
+        voters: counts of nonzero votes in parts of the ballot; ints or int64, 0-d. Their sum is
+            subtracted from `numel` to get the number of zeros.
         digest: int64, from `join_digests`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
-    nonzero = sum(voters[1:], voters[0]) if voters else 0  # adding 0 would take a kernel
+    nonzero = sum(voters[1:], voters[0]) if voters else 0  # starting from 0 would cost a kernel
     words[0].fill_(((numel << _ZEROS_SHIFT) + flags) - (nonzero << _ZEROS_SHIFT))
     words[1].fill_(digest)
 
 
 def marks_of(headers: Tensor, parameters: int) -> Tensor:
-    """Return the bits `HAS_GRADIENT` and `NONFINITE` by parameter, a view of the last dimension."""
+    """Return a view of the headers' per-parameter bytes (bits `HAS_GRADIENT`, `NONFINITE`)."""
     return headers[..., _WORDS_BYTES : _WORDS_BYTES + parameters]
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
-    """Summarize all workers' headers, uint8, shape (workers, header bytes), in host memory."""
+    """Summarize all workers' headers (uint8, shape (workers, header bytes), in host memory)."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = marks_of(headers, parameters)
     faults = tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero())
@@ -143,7 +148,7 @@ def digest_of(header: Tensor) -> Tensor:
 
 
 def differing(digests: Collection[int]) -> tuple[bool, bool]:
-    """Return whether parameters, and whether hyperparameters, differ between `digests`."""
+    """Return whether the parameters' hashes differ, and whether the hyperparameters' hashes do."""
     of_parameters = {digest % (1 << _DIGEST_BITS) for digest in digests}
     of_hyperparameters = {digest >> _DIGEST_BITS for digest in digests}
     return len(of_parameters) > 1, len(of_hyperparameters) > 1
@@ -156,12 +161,12 @@ def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
     """Return the indices of a worker's zero votes.
 
     Args:
-        nonzero: plane c != 0 of this worker, uint8, shape (B,).
-        valid: bits that are not padding, uint8, shape (B,).
-        length: length of the list, which must be the same on all workers.
+        nonzero: this worker's bit plane that marks nonzero votes (c != 0), uint8, shape (B,).
+        valid: bit plane that marks the bits that are not padding, uint8, shape (B,).
+        length: length of the result, which must be the same on all workers.
 
     Returns:
-        int32, shape (length,): bit b of byte i has the index i + b B; padded with -1.
+        int32, shape (length,), padded with -1. Bit b of byte i has index i + b B.
     """
     zero = nonzero ^ valid
     (touched,) = zero.nonzero(as_tuple=True)
@@ -176,12 +181,12 @@ def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
 
 
 def nonzero_plane(indices: Tensor, valid: Tensor) -> Tensor:
-    """Rebuild the plane c != 0, uint8, shape (B,), from a list returned by `zero_indices`."""
+    """Rebuild the bit plane of nonzero votes (uint8, shape (B,)) from `zero_indices`' result."""
     num_bytes = valid.numel()
     known = indices[indices >= 0].long()
     flags = (1 << known // num_bytes).to(torch.uint8)
 
-    # indices are distinct, so adding the bits of a byte is OR-ing them
+    # indices are distinct, so adding the bits of a byte is the same as OR-ing them
     zero = torch.zeros_like(valid).index_put_((known % num_bytes,), flags, accumulate=True)
     return valid ^ zero
 
@@ -199,13 +204,13 @@ class VoteResult(NamedTuple):
     """Result of the vote on one bucket."""
 
     summary: HeaderSummary
-    delta: PackedDelta | None  # None: the step is refused
+    delta: PackedDelta | None  # None if the step was rejected
 
 
 def cheaper_ballot_exchange(
     view: View, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
 ) -> BallotExchange:
-    """Create the exchange on the route that sends fewer bytes."""
+    """Create a ballot exchange over the route that sends fewer bytes."""
     both = [BallotExchange(route, plane_bytes, parameters, valid, rule) for route in routes(view)]
     return min(both, key=lambda exchange: exchange.bytes_by_tag.total())
 
@@ -232,7 +237,7 @@ class BallotExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this worker sends per step, by tag, provided that no worker has a zero."""
+        """Bytes that this worker sends per step, by tag, if no worker has a zero."""
         sent = Counter(
             {UP_TAG: self._route.bytes_up(header_bytes(self._parameters) + self._shard_bytes)}
         )
@@ -257,7 +262,7 @@ class BallotExchange:
         shard = self._count(received[:, head:], nonzero_WB, summary)
         planes = self._send_back(shard)
 
-        # the second plane of a majority, the ties, has weight 1
+        # a majority's second plane, which marks ties, has weight 1
         weights = shard.weights if len(planes) == len(shard.weights) else (*shard.weights, 1)
         offset = self._rule.offset(self._route.view.size)
         packed = planes.contiguous().view(torch.uint8)
@@ -277,7 +282,7 @@ class BallotExchange:
 
     def _count(self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: HeaderSummary) -> Shard:
         """Count the ballots of the workers that do not abstain."""
-        if summary.abstaining:  # their ballots come from NaN: count them as zeros
+        if summary.abstaining:  # these ballots were computed from NaN or Inf: count them as zeros
             if nonzero_WB is None:
                 nonzero_WB = self._valid_here.repeat(len(plus_WB), 1)
             for worker in summary.abstaining:
@@ -296,7 +301,7 @@ class BallotExchange:
         planes_SDB = received[:, 1:].view(len(received), *shard.planes.shape)
         planes = planes_SDB.transpose(0, 1).reshape(len(shard.planes), -1)
 
-        # all workers read the same flags, so all of them or none exchange the second plane
+        # all workers read the same flags, so either all or none of them exchange the second plane
         if not received[:, 0].any():
             return planes
         ties = torch.zeros_like(shard.planes[0]) if shard.ties is None else shard.ties
@@ -308,9 +313,9 @@ def _words(planes: Tensor) -> Tensor:
 
 
 class NodeBallotExchange:
-    """Ballot exchange across nodes. All ranks of a node hold its ballot, and each sends a slice.
+    """Ballot exchange between nodes. All ranks of a node hold its ballot, and each sends a slice.
 
-    `inner` exchanges one slice among the corresponding ranks of all nodes.
+    `inner` exchanges one slice between the corresponding ranks of all nodes.
     """
 
     def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, workers: int) -> None:
@@ -327,7 +332,7 @@ class NodeBallotExchange:
         slices = (plane.view(size, -1)[rank] for plane in (ballot.plus, ballot.nonzero))
         summary, delta = self._inner.run(Ballot(ballot.header, *slices), refuse_faults)
 
-        # slices may have ties or not: pad to the largest number of planes, so that sizes agree
+        # only some slices may have ties: pad to the largest number of planes, so that sizes agree
         weights = self._rule.weights(self._workers, bool(summary.zeros or summary.abstaining))
         slice_bytes = ballot.plus.numel() // size
         planes = torch.zeros(len(weights), slice_bytes, dtype=torch.uint8)
@@ -353,7 +358,7 @@ class NodeBallotExchange:
             self._node.all_gather(message.to(self._node.device), NODE_TAG).wait(), self._node.peers
         )
 
-        # one rank's exchange may have been refused and the others' not: the node acts as one worker
+        # the node acts as one worker, but an exchange may have been rejected on only some ranks
         sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
         flags, digests, planes = torch.split(gathered, sizes, dim=1)
         stop, stream_ends, parameters, hyperparameters, refused = (

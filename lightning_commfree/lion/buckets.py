@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 _MAX_NUMEL = 1 << 22  # parameters: 512 KiB per bit plane, 42 ms at 100 Mbit/s
-_MIN_NUMEL = 1 << 18  # parameters: below it the latency dominates an exchange
-_TARGET_BUCKETS = 16  # buckets, so that little is left to send when backward ends
+_MIN_NUMEL = 1 << 18  # parameters: with fewer, latency dominates an exchange
+_TARGET_BUCKETS = 16  # enough that little is left to send when backward ends
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Bucket:
     names: tuple[str, ...]
     starts: tuple[int, ...]
     numel: int
-    plane_bytes: int  # of one bit per value, padding included
+    plane_bytes: int  # size of a plane (one bit per value), including padding
 
 
 def split_into_buckets(
@@ -35,7 +35,7 @@ def split_into_buckets(
         parameters: names and parameters, in the order in which forward uses them.
         shards: number of shards into which a bucket's planes are split, each a whole number of
             8-byte words.
-        numel: minimum number of values in a full bucket; None to choose it by the model's size.
+        numel: minimum number of values in a full bucket. If None, it depends on the model's size.
     """
     total = sum(p.numel() for _, p in parameters)
     full = min(max(total // _TARGET_BUCKETS, _MIN_NUMEL), _MAX_NUMEL) if numel is None else numel
@@ -53,7 +53,7 @@ def split_into_buckets(
         plane_bytes = max(-(-values // (64 * shards)), 1) * 8 * shards
         buckets.append(Bucket(len(buckets), members, names, tuple(starts), values, plane_bytes))
 
-    # reverse order of use: backward can send the first bucket while it computes the other gradients
+    # reverse order of use, so that the first bucket is sent while backward computes other gradients
     for name, parameter in reversed(parameters):
         same_device = not filling or filling[0][1].device == parameter.device
         if filling and (size >= full or not same_device):

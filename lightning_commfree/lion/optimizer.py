@@ -1,4 +1,4 @@
-"""`DistributedLion` optimizer (arXiv:2404.00438), equal to plain Lion without other workers."""
+"""The `DistributedLion` optimizer (arXiv:2404.00438), which is plain Lion on a single worker."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class DistributedLion(Optimizer):
     Each of n workers has its own gradient g_i and momentum m_i:
 
         c_i   <- b1 m_i + (1 - b1) g_i
-        Delta <- sign(sum of sign(c_i)), or their mean
+        Delta <- sign(sum of sign(c_i)), or mean of sign(c_i)
         m_i   <- b2 m_i + (1 - b2) g_i
         x     <- x (1 - lr decay) - lr Delta
 
-    with sign(0) = 0. Without the strategy n is 1, which is plain Lion. The arithmetic is in fp32
-    for any gradient dtype, and each operation rounds once. Parameters of less than 32 bits have an
-    fp32 master copy: steps update it, and the parameter is its rounded value. In bf16 without a
-    master copy, most steps would be rounded away.
+    where sign(0) = 0. Without the strategy, n is 1, which is plain Lion. The arithmetic is in fp32
+    for any gradient dtype, and each operation rounds once. Parameters with fewer than 32 bits have
+    an fp32 master copy: steps update the copy, and the parameter is its rounded value. In bf16
+    without a master copy, most steps would be rounded away.
 
     To choose hyperparameters, start from those of AdamW (`docs/choose.md` has measurements):
 
@@ -46,25 +46,25 @@ class DistributedLion(Optimizer):
       parameter by `lr`; 4 times smaller was best for small language models.
     - `weight_decay`: larger by the same factor, which keeps its product with `lr`.
     - `betas`: not AdamW's. The momentum averages over 1 / (1 - beta2) steps, which should be about
-      2 % of the run: (0.8, 0.9) for 500 steps, (0.9, 0.95) for 1,000, (0.9, 0.99) from 5,000 on.
+      2% of the run: (0.8, 0.9) for 500 steps, (0.9, 0.95) for 1,000, (0.9, 0.99) for 5,000 or more.
       The authors use (0.95, 0.98) for long, unstable runs of language models.
-    - Clip gradients (`gradient_clip_val=1.0`): a few large gradients in the first steps dominate
-      the momentum, and so the signs, for a long time.
+    - Clip gradients (`gradient_clip_val=1.0`): otherwise, a few large gradients in the first steps
+      dominate the momentum, and therefore the signs, for a long time.
 
     Args:
         params: tensors or parameter groups, as for any optimizer; `lr`, `betas` and `weight_decay`
             of a group are read at every step.
         lr: learning rate, at least 0.
-        betas: coefficients of direction and momentum, in [0, 1).
+        betas: coefficients of the direction and the momentum, in [0, 1).
         weight_decay: decoupled decay (lambda), not part of the vote.
         ns_steps: 0 for Lion. Above 0, SignMuon (arXiv:2605.16311): matrices vote with the signs of
-            Muon's direction, that is c_i after so many Newton-Schulz iterations (Muon takes 5).
-            Give embeddings and the output head a group with 0; parameters without exactly two
-            dimensions are Lion's in any group. Refused for sharded models.
+            Muon's direction, which is c_i after this many Newton-Schulz iterations (Muon uses 5).
+            Put embeddings and the output head in a group with 0; parameters that do not have
+            exactly two dimensions use Lion in any group. Not supported for sharded models.
 
     Attributes:
-        voting: votes with the other workers, until `leave` is called or parameters change; None
-            before `join`.
+        voting: the `Voting` with the other workers, until `leave` is called or parameters change;
+            None before `join`.
 
     Raises:
         ValueError: a value is out of range.
@@ -76,12 +76,12 @@ class DistributedLion(Optimizer):
             return DistributedLion(self.parameters(), lr=1e-4, weight_decay=1.0)
     """
 
-    # Defaults on the class: torch copies and unpickles an optimizer without our attributes, and the
-    # copy must be plain Lion.
+    # Defaults are set on the class, because torch copies and unpickles an optimizer without our
+    # attributes, and the copy must be plain Lion.
     voting: Voting | None = None
     # plain tensors that share the memory of sharded parameters (`DTensor`), by parameter
     _local: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
-    _must_rejoin = False  # parameters were added that the other workers do not know of
+    _must_rejoin = False  # parameters were added that the other workers do not know about
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class DistributedLion(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Validate and add a parameter group; with other workers, `join` must follow."""
+        """Validate and add a parameter group; with other workers, call `join` again afterwards."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -122,7 +122,7 @@ class DistributedLion(Optimizer):
             parameters: names and values of all of this optimizer's parameters, in the order in
                 which forward uses them; the same on all workers.
             view: the workers, with a channel for CPU tensors.
-            settings: settings of the vote, the same on all workers.
+            settings: settings for the vote; the same on all workers.
             node: channel between the ranks of this worker, if they have equal gradients.
             shard_peers: channel between the ranks of this worker, if each of them holds and votes
                 on a different shard of the parameters.

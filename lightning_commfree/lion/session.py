@@ -1,4 +1,4 @@
-"""Run the votes of `DistributedLion` optimizers during a fit: Distributed Lion across replicas."""
+"""Run the votes of `DistributedLion` optimizers during a fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def agree_on_parameters(
     """Check that all ranks optimize the same parameters, in the same groups; collective.
 
     Returns:
-        The optimizer's parameters in module order, with their names in `module`.
+        The optimizer's parameters and their names in `module`, in module order.
 
     Raises:
         ValueError: some parameters are not in the module, or names, groups or hyperparameters
@@ -61,13 +61,13 @@ def agree_on_parameters(
 
 
 BUFFERS_TAG = "buffers"
-# entries of a rank's saved state that a worker takes along when it resumes on another rank
+# entries of a rank's saved state that a worker keeps when it resumes on another rank
 _WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
 _DDP = repr("ddp")  # fingerprint of the `inside` setting with full momentum buffers on all ranks
 
 
 class VotingSession:
-    """Run the votes of `DistributedLion` optimizers for one fit; collective over all ranks.
+    """Runs the votes of `DistributedLion` optimizers for one fit; collective over all ranks.
 
     Each optimizer has a `Voting`, which runs when the optimizer steps. Several optimizers (manual
     optimization) must step in the same order on all ranks.
@@ -76,15 +76,16 @@ class VotingSession:
         module: the module that contains the parameters.
         optimizers: this rank's optimizers.
         settings: settings for the votes.
-        channels: channels between all ranks, the workers, and the ranks of this worker.
+        channels: three channels: between all ranks, between the workers, and between the ranks of
+            this worker.
         overlaps: whether votes may start during backward. If so, nothing may change gradients after
             backward.
 
     Attributes:
-        stream_ended: whether any worker's data stream ended with the last step; the same on all
+        stream_ended: whether any worker's data stream ended at the last step; the same on all
             ranks.
         lions: the optimizers.
-        votings: one per optimizer.
+        votings: one `Voting` per optimizer.
 
     Raises:
         ValueError: parameters, their order or their groups differ between ranks.
@@ -108,7 +109,7 @@ class VotingSession:
         self.stream_ended = False
         self.votings = [self._join(i) for i, _ in enumerate(optimizers)]
 
-    # -- in a step
+    # -- during a step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
         """Set the functions that return this rank's two flags, sent with every step's votes."""
@@ -120,12 +121,12 @@ class VotingSession:
         """Context manager in which optimizer steps are taken by vote.
 
         Raises:
-            RuntimeError: parameters became trainable during the fit, and a node has several ranks.
+            RuntimeError: parameters became trainable during the fit, and `node_size` is above 1.
         """
         for i, lion in enumerate(self.lions):
             before = self.votings[i]
             if not lion.is_voted_on or lion.voting is not before:
-                # the user added parameters to the optimizer, or replaced it: join again with all
+                # the user added parameters to the optimizer or replaced it: join again
                 self.votings[i] = self._join(i)
                 self.votings[i].load_state_dict(before.state_dict())
                 self.send_flags(before.stop, before.stream_ends)
@@ -141,7 +142,7 @@ class VotingSession:
         del stop
         stop_agreed = any(voting.stop_agreed for voting in self.votings)
         self.stream_ended = any(voting.stream_ended for voting in self.votings)
-        # clear: not every optimizer takes part in the next step
+        # clear the flags: an optimizer may not take part in the next step
         for voting in self.votings:
             voting.stop_agreed = voting.stream_ended = False
         return stop_agreed
@@ -156,18 +157,18 @@ class VotingSession:
         }
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return this rank's bytes per cycle, by tag, and the number of steps per cycle."""
-        # by formula, for optimizers that all step once per batch
+        """Return the calculated bytes sent per cycle, by tag, and the number of steps per cycle."""
+        # this assumes that all optimizers step once per batch
         cycles = [voting.cycle() for voting in self.votings]
         return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]
 
     # -- outside of steps
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Vote with `optimizers` in place of the previous ones, from the next step on.
+        """Vote with `optimizers` instead of the previous ones, starting at the next step.
 
         Raises:
-            TypeError: one of them is not a `DistributedLion`.
+            TypeError: one of `optimizers` is not a `DistributedLion`.
             ValueError: there are more or fewer optimizers than before.
         """
         hook = "a hook replaced an optimizer with"
@@ -199,9 +200,9 @@ class VotingSession:
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of the votes, which is equal on all workers, and this rank's buffers.
+        """Return the voting state, the same on all workers, and this rank's buffers; collective.
 
-        The checkpoint has the means of the buffers. Collective.
+        The checkpoint itself contains the means of the buffers.
         """
         buffers = common_buffers(self._module)
         digests = digests_of_all(self._channels.world, buffers, BUFFERS_TAG)
@@ -222,7 +223,7 @@ class VotingSession:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume on other ranks: workers keep their momentum, and new ones get the mean.
+        """Resume on different ranks: workers keep their momentum, and new workers get the mean.
 
         Args:
             was: fingerprint of the settings when the checkpoint was saved.
@@ -250,7 +251,7 @@ class VotingSession:
         if len(found) > 1:
             states = zip(*(state["optimizers"] for state in found), strict=True)
             own["optimizers"] = [mean_momenta(of_workers) for of_workers in states]
-            own["algorithm"] = {}  # the checkpoint has the means of the buffers
+            own["algorithm"] = {}  # the checkpoint contains the means of the buffers
 
         message = "every worker continues with its own momentum"
         if view.size > workers:
@@ -307,12 +308,12 @@ def only_lions(
 
 
 def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
-    """Check that optimizers have loaded momentum buffers from a checkpoint.
+    """Check that the optimizers loaded momentum buffers from a checkpoint.
 
     Args:
         lions: the optimizers, after loading their states.
-        step: number of steps before the checkpoint was saved. At 0, there are no momentum buffers
-            yet.
+        step: number of steps taken before the checkpoint was saved. At 0, there are no momentum
+            buffers yet.
 
     Raises:
         ValueError: no optimizer has a momentum buffer, although `step` > 0.

@@ -1,4 +1,4 @@
-"""Settings of Distributed Lion, validated on creation."""
+"""Settings for Distributed Lion, validated on creation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class LionSettings:
-    """Settings of Distributed Lion, documented in `DistributedLionStrategy`.
+    """Settings for Distributed Lion, documented in `DistributedLionStrategy`.
 
     Raises:
         ValueError: a value is out of range.

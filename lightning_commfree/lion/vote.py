@@ -6,8 +6,8 @@ votes for plus, M votes for minus and n workers:
 ============ ============================== ====================================================
 rule         Delta                          sent back for each parameter
 ============ ============================== ====================================================
-majority     sign(P - M)                    1 bit; a second one where some sum in the shard is 0
-average      (P - M) / n                    P in ceil(log2(n + 1)) bits; where some worker has a
+majority     sign(P - M)                    1 bit; 2 bits if any sum in the shard is 0
+average      (P - M) / n                    P in ceil(log2(n + 1)) bits; if any worker has a
                                             zero, P - M + n in ceil(log2(2 n + 1)) bits
 ============ ============================== ====================================================
 
@@ -32,10 +32,10 @@ Draw = Callable[[int, int], Tensor]  # (shard, number of words) -> int64 words o
 
 
 class PackedDelta(NamedTuple):
-    """Packed Delta. A parameter's value is (weighted sum of its bits - `offset`) / `offset`."""
+    """A packed Delta. A parameter's value is (weighted sum of its bits - `offset`) / `offset`."""
 
-    planes: Tensor  # (D, bytes), uint8; layout of `comm.bits`
-    weights: tuple[int, ...]  # D of them
+    planes: Tensor  # (D, bytes), uint8; in the layout of `comm.bits`
+    weights: tuple[int, ...]  # one per plane
     offset: int  # 1 for a majority, n for an average
 
     def to(self, device: torch.device) -> PackedDelta:
@@ -43,18 +43,18 @@ class PackedDelta(NamedTuple):
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
     def read(self, start: int, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Write Delta of N consecutive parameters, times `factor`, to `out` and return it.
+        """Write Delta for N consecutive parameters, times `factor`, to `out`; return `out`.
 
-        Only the division and the product round.
+        Only the division and the multiplication round.
 
         Args:
             start: index of the first value.
             out: floating point, shape (N,).
-            factor: rounded to the dtype of `out`.
+            factor: multiplier, rounded to the dtype of `out`.
         """
         bits = torch.empty(len(self.planes), out.numel(), dtype=torch.uint8, device=out.device)
         unpack_bits_part(self.planes, start, bits)
-        # the difference of a sum up to 127 and the offset fits into int8
+        # if sums are at most 127, their difference from the offset fits into int8
         total = bits[-1] if 2 * self.offset <= 127 else bits[-1].int()
         if self.weights[-1] > 1:
             total.mul_(self.weights[-1])
@@ -63,8 +63,8 @@ class PackedDelta(NamedTuple):
 
         signed = total.view(torch.int8) if total.dtype == torch.uint8 else total
         signed.sub_(self.offset)
-        # tensors, because their dtype makes the result's; and CUDA multiplies by the rounded
-        # reciprocal of a number, or of a tensor on the CPU, by which it should divide
+        # use tensors: their dtype determines the result's, and instead of dividing by a number or a
+        # CPU tensor, CUDA multiplies by its rounded reciprocal
         if self.offset == 1:
             return torch.mul(signed, torch.full((), factor, dtype=out.dtype), out=out)
         divisor = torch.full((), self.offset, dtype=out.dtype, device=out.device)
@@ -73,7 +73,7 @@ class PackedDelta(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Counted votes on one shard."""
+    """The count of the votes on one shard."""
 
     planes: Tensor  # (D, B), int64: always sent back
     weights: tuple[int, ...]
@@ -97,12 +97,12 @@ class Majority:
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compare the number of votes for plus and for minus on one shard.
+        """Compare the numbers of plus and minus votes on one shard.
 
         Args:
-            plus_WB: int64, bits of c > 0.
-            nonzero_WB: int64, bits of c != 0; None if no worker has a zero.
-            valid_B: int64, bits that are not padding.
+            plus_WB: int64; each worker's plane c > 0.
+            nonzero_WB: int64; each worker's plane c != 0. None if no worker has a zero.
+            valid_B: int64; marks the bits that are not padding.
             shard: index of the shard in the bucket.
         """
         workers = plus_WB.shape[0]
@@ -124,12 +124,12 @@ class Majority:
         return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of the planes Delta > 0 and Delta = 0, which add up to sign + 1."""
+        """Return the weights of the planes Delta > 0 and Delta = 0, whose sum is sign + 1."""
         del workers, zeros
         return (2, 1)
 
     def expected_planes(self, workers: int) -> int:
-        """Return 2 if ties are to be expected (even number of workers and no `draw`), else 1."""
+        """Return 2 if ties are expected (an even number of workers and no `draw`), else 1."""
         return 2 if workers % 2 == 0 and self._draw is None else 1
 
 
@@ -143,7 +143,7 @@ class Average:
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compute P - M + n, which is 2 P if no worker has a zero; shapes as in `Majority`."""
+        """Compute P - M + n, which is 2 P if no worker has a zero. Arguments as in `Majority`."""
         del valid_B, shard  # the result for padding is never read
         workers = plus_WB.shape[0]
         digits = count_ones(plus_WB)
@@ -155,7 +155,7 @@ class Average:
         return Shard(torch.stack(digits[: len(weights)]), weights, None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights, powers of two, of as many planes as the largest sum needs."""
+        """Return the planes' weights: as many powers of two as the largest sum needs."""
         lowest, most = (1, 2 * workers) if zeros else (2, workers)
         return tuple(lowest << i for i in range(most.bit_length()))
 

@@ -3,8 +3,8 @@
 1. *Launch*: cast a bucket's ballot and send it. If overlap is allowed, this happens during
    backward, as soon as the bucket's last gradient is ready; otherwise at the optimizer step.
 2. *Land*: wait for the results of all buckets.
-3. *Apply*: update parameters and momentum buffers. Every `momentum_sync_every` steps, average the
-   momentum buffers.
+3. *Apply*: update the parameters and momentum buffers. Every `momentum_sync_every` steps, average
+   the momentum buffers over the workers.
 
 A background thread exchanges the ballots in CPU memory (`ballot`).
 """
@@ -68,11 +68,11 @@ class BallotInFlight(NamedTuple):
     members: list[LionParam]
     ballot: Ballot
     pending: Pending[VoteResult]
-    gradients: list[tuple[Tensor | None, int]]  # at the launch, with version counters
+    gradients: list[tuple[Tensor | None, int]]  # at launch, with version counters
 
 
 class PackedVote(NamedTuple):
-    """This worker's ballot for a bucket and the result of the vote, packed, in host memory."""
+    """This worker's ballot for a bucket and the result of the vote, both packed, on the host."""
 
     valid: Tensor  # uint8, shape (bucket.plane_bytes,): bits that are not padding
     ballot: Ballot
@@ -80,12 +80,12 @@ class PackedVote(NamedTuple):
 
 
 class Voting:
-    """Takes part in the votes on all buckets, step after step, for one worker.
+    """Casts one worker's votes on all buckets and applies the results, step after step.
 
     Args:
         parameters: names and parameters, in the order in which forward uses them; the same on all
             workers.
-        members: returns the parameters with their current state and group.
+        members: returns the given parameters with their current state and group.
         view: the workers, with a channel for CPU tensors.
         settings: settings for the vote.
         node: channel between the ranks of this worker, if they cast a single ballot together.
@@ -97,9 +97,9 @@ class Voting:
         step: number of completed steps.
         stop: called for every ballot; returns whether this worker requests a stop.
         stop_agreed: whether any worker requested a stop in the last step; the same on all workers.
-        stream_ends: called for every ballot; returns whether this worker's data stream ends with
-            the step.
-        stream_ended: whether any worker's stream ended with the last step; the same on all workers.
+        stream_ends: called for every ballot; returns whether this worker's data stream ends at this
+            step.
+        stream_ended: whether any worker's stream ended at the last step; the same on all workers.
         abstentions: number of times any worker abstained on a bucket because of NaN or Inf.
     """
 
@@ -130,22 +130,23 @@ class Voting:
         self._votes = [BucketVote(bucket, view, settings, node) for bucket in self.buckets]
         self._flights: list[BallotInFlight] = []
         self._in_step: list[list[LionParam]] = []  # per bucket, in the current step
-        self._awaited: list[set[nn.Parameter]] = []  # per bucket, parameters without a gradient yet
+        self._awaited: list[set[nn.Parameter]] = []  # per bucket, parameters with no gradient yet
         self._launching = threading.Lock()
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._counted_from = (self.step, self._sent())  # where `bits_per_parameter` begins to count
+        self._counted_from = (self.step, self._sent())  # where `bits_per_parameter` starts counting
 
     # -- a step
 
     def run_step(self) -> None:
-        """Vote on all buckets, and update the parameters with the results.
+        """Vote on all buckets and update the parameters with the results.
 
         Raises:
-            RuntimeError: a gradient is not finite with `nonfinite="raise"`, or the workers'
+            RuntimeError: a gradient is not finite and `nonfinite="raise"`, or the workers'
                 parameters or hyperparameters differ. Raised on all workers, before anything is
                 changed.
-            RuntimeError: a gradient changed after its vote was launched, on this worker only.
+            RuntimeError: a gradient changed after its vote was launched. Raised on this worker
+                only.
         """
         while len(self._flights) < len(self.buckets):  # those that backward has not launched
             self._launch(len(self._flights))
@@ -153,7 +154,7 @@ class Voting:
         for vote, flight in zip(self._votes, flights, strict=True):
             vote.check_gradients(flight)
 
-        # all results are here before any is applied: a refused step leaves the model as it was
+        # get all results before applying any, so that a rejected step leaves the model unchanged
         results = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
         summaries = [result.summary for result in results]
         raises = self.settings.nonfinite == "raise"
@@ -175,10 +176,10 @@ class Voting:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Launch votes as gradients become ready, in a `with` block around a backward pass.
+        """Launch votes as gradients become ready, within a `with` block around a backward pass.
 
-        It must be the last backward pass of a step, and nothing may change the gradients before the
-        step.
+        It must be the last backward pass before a step, and nothing may change the gradients
+        between the two.
         """
         for parameter in self._bucket_of:
             if parameter.requires_grad and parameter not in self._hooks:
@@ -196,7 +197,7 @@ class Voting:
             return
         with self._launching:  # autograd has a thread for each device of the module
             self._awaited[self._bucket_of[parameter]].discard(parameter)
-            # by index, even if a later bucket is ready: the order must be the same on all workers
+            # in index order, even if a later bucket is ready: all workers must use the same order
             while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
                 self._launch(len(self._flights))
 
@@ -257,7 +258,7 @@ class Voting:
 
     def _ranks_of(self, worker: int) -> str:
         rank = self.view.channel.ranks[worker]
-        # gradients are averaged over them, with shards too, so any may be the source
+        # gradients are averaged over these ranks, with shards too, so any may be the source
         ranks = self.node or self._shard_peers
         if ranks is None:
             return f"rank {rank}"
@@ -279,7 +280,7 @@ class Voting:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume needs in addition to parameters and optimizer state."""
+        """Return the state that an exact resume needs besides parameters and optimizer state."""
         return {"step": self.step, "abstentions": self.abstentions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -291,11 +292,11 @@ class Voting:
 
     @property
     def bytes_per_step(self) -> int:
-        """Computed bytes that this rank sends per step, without zeros and momentum syncs."""
+        """Calculated bytes that this rank sends per step, excluding zeros and momentum syncs."""
         return sum(vote.bytes_by_tag.total() for vote in self._votes)
 
     def cycle(self) -> tuple[Counter[str], int]:
-        """Return the bytes sent per cycle, by tag and formula, and the number of steps per cycle.
+        """Return the calculated bytes sent per cycle, by tag, and the number of steps per cycle.
 
         A cycle ends with a momentum sync. Without momentum syncs, it is a single step.
         """
@@ -308,11 +309,11 @@ class Voting:
         return sent, every
 
     def shares(self) -> dict[str, float]:
-        """Return the shares of ties, zeros and agreement in the last step (`vote_shares`)."""
+        """Return the fractions of ties, zeros and agreement in the last step (`vote_shares`)."""
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the mean number of bits that this rank has sent per parameter and step."""
+        """Return the mean number of bits that this rank has sent per parameter per step."""
         since, before = self._counted_from
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before
@@ -331,7 +332,7 @@ class Voting:
 
 
 class BucketVote:
-    """The vote on one bucket, which is repeated in every step.
+    """The vote on one bucket, which is repeated at every step.
 
     Attributes:
         latest: the vote in the last step; None before the first step.
@@ -348,13 +349,13 @@ class BucketVote:
         self._valid_on_device = self._valid.to(bucket.parameters[0].device)
 
         self._view, self._settings, self._node = view, settings, node
-        self._step = 0  # of the vote in flight, for `_draw`
+        self._step = 0  # step of the vote in flight, for `_draw`
         self._rule = self._make_rule()
         self._exchange = self._make_exchange()
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this rank sends per vote, by tag and formula, if no worker has a zero."""
+        """Calculated bytes that this rank sends per vote, by tag, if no worker has a zero."""
         return self._exchange.bytes_by_tag
 
     def launch(
@@ -366,7 +367,7 @@ class BucketVote:
         """
         self._step = step
         with record_function(f"launch vote #{self.bucket.index}"):
-            # hashes travel with the ballot: workers that differ would diverge unnoticed
+            # send hashes with the ballot: workers that differ would diverge unnoticed
             every = self._settings.check_drift_every
             due = every and step % every == 0
             tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
@@ -459,7 +460,7 @@ def _digest(bucket: Bucket) -> Tensor:
 
 
 def vote_shares(votes: Iterable[PackedVote]) -> dict[str, float]:
-    """Compute statistics about the votes on all buckets in one step, as fractions from 0 to 1.
+    """Compute statistics for the votes on all buckets in one step, as fractions from 0 to 1.
 
     Returns:
         `ties`: fraction of parameters with Delta = 0. `zeros`: fraction of this worker's votes that
@@ -497,4 +498,4 @@ def _popcount(plane: Tensor) -> int:
     return int(_BITS_SET[plane.int()].sum())
 
 
-_BITS_SET = torch.tensor([byte.bit_count() for byte in range(256)])  # per byte value
+_BITS_SET = torch.tensor([byte.bit_count() for byte in range(256)])  # one entry per byte value

@@ -1,22 +1,22 @@
 """Computation on one worker: cast its ballot before the vote, and take its step afterwards.
 
-    c <- b1 m + (1 - b1) g       the direction, with the old momentum; its sign is the vote
-    m <- b2 m + (1 - b2) g       from the worker's own gradient
+    c <- b1 m + (1 - b1) g       the direction, from the old momentum; its sign is the vote
+    m <- b2 m + (1 - b2) g       with the worker's own gradient
     x <- x (1 - lr wd) - lr Delta
 
 The arithmetic is in fp32 (fp64 for fp64 parameters) for any gradient dtype, and every operation
 rounds once: no fused multiply-add is used, so the result does not depend on device or layout.
 
-On a GPU, each parameter is computed by three Triton kernels (`worker_triton`), or without Triton,
-all parameters of a bucket by the same few torch operations. On a CPU, the compiled loops in
+On a GPU, three Triton kernels (`worker_triton`) process each parameter; without Triton, a few torch
+operations process all parameters of a bucket at once. On a CPU, the compiled loops in
 `worker_numba` are used if numba is installed; otherwise, the same torch operations run on chunks
 that fit into the cache.
 
-With "ns_steps" above 0 in its group, a matrix votes with the signs of its Newton-Schulz direction
-instead of c (SignMuon, arXiv:2605.16311). These are matrix products, whose rounding may differ
-between devices; parameters stay identical, because only the result of the vote moves them.
+If its group has "ns_steps" above 0, a matrix votes with the signs of its Newton-Schulz direction
+instead of c (SignMuon, arXiv:2605.16311). Computing it takes matrix products, whose rounding may
+differ between devices; parameters stay identical, because only the result of the vote moves them.
 
-Momentum buffers are not exchanged and drift apart, unless `average_momenta` (after
+Momentum buffers are not exchanged and drift apart, unless `average_momenta` (from
 arXiv:2411.16462) averages them periodically.
 """
 
@@ -57,18 +57,18 @@ class LionParam(NamedTuple):
     """A parameter with its optimizer state and its parameter group."""
 
     parameter: nn.Parameter
-    state: State  # "momentum", and "master" if the parameter has less than 32 bits
+    state: State  # "momentum", and "master" if the parameter has fewer than 32 bits
     group: dict[str, Any]  # "lr", "betas", "weight_decay", "ns_steps": may change between steps
 
     @property
     def ns_steps(self) -> int:
         """Newton-Schulz iterations before the vote; 0 if the parameter is not a matrix."""
-        # checkpoints of earlier versions have no such key
+        # checkpoints saved by earlier versions do not have this key
         return self.group.get("ns_steps", 0) if self.parameter.ndim == 2 else 0
 
 
 def fill_state(state: State, local: Tensor) -> State:
-    """Create missing entries in a parameter's state; `local` is this rank's tensor or shard."""
+    """Create the missing entries of a parameter's state; `local` is this rank's tensor or shard."""
     dtype = torch.promote_types(local.dtype, torch.float32)
     zeros = partial(torch.zeros_like, dtype=dtype, memory_format=torch.contiguous_format)
     if "momentum" not in state:
@@ -86,10 +86,10 @@ def copy_state(state: State, saved: State, device: torch.device) -> None:
 
 
 def update_master(state: State, local: Tensor) -> None:
-    """Update a parameter's master copy, if any, when the parameter has been modified."""
+    """Update a parameter's master copy, if it has one, after the parameter has been modified."""
     master = state.get("master")
     if master is not None:
-        # values that were not written to keep their full precision
+        # unmodified values keep their full precision
         same = master.to(local.dtype) == local
         master.copy_(torch.where(same, master, local.to(master.dtype)))
 
@@ -106,9 +106,9 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
 
 
 class FlatMomenta:
-    """A bucket's momentum buffers in one tensor, which takes fewer passes over memory.
+    """A bucket's momentum buffers in a single tensor, to make fewer passes over memory.
 
-    The parameters' states hold views of it, so that checkpoints have one buffer per parameter.
+    Parameter states contain views of the tensor, so checkpoints have one buffer per parameter.
     """
 
     def __init__(self) -> None:
@@ -116,14 +116,14 @@ class FlatMomenta:
         self._views: list[Tensor] = []
 
     def of(self, members: list[LionParam]) -> Tensor | None:
-        """Return the buffers of `members`, shape (N,), and put views of it into their states.
+        """Return the buffers of `members` as one tensor, shape (N,); put views into their states.
 
-        None if the compiled loops compute this bucket, or if the buffers' dtypes differ.
+        Return None if compiled loops process this bucket, or if the buffers' dtypes differ.
         """
         held = [member.state["momentum"] for member in members]
         if _loops(held[0]) or len({momentum.dtype for momentum in held}) > 1:
             return None
-        if [*map(id, held)] != [*map(id, self._views)]:  # at first, and when states were loaded
+        if [*map(id, held)] != [*map(id, self._views)]:  # first call, or states were loaded
             self._flat = torch.cat([momentum.view(-1) for momentum in held])
             parts = torch.split(self._flat, [momentum.numel() for momentum in held])
             shapes = [momentum.shape for momentum in held]
@@ -149,11 +149,11 @@ def cast_ballot(
         valid: uint8, shape (bucket.plane_bytes,): bits that are not padding.
         flags: as in `write_header`.
         digest: as in `write_header`.
-        momenta: from `FlatMomenta`, if any.
+        momenta: result of `FlatMomenta.of`.
 
     Returns:
-        A single buffer with the header, plane c > 0 and plane c != 0: uint8, on the parameters'
-        device.
+        A uint8 buffer on the parameters' device that contains the header, the plane c > 0 and the
+        plane c != 0.
 
     Raises:
         TypeError: a gradient is sparse.
@@ -162,10 +162,10 @@ def cast_ballot(
     buffer = valid.new_zeros(head + 2 * bucket.plane_bytes)
     header, planes = buffer[:head], buffer[head:].view(2, -1)
     marks = marks_of(header, len(members))
-    voters: list[Tensor | int] = []  # numbers of nonzero directions
-    # of the compiled loops: the same number, then 1 for each parameter with a nonfinite direction
+    voters: list[Tensor | int] = []  # counts of nonzero directions
+    # results of the compiled loops: their count, then 1 for each parameter with a nonfinite value
     totals: Tensor | None = None
-    looped: list[int] = []  # positions of their parameters
+    looped: list[int] = []  # positions of the parameters that the loops process
 
     values = [
         _orthogonalized(member, gradient) if gradient is not None and member.ns_steps else gradient
@@ -205,20 +205,21 @@ def cast_ballot(
 
 
 def _orthogonalized(member: LionParam, gradient: Tensor) -> Tensor:
-    """Return a matrix's Newton-Schulz direction, flat, in the momentum's precision."""
+    """Return a matrix's Newton-Schulz direction, flattened, in the momentum's dtype."""
     momentum, beta = member.state["momentum"], member.group["betas"][0]
     weighted = gradient.view(momentum.shape).to(momentum.dtype) * (1 - beta)
     return flat(newton_schulz(momentum * beta + weighted, member.ns_steps))
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Return about U V^T of a matrix U S V^T: every singular value between 0.7 and 1.2.
+    """Approximate U V^T, given a matrix U S V^T.
 
-    Five steps of Muon's quintic iteration reach that (arXiv:2502.16982, section 2.1).
+    Five steps of Muon's quintic iteration bring every singular value to between 0.7 and 1.2
+    (arXiv:2502.16982, section 2.1).
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
-    x: Tensor = matrix.T if tall else matrix  # the smaller product
+    x: Tensor = matrix.T if tall else matrix  # for a smaller product x @ x.T
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T
@@ -243,8 +244,8 @@ def _directions(
 
 
 def _positive_and_nonzero(directions: Tensor) -> Tensor:
-    """Return c > 0 and c != 0, bool, shape (2, n)."""
-    if directions.device.type == "cpu":  # where torch vectorizes `sign`, but not comparisons
+    """Return the flags c > 0 and c != 0; bool, shape (2, n)."""
+    if directions.device.type == "cpu":  # torch vectorizes `sign` there, but not comparisons
         signs = torch.sign(directions).to(torch.int8)
         return torch.stack([signs.relu(), signs.abs()]).view(torch.bool)
     flags = torch.empty(2, directions.numel(), dtype=torch.bool, device=directions.device)
@@ -254,8 +255,8 @@ def _positive_and_nonzero(directions: Tensor) -> Tensor:
 
 
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
-    """Return each tensor's largest magnitude, 0-d, or NaN if it contains NaN."""
-    if tensors[0].device.type == "cpu":  # where the norm takes ten times as long
+    """Return each tensor's largest magnitude as a 0-d tensor; NaN if it contains NaN."""
+    if tensors[0].device.type == "cpu":  # `_foreach_norm` is ten times slower there
         return [tensor.abs().max() for tensor in tensors]
     return list(torch._foreach_norm(tensors, math.inf))
 
@@ -273,7 +274,7 @@ def take_step(
         bucket: the bucket.
         members: the bucket's parameters, in the bucket's order.
         delta: result of the vote, on the parameters' device.
-        with_gradient: whether any worker has a gradient, for each parameter; if none has, the
+        with_gradient: for each parameter, whether any worker has a gradient. If none does, the
             parameter is not updated.
         abstained: whether this worker abstained.
     """
@@ -284,7 +285,7 @@ def take_step(
     for run in _runs(members, moved, bucket.starts):
         _update_values(run, delta)
 
-    # the values of a master copy or of a non-contiguous parameter are elsewhere
+    # copy back the values of master copies and of non-contiguous parameters, updated elsewhere
     elsewhere = [
         (member.parameter.detach(), x.view(member.parameter.shape))
         for member, x in zip(members, moved, strict=True)
@@ -293,7 +294,7 @@ def take_step(
     if elsewhere:
         torch._foreach_copy_([p for p, _ in elsewhere], [x for _, x in elsewhere])
 
-    # the gradient of a worker that abstained has NaN or Inf, which must not reach the momentum
+    # if this worker abstained, its gradient has NaN or Inf, which must not reach the momentum
     if not abstained:
         for run in _runs(members, _gradients(bucket, members), bucket.starts):
             _update_momenta(run)
@@ -309,7 +310,7 @@ def _update_values(run: list[_Part], delta: PackedDelta) -> None:
 
     values = [part.values for part in run]
     sizes = [chunk.numel() for chunk in values]
-    common = rates[0] if len({*rates}) == 1 else 1.0  # read with Delta, in the same pass
+    common = rates[0] if len({*rates}) == 1 else 1.0  # applied in the pass that reads Delta
     scaled = delta.read(run[0].start, values[0].new_empty(sum(sizes)), common)
     by_part = torch.split(scaled, sizes)
     torch._foreach_mul_(values, kept)
@@ -331,16 +332,16 @@ def _update_momenta(run: list[_Part]) -> None:
 
 
 def _gradient_parts(run: list[_Part], betas: list[float]) -> list[Tensor]:
-    """Return (1 - b) g in the momentum's precision, as one tensor per part."""
+    """Return (1 - b) g in the momentum's dtype, as one tensor per part."""
     gradients = [part.values for part in run]
     if all(gradient.dtype == run[0].momentum.dtype for gradient in gradients):
         return [*torch._foreach_mul(gradients, [1 - beta for beta in betas])]
-    # converted first, because the product must not be rounded to the gradient's dtype
+    # convert first, because the product must not be rounded to the gradient's dtype
     return _weighted_gradients(run, betas)[1]
 
 
 def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
-    """Return (1 - b) g in the momentum's precision, as one tensor and as one view per part."""
+    """Return (1 - b) g in the momentum's dtype, as one tensor and as one view per part."""
     weighted = torch.cat([part.values for part in run]).to(run[0].momentum.dtype)
     by_part = [*torch.split(weighted, [part.values.numel() for part in run])]
     torch._foreach_mul_(by_part, [1 - beta for beta in betas])
@@ -359,16 +360,16 @@ def _gradients(bucket: Bucket, members: list[LionParam]) -> list[Tensor | None]:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a 1-d tensor of the values, as a view if `tensor` is contiguous."""
+    """Return the values as a 1-d tensor, which is a view if `tensor` is contiguous."""
     return tensor.detach().contiguous().view(-1)
 
 
 class _Part(NamedTuple):
     """Consecutive values of one parameter."""
 
-    position: int  # of the parameter in its bucket
-    start: int  # of the first value in the bucket
-    values: Tensor  # a slice of what `_runs` was given
+    position: int  # index of the parameter in its bucket
+    start: int  # index of the first value in the bucket
+    values: Tensor  # slice of a tensor that was passed to `_runs`
     momentum: Tensor
     group: dict[str, Any]
 
@@ -376,12 +377,12 @@ class _Part(NamedTuple):
 def _runs(
     members: list[LionParam], tensors: Sequence[Tensor | None], starts: Sequence[int]
 ) -> Iterator[list[_Part]]:
-    """Yield parts that an operation computes together: neighbors of one dtype, up to a chunk.
+    """Yield lists of parts to process together: neighbors of the same dtype, up to a chunk in size.
 
     Args:
         members: the parameters of a bucket.
-        tensors: a flat tensor for each parameter, or None to skip the parameter.
-        starts: index of the parameter's first value in the bucket.
+        tensors: for each parameter, a flat tensor, or None to skip the parameter.
+        starts: for each parameter, the index of its first value in the bucket.
     """
     run: list[_Part] = []
     for i, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
@@ -408,7 +409,7 @@ def _continues(run: list[_Part], part: _Part, size: int) -> bool:
 
 
 def _loops(momentum: Tensor) -> ModuleType | None:
-    """Return the compiled loops if they support the parameter of this buffer, else None."""
+    """Return the compiled loops or kernels that support this buffer, or None."""
     if momentum.dtype == torch.float32 and momentum.device.type == "cpu":
         return load_loops("lightning_commfree.lion.worker_numba", "Lion's steps")
     if momentum.dtype == torch.float32 and momentum.device.type == "cuda":
@@ -430,7 +431,7 @@ def average_momenta(members: Sequence[LionParam], view: View, node: Channel | No
     slices, own_slice = (node.size, node.rank) if node else (1, 0)
     shards = view.size * slices
     padded = pad(values, (0, -values.numel() % shards)).view(slices, view.size, -1)
-    # two phases, in worker order: as many bytes as a ring all-reduce, but the same bits everywhere
+    # two phases, summed in worker order: as many bytes as a ring all-reduce, but bit-identical
     route = Route(view, two_phase=True)
     total = ordered_sum(route.up(padded[own_slice], MOMENTUM_TAG).wait())
     mean = route.down(total / view.size, MOMENTUM_TAG).wait().flatten()
@@ -464,11 +465,11 @@ def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]) -> None:
-    """Check that a saved state has a momentum buffer of the right shape and dtype per parameter.
+    """Check that a saved state has momentum buffers of the right shapes and dtypes.
 
     Args:
         state: the entry "state" of a `DistributedLion.state_dict()`, by parameter index.
-        parameters: the parameters for which to load the state, by index.
+        parameters: the parameters that will use the state, by index.
 
     Raises:
         ValueError: an entry has no such momentum buffer.

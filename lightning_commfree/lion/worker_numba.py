@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_commfree.comm.compiled import compiled
 
 f32, i32, u8 = np.float32, np.int32, np.uint8
-_BLOCK = 4096  # values whose totals stay in the innermost cache
+_BLOCK = 4096  # values per block, so that their totals stay in the L1 cache
 _INF = f32(np.inf)
 
 
@@ -32,7 +32,7 @@ def cast(
     voters: Tensor,
     sick: Tensor,
 ) -> None:
-    """Write the signs of directions b1 m + (1 - b1) g into the planes c > 0 and c != 0.
+    """Write the signs of the directions c = b1 m + (1 - b1) g to the planes c > 0 and c != 0.
 
     Args:
         momentum: fp32, shape (n,).
@@ -40,8 +40,8 @@ def cast(
         beta: b1.
         planes: uint8, shape (2, B), in the layout of `comm.bits`; the bits to be written must be 0.
         start: index of the first value in the planes.
-        voters: int64, shape (1,); the number of nonzero directions is added.
-        sick: int64, shape (1,); set to 1 if a direction is not finite.
+        voters: int64, shape (1,); the number of nonzero directions is added to it.
+        sick: int64, shape (1,); set to 1 if any direction is not finite.
     """
     values = momentum.numpy(), gradient.float().numpy()
     found, finite = _cast(*values, f32(beta), f32(1 - beta), planes.numpy(), start)
@@ -63,12 +63,12 @@ def update_values(
 
     Args:
         values: fp32, shape (n,).
-        planes: as in `vote.PackedDelta`, as are `weights` and `offset`.
+        planes: as in `vote.PackedDelta`, like `weights` and `offset`.
         weights: one per plane.
         offset: number that is subtracted from the weighted sum of bits; the difference is then
             divided by it.
         start: index of the first value in the planes.
-        keep: 1 - lr decay.
+        keep: 1 - `lr` * weight decay.
         lr: learning rate.
     """
     bits, each = planes.numpy(), np.array(weights, i32)
@@ -76,7 +76,7 @@ def update_values(
 
 
 def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
-    """Set m (fp32) to b2 m + (1 - b2) g, in place; shape (n,)."""
+    """Set m (fp32, shape (n,)) to b2 m + (1 - b2) g, in place."""
     _update_momentum(momentum.numpy(), gradient.float().numpy(), f32(beta), f32(1 - beta))
 
 

@@ -1,9 +1,9 @@
 """Triton kernels for a worker's arithmetic on a GPU, bit-identical to the torch operations.
 
 Each kernel makes a single pass over memory; torch makes one per operation. The kernels support fp32
-only. The functions and their arguments are those of `worker_numba`.
+only. The functions have the same names and arguments as in `worker_numba`.
 
-Each product and each sum is rounded to fp32: `enable_fp_fusion` is off, so that the compiler forms
+Each product and each sum is rounded to fp32: `enable_fp_fusion` is off, so that the compiler emits
 no fused multiply-add. `try_out` compares the kernels with torch on the GPU before they are used.
 """
 
@@ -21,7 +21,7 @@ from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.lion.vote import PackedDelta
 
 _BLOCK = 1024  # values or bytes per program
-jit: Callable[[Any], Any] = triton.jit  # which has no type where Triton is missing
+jit: Callable[[Any], Any] = triton.jit  # typed here, for checks where Triton is not installed
 
 
 def cast(
@@ -33,8 +33,8 @@ def cast(
     voters: Tensor,
     sick: Tensor,
 ) -> None:
-    """Write the signs of directions b1 m + (1 - b1) g into the planes c > 0 and c != 0."""
-    # one thread writes a byte: the values that share it are a row of the plane apart
+    """Write the signs of the directions c = b1 m + (1 - b1) g to the planes c > 0 and c != 0."""
+    # one thread writes each byte: the 8 values in a byte are `planes.shape[1]` apart
     bytes_used = min(momentum.numel(), planes.shape[1])
     sizes = start, momentum.numel(), planes.shape[1]
     tensors = gradient.float(), momentum, planes, voters, sick
@@ -51,7 +51,7 @@ def update_values(
     lr: float,
 ) -> None:
     """Set x to `keep` x - `lr` Delta, in place."""
-    # weights are powers of two; their exponents go into one number, 4 bits each
+    # weights are powers of two; pack their exponents into one integer, 4 bits each
     exponents = sum((weight.bit_length() - 1) << 4 * i for i, weight in enumerate(weights))
     sizes = start, values.numel(), planes.shape[1], len(weights), exponents, offset
     _launch(_update_values, values.numel(), values, planes, *sizes, keep, lr)
@@ -94,7 +94,7 @@ def _launch(kernel: Any, numel: int, first: Tensor, *arguments: Any) -> None:
 
 
 @jit
-def _cast(  # noqa: PLR0913 - a kernel takes sizes one by one
+def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
     gradient: Any,
     momentum: Any,
     planes: Any,

@@ -33,7 +33,7 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     """Return the names of the outermost submodules whose class is in `classes`, in model order.
 
     Raises:
-        ValueError: `module` has no submodule of one of these classes.
+        ValueError: for one of the classes, `module` has no such submodule.
     """
     found: list[str] = []
     seen: set[str] = set()
@@ -46,7 +46,7 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
         known = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ValueError(
             f"`units` contains {', '.join(map(repr, missing))}, but `{type(module).__name__}` has"
-            " no submodule of that class (or only inside another unit). Choose from its classes:"
-            f" {', '.join(known)}."
+            " no submodule of that class, or has one only inside another unit. Choose from its"
+            f" classes: {', '.join(known)}."
         )
     return found

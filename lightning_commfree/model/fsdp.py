@@ -23,22 +23,21 @@ from lightning_commfree.comm.ledger import all_gather_bytes
 from lightning_commfree.model.blocks import block_names, is_compiled_submodule, outermost
 from lightning_commfree.model.meta_init import Materializer
 
-# methods of a LightningModule that compute, besides `forward`
+# methods of a LightningModule, besides `forward`, that run the model
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @dataclass(frozen=True)
 class FSDPSettings:
-    """Settings of `inside="fsdp"`.
+    """Settings for `inside="fsdp"`.
 
     Args:
-        units: class names. The outermost modules of these classes are gathered one at a time, and
-            the rest of the model together. Empty: the transformer blocks; a model without blocks is
-            a single unit.
-        folder_above_bytes: if the parameters take more bytes than this, a checkpoint is a folder
-            that all ranks of the first replica write in parallel to a shared disk
-            (`resume.folders`). None: a checkpoint is always a file, which rank 0 gathers in host
-            memory.
+        units: class names. The outermost modules of these classes are gathered one at a time; the
+            rest of the model is gathered together. If empty, the units are the transformer blocks;
+            a model without blocks is a single unit.
+        folder_above_bytes: if the parameters exceed this many bytes, a checkpoint is a folder that
+            all ranks of the first replica write in parallel to a shared disk (`resume.folders`). If
+            None, a checkpoint is always a single file, which rank 0 gathers in host memory.
 
     Raises:
         TypeError: `units` is not a sequence of strings, or `folder_above_bytes` is not a number.
@@ -55,25 +54,25 @@ class FSDPSettings:
             raise TypeError(
                 f"`units={self.units!r}` must be a list of class names, such as ['Stage', 'Head']."
             )
-        object.__setattr__(self, "units", tuple(self.units))  # YAML gives lists
+        object.__setattr__(self, "units", tuple(self.units))  # YAML passes a list
         size: Any = self.folder_above_bytes
         if size is None:
             return
         text = f"`folder_above_bytes={size!r}` must be a number of bytes, such as 20e9, or None."
         if isinstance(size, bool) or not isinstance(size, Real):
             raise TypeError(text)
-        if not float(size) >= 0:  # also refuses NaN
+        if not float(size) >= 0:  # also rejects NaN
             raise ValueError(text)
 
 
 def why_unavailable() -> str | None:
-    """Return why this version of torch cannot shard a module, or None if it can."""
-    # Older releases keep the outermost unit gathered after a forward, regardless of the arguments,
-    # and do not run on CPUs.
+    """Explain why this version of torch cannot shard a module; return None if it can."""
+    # Older releases keep the outermost unit gathered after a forward pass, regardless of the
+    # arguments, and do not run on CPUs.
     if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None:
         return None
     return (
-        f"`fully_shard` of torch {torch.__version__} is too old. Install a newer torch (2.13 is"
+        f"`fully_shard` in torch {torch.__version__} is too old. Install a newer torch (2.13 is"
         " tested)"
     )
 
@@ -105,7 +104,7 @@ def apply_fsdp(
 ) -> None:
     """Shard a module's parameters across the ranks of a replica.
 
-    Each block is an FSDP unit, and the rest of the model is one more. A unit's parameters are
+    Each block is an FSDP unit, and the rest of the model is another one. A unit's parameters are
     gathered for its forward pass and again for its backward pass, after which its gradients are
     averaged over the replica. Parameters become `DTensor`s. The module stays sharded, and `group`
     must exist as long as the module does.
@@ -113,20 +112,20 @@ def apply_fsdp(
     Args:
         module: the plain module, on any device; the same on all ranks of the replica.
         group: the process group of the replica.
-        device: device of the shards; each unit is moved there before it is sharded.
+        device: device for the shards; each unit is moved there before it is sharded.
         materializer: initializes a module that is on `meta`, one unit at a time, so that no rank
             ever holds the full model.
         units: class names of the modules that become units; if empty, the transformer blocks.
 
     Raises:
-        ValueError: the module has no submodule of one of these classes, or a parameter that FSDP2
-            cannot train.
+        ValueError: the module has no submodule of one of these classes, or it has a parameter that
+            FSDP2 cannot train.
     """
     names = outermost(module, units) if units else list(block_names(module))
     _refuse_parameters(module, names)
     ties = _ties(module)
-    # By default, the outermost unit stays gathered after forward without backward: the training
-    # step after a validation would use the validation's weights.
+    # By default, the outermost unit stays gathered after a forward pass without backward, so the
+    # training step after a validation would use the validation's weights.
     how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, device.type)}
     how["reshard_after_forward"] = True
     for name in names:
@@ -138,7 +137,7 @@ def apply_fsdp(
 
     if materializer is not None:
         materializer.materialize_rest()
-        # each occurrence of a tied parameter got its own values, so tie them again
+        # each occurrence of a tied parameter was initialized separately, so tie them again
         for first, *others in ties:
             for owner, name in others:
                 setattr(owner, name, getattr(*first))
@@ -158,8 +157,8 @@ def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
     `units` are the names of the submodules that are gathered separately.
 
     Raises:
-        ValueError: a parameter is empty, has sparse gradients, or has a different dtype than its
-            unit.
+        ValueError: a parameter is empty, has sparse gradients, or has a different dtype than the
+            rest of its unit.
     """
     dtypes: dict[str, dict[torch.dtype, str]] = {}  # by unit: its dtypes, with an example of each
     for owner_name, owner in module.named_modules():
@@ -179,13 +178,13 @@ def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
             found = " and ".join(f"{name!r} ({dtype})" for dtype, name in examples.items())
             raise ValueError(
                 f"{_CANNOT_TRAIN} parameters of different dtypes that it gathers together: {found}."
-                " Convert the model to one dtype, or list the classes of its modules as units of"
-                " their own: `inside=FSDPSettings(units=[...])`."
+                " Convert the model to one dtype, or make the modules separate units by listing"
+                " their classes: `inside=FSDPSettings(units=[...])`."
             )
 
 
 def _refuse_save_pretrained(module: nn.Module) -> None:
-    for model in module.modules():  # models of transformers and peft may be submodules
+    for model in module.modules():  # transformers and peft models may be submodules
         if isinstance(getattr(model, "save_pretrained", None), MethodType):
             vars(model)["save_pretrained"] = _refuse_to_save
 
@@ -209,7 +208,7 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Accumulate full gradients locally in a `with` block; the next backward pass reduces them."""
+    """Within a `with` block, accumulate full gradients locally; the next backward reduces them."""
     assert isinstance(module, FSDPModule), "`apply_fsdp` must come first"
     module.set_requires_gradient_sync(False)
     try:
@@ -219,11 +218,11 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 
 
 def step_bytes(module: nn.Module) -> tuple[int, int]:
-    """Return the bytes that this rank sends per step for all-gathers and for reduce-scatters.
+    """Return the bytes that this rank sends per step in all-gathers and in reduce-scatters.
 
     Parameters are gathered twice, for forward and backward, and the gradients of trained parameters
-    are reduce-scattered once. Frozen units through which no gradient passes are gathered once but
-    counted twice.
+    are reduce-scattered once. Frozen units through which no gradient flows are gathered only once
+    but counted twice.
     """
     gathered = scattered = 0
     for parameter in module.parameters():
@@ -241,14 +240,14 @@ def check_optimizers(optimizers: Iterable[Optimizer], held: Set[nn.Parameter]) -
     """Check that the optimizers hold the sharded parameters, not the original ones.
 
     Raises:
-        ValueError: an optimizer holds a parameter that is not one of `held`, the sharded module's.
+        ValueError: an optimizer holds a parameter that is not in `held`, the sharded parameters.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     count = sum(parameter not in held for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
-            f"The optimizer holds {count} parameters created before the model was sharded, or not"
-            " part of the model, so they would not be trained. Probably, the optimizer or its"
-            " list of parameters was created before `fit`. Create both in `configure_optimizers`,"
-            " from `self.parameters()`."
+            f"The optimizer holds {count} parameters that were created before the model was"
+            " sharded, or that are not part of the model, so they would not be trained. The"
+            " optimizer or its list of parameters was probably created before `fit`. Create both"
+            " in `configure_optimizers`, from `self.parameters()`."
         )

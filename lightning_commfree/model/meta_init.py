@@ -1,13 +1,13 @@
 """Initialize a model that was built on the `meta` device, layer by layer, while sharding it.
 
 A rank initializes one layer, keeps its shards of that layer, discards the rest and continues with
-the next layer. So it never holds more than its shards of the model and one full layer, while
+the next layer. It never holds more than its shards of the model and one full layer, whereas
 `from_pretrained` reads the full model in every process. Values come from a Hugging Face folder
 (`from_pretrained_on_meta`), the model's own `_init_weights`, or `reset_parameters`.
 
 All ranks start from the same RNG state and initialize full layers, so initial values do not depend
-on the number of ranks. They differ from those of a model that is not built on `meta`, where layers
-are initialized in a different order.
+on the number of ranks. They differ from the values of a model that is not built on `meta`, because
+its layers are initialized in a different order.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import torch
 from torch import Tensor, nn
 
 _SINGLE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEADER_BYTES = 1 << 16  # contains names, shapes and offsets of a file's tensors
+_HEADER_BYTES = 1 << 16  # at the start of a file: the names, shapes and offsets of its tensors
 
 
 def from_pretrained_on_meta(
     model_class: Any, folder: str | Path, config: Any = None, **config_changes: Any
 ) -> Any:
-    """Build a model without values; a strategy loads them from `folder` while sharding the model.
+    """Build a model without weights; a strategy loads them from `folder` as it shards the model.
 
-    Use it in `configure_model` in place of `from_pretrained`, with `inside="fsdp"`,
+    Use this in `configure_model` instead of `from_pretrained`, with `inside="fsdp"`,
     `inside="domino"` or `DominoTPStrategy`. No rank ever holds more than its shards and one unit or
     layer.
 
     Args:
-        model_class: a class of transformers, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
+        model_class: a transformers class, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
         folder: a folder written by `save_pretrained` (safetensors), present on every machine.
-        config: the model's transformers config; None for the one in the folder.
-        **config_changes: changes to the folder's config, such as `attention_dropout=0.1`; `dtype`
+        config: the model's transformers config; if None, the config in the folder.
+        **config_changes: overrides of the folder's config, such as `attention_dropout=0.1`; `dtype`
             is the parameters' dtype (default: the saved one).
 
     Raises:
         TypeError: both `config` and `config_changes` are given.
-        ValueError: the folder has no safetensors files, or no tensor for some parameter.
+        ValueError: the folder has no safetensors files, or lacks one of the model's tensors.
     """
     from transformers import AutoConfig
 
@@ -53,7 +53,8 @@ def from_pretrained_on_meta(
     elif config_changes:
         names = ", ".join(config_changes)
         raise TypeError(
-            f"Got both `config` and changes to the folder's config ({names}). Pass only one."
+            f"Got both `config` and overrides of the folder's config ({names}). Pass only one of"
+            " the two."
         )
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
@@ -64,7 +65,7 @@ def from_pretrained_on_meta(
 
 
 class SavedWeights:
-    """The tensors in a Hugging Face folder, looked up by their names in a model.
+    """The tensors in a Hugging Face folder, which are looked up by their names in a model.
 
     Raises:
         ValueError: the folder contains no safetensors files.
@@ -87,24 +88,24 @@ class SavedWeights:
         self._files = files
 
     def check(self, model: Any) -> None:
-        """Raise a `ValueError` unless the folder has a tensor for every parameter of a model."""
+        """Raise a `ValueError` if the folder lacks a parameter or persistent buffer of a model."""
         lacking = [n[0] for n in tensor_names(model).values() if not self.find(model, n)]
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ValueError(
                 f"{str(self._folder)!r} has no tensor named {', '.join(map(repr, lacking[:3]))}"
                 f"{more} for `{type(model).__name__}`. Either the folder was saved from a model of"
-                " another class, or transformers renames its tensors on load. In the second case,"
-                " load it with `from_pretrained` and save it again with `save_pretrained`."
+                " another class, or transformers renames its tensors on load. If the latter, load"
+                " it with `from_pretrained` and save it again with `save_pretrained`."
             )
 
     def find(self, model: Any, names: Iterable[str]) -> str | None:
-        """Return the name under which the folder has a tensor of `model`, or None if it has none.
+        """Return the folder's name for one of the model's tensors, or None if it is missing.
 
-        `names` are the tensor's names in the model; a tied tensor has several names.
+        `names` are the tensor's names in the model; a tied tensor has several.
         """
-        # the folder may have been saved by a model with another head or none, so the base model's
-        # prefix is optional
+        # the folder may have been saved from a model with a different head or none, so the base
+        # model's prefix is optional
         base = f"{getattr(model, 'base_model_prefix', '')}."
         for name in names:
             for known in (name, name.removeprefix(base), base + name):
@@ -119,7 +120,7 @@ class SavedWeights:
         return tensor
 
     def fingerprint(self) -> str:
-        """Return a hash of the files' sizes and headers, which differs between models."""
+        """Return a hash of the files' names, sizes and headers."""
         found = blake2b(digest_size=8)
         for name in sorted(set(self._files.values())):
             path = self._folder / name
@@ -129,7 +130,7 @@ class SavedWeights:
 
 
 def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Return all names of every parameter and persistent buffer; tied tensors have several."""
+    """Return all names of each parameter and persistent buffer; tied tensors have several."""
     found: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -144,7 +145,7 @@ def _opened(path: Path) -> Any:
 
 
 def meta_fingerprint(module: nn.Module) -> dict[str, str]:
-    """Return the initialization settings that all ranks must share, as a dict of name to text."""
+    """Return the initialization settings that must be the same on all ranks, as strings."""
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]
     found = {"a model on the meta device": str(bool(on_meta(module)))}
@@ -158,11 +159,11 @@ def on_meta(module: nn.Module) -> list[str]:
 
 
 class Materializer:
-    """Initialize the layers of one model that are on `meta`.
+    """Initializes a model's layers that are on `meta`.
 
     Args:
         model: a transformers model, or a module that contains such models and whose other layers
-            have `reset_parameters`, as torch's layers do.
+            have `reset_parameters`, like torch's layers.
         seed: random seed, the same on all ranks.
     """
 
@@ -172,7 +173,7 @@ class Materializer:
         for child in model.modules():
             if hasattr(child, "_init_weights") and child not in self._owners:
                 self._owners |= dict.fromkeys(child.modules(), child)
-        # a separate random state, so that values do not depend on what the user's code draws
+        # a separate RNG state, so that values do not depend on random draws in the user's code
         self._random = torch.Generator().manual_seed(seed).get_state()
         self._saved: dict[Tensor, tuple[SavedWeights, str]] = {}
         for child in model.modules():
@@ -188,10 +189,10 @@ class Materializer:
         return bool(self._saved)
 
     def materialize(self, layer: nn.Module) -> None:
-        """Initialize all tensors of `layer` and its children that are on `meta`, in CPU memory.
+        """Initialize all `meta` tensors of `layer` and its children, in CPU memory.
 
         Raises:
-            ValueError: the model's `_init_weights` does not initialize some tensor.
+            ValueError: the model's `_init_weights` leaves a tensor uninitialized.
         """
         self._initialize(list(_children_first(layer)))
 
@@ -210,7 +211,7 @@ class Materializer:
                 for module in modules:
                     self._draw(module)
                 self._random = torch.get_rng_state()
-        # last: drawing overwrites the values of a layer's children
+        # read last, because drawing overwrites the values of a layer's children
         for _, old, new in made:
             if old in self._saved:
                 saved, name = self._saved[old]
@@ -253,7 +254,7 @@ def _replace_meta_tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
                     " the CPU, or install a newer version of transformers."
                 )
 
-            # NaN reveals values that nothing initializes
+            # NaN reveals values that are never initialized
             new = torch.full_like(old, float("nan"), device="cpu")
             if isinstance(old, nn.Parameter):
                 tensors[name] = nn.Parameter(new, requires_grad=old.requires_grad)

@@ -1,4 +1,4 @@
-"""Keep replicas consistent: initial weights, buffers, and steps skipped by a gradient scaler."""
+"""Keep replicas consistent: initial weights, buffers, and steps that a gradient scaler skips."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def broadcast_initial_weights(
     """Check that all ranks have the same settings and module, then broadcast the initial weights.
 
     Args:
-        channel: channel over all ranks.
+        channel: channel between all ranks.
         module: the model; names, shapes and dtypes must be the same on all ranks.
-        fingerprint: other settings that must be the same, as a dict of name to text.
+        fingerprint: other settings that must be the same, as a dict from name to text.
         between: if the model is sharded, channel to the ranks that hold the same shards in other
             replicas; shards are copied from the first replica.
 
     Raises:
-        ValueError: the ranks differ; the same error on all of them.
+        ValueError: the ranks differ. The error is the same on all ranks.
     """
-    # first: with different shapes, the broadcasts would hang or mix up tensors
+    # check first: with different shapes, the broadcasts would hang or mix up tensors
     check_agreement(channel, {**fingerprint, **_describe(module)})
     tensors = [*module.parameters(), *module.buffers()]
     take_first_rank(channel, (t for t in tensors if not is_shard(t)), START_TAG)
@@ -47,11 +47,11 @@ def broadcast_initial_weights(
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
-    """Overwrite `tensors` with those of the channel's first rank; blocks until done.
+    """Overwrite `tensors` with the tensors of the channel's first rank; blocks until done.
 
-    The tensors must have the same shapes, dtypes and order on all ranks; empty ones and those on
-    `meta` are skipped. The ranks compare hashes, 8 bytes per tensor, and send only tensors that
-    differ; if all ranks have loaded the same weights, none are sent.
+    The tensors must have the same shapes, dtypes and order on all ranks; empty tensors and tensors
+    on `meta` are skipped. The ranks compare hashes of 8 bytes per tensor and send only tensors that
+    differ, so none are sent if all ranks have loaded the same weights.
     """
     held = [local_tensor(tensor) for tensor in tensors if not tensor.is_meta]
     held = [tensor for tensor in held if tensor.numel()]
@@ -66,7 +66,7 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
 
 
 def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> list[bool]:
-    """Return, for each tensor, whether it differs from the first rank's; collective.
+    """Return whether each tensor differs from the first rank's; collective.
 
     All ranks must have the same number of tensors, in the same order; their sizes may differ.
     """
@@ -82,7 +82,7 @@ def digests_of_all(
     tag: str,
     hashed: Callable[[Tensor], Tensor] = thorough_digest,
 ) -> Tensor:
-    """Return all ranks' hashes of tensors or their local shards, shape (ranks, tensors)."""
+    """Return all ranks' hashes of their tensors or local shards; int64, shape (ranks, tensors)."""
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
     if not tensors:
         return nothing.expand(channel.size, 0)
@@ -94,7 +94,7 @@ def digests_of_all(
 
 
 def share_random_state(channel: Channel, device: torch.device) -> None:
-    """Copy the first rank's RNG state, of host and device, to all ranks of a channel."""
+    """Copy the first rank's RNG states (CPU and device) to all ranks of a channel."""
     state = torch.get_rng_state().to(channel.device)
     torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
     if device.type == "cuda":
@@ -126,14 +126,14 @@ def averaged_buffers(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a module's persistent floating-point buffers, each with its mean over the ranks.
 
-    Sums are taken in rank order, in fp32 or wider, so the means are bit-identical on all ranks. A
-    value that is equal on all ranks is returned unchanged, even if the sum would overflow.
+    Values are summed in rank order, in fp32 or wider, so the means are bit-identical on all ranks.
+    A value that is the same on all ranks is returned unchanged, even if the sum would overflow.
     """
     buffers = common_buffers(module)
     if not buffers:
         return
 
-    # `cat` promotes to the widest dtype: with this empty fp32 tensor, never to bf16
+    # `cat` promotes to the widest dtype; this empty fp32 tensor makes that at least fp32
     fp32 = torch.zeros(0, dtype=torch.float32, device=channel.device)
     flat = torch.cat([fp32, *(b.detach().reshape(-1).to(channel.device) for b in buffers)])
     rows = channel.all_gather(flat, tag).wait()
@@ -150,15 +150,15 @@ def averaged_buffers(
 class BucketOrder:
     """The order in which DDP puts gradients into buckets, for an exact resume.
 
-    After the first backward pass, DDP orders gradients as they became ready. With three or more
-    ranks, rounding in an all-reduce depends on a value's position in its bucket, so a resumed fit
-    must begin with the same order.
+    After the first backward pass, DDP puts gradients in the order in which they became ready. With
+    three or more ranks, rounding in an all-reduce depends on a value's position in its bucket, so a
+    resumed fit must start with the same order.
 
     Args:
         ddp: the wrapped module, before its first backward pass.
 
     Attributes:
-        names: the trained parameters in this order; empty before the first backward pass.
+        names: names of the trained parameters in this order; empty before the first backward pass.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -171,13 +171,13 @@ class BucketOrder:
         ]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Make DDP use a saved order, by a backward pass with zeros; collective."""
+        """Make DDP use a saved order by running a backward pass with zeros; collective."""
         if set(names) != self._trained.keys():  # saved before the first backward
             return
         self._ddp.require_forward_param_sync = False  # do not broadcast buffers
         own = vars(self._ddp.module)
-        before = own.get("forward")  # of a compiled module
-        # autograd begins with what was computed last
+        before = own.get("forward")  # present on a compiled module
+        # autograd starts with the tensor that was computed last
         own["forward"] = lambda _: [self._trained[n].flatten()[:0].sum() for n in reversed(names)]
         try:
             with torch.enable_grad():
@@ -216,8 +216,8 @@ def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
 class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
     """Gradient scaler that makes all ranks skip the same steps; its errors name lost ranks.
 
-    A plain scaler checks only its own rank's gradients: one rank would skip a step while the others
-    wait for its messages. This one replaces `scaler` and keeps its scale and settings.
+    A plain scaler checks only its own rank's gradients, so one rank could skip a step while the
+    others wait for its messages. This scaler takes over the scale and settings of `scaler`.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: str, channel: Channel) -> None:
@@ -232,6 +232,6 @@ class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
         self._channel = channel
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, and agree with all ranks on whether any found NaN or Inf."""
+        """Unscale the gradients, and agree with all ranks on whether any rank found NaN or Inf."""
         with self._channel.peers.naming_lost("overflow"):
             super().unscale_(optimizer)

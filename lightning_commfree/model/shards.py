@@ -1,8 +1,8 @@
 """Access this rank's shards of tensors, gather full tensors, and shard full tensors.
 
 The ranks of a replica may each hold a shard of a tensor. FSDP2's shards are `DTensor`s, split by
-rows; Domino's are plain tensors with a mark (`mark_shard`). Code that exchanges, saves or compares
-tensors works on the rank's own memory (`local_tensor`). Checkpoints contain full tensors
+rows; Domino's are plain tensors tagged by `mark_shard`. Code that exchanges, saves or compares
+tensors operates on the rank's local storage (`local_tensor`). Checkpoints contain full tensors
 (`full_tensors`), from which each rank takes its shard on load (`shard_like`).
 """
 
@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's own tensor, detached: the full tensor or the local shard."""
+    """Return this rank's part of a tensor, detached: the full tensor or the local shard."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def mark_shard(parameter: nn.Parameter, is_shard: bool) -> None:
-    """Record whether a plain parameter is a shard."""
+    """Record on a plain parameter whether it is a shard."""
     parameter.is_shard_of_replica = is_shard  # type: ignore[attr-defined]
 
 
@@ -34,7 +34,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return a full tensor; collective over the ranks that hold its shards."""
+    """Return the full tensor; collective over the ranks that hold its shards."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
@@ -43,14 +43,14 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
     """Return a copy of nested dictionaries, lists and tuples with some values replaced.
 
     `convert` takes a value and its dotted name, and returns the value or a replacement. It is also
-    called for containers. If it replaces a container, the items are not visited.
+    called for containers; the items of a container that it replaces are not visited.
     """
     converted = convert(value, name)
     if converted is not value:
         return converted
     prefix = f"{name}." if name else ""
     if isinstance(value, dict):
-        result = copy(value)  # keeps the class, and `_metadata` of a module's state
+        result = copy(value)  # keeps the class, and the `_metadata` of a module's state
         for key, child in value.items():
             result[key] = map_nested(child, convert, f"{prefix}{key}")
         return result
@@ -62,13 +62,13 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
 
 
 def full_tensors(state: Any, keep: bool) -> Any:
-    """Copy nested containers, replacing shards with full tensors in host memory; collective.
+    """Copy nested containers with all tensors converted to full host tensors; collective.
 
-    A tensor that occurs twice is gathered only once. On ranks with `keep=False`, the result's
+    A tensor that occurs more than once is gathered once. On ranks with `keep=False`, the resulting
     tensors are empty.
     """
-    # torch's `get_model_state_dict` would store a tied weight once per name, and
-    # `get_optimizer_state_dict` takes an optimizer step to fill an empty state, in which
+    # torch's `get_model_state_dict` would store a tied weight once per name, and its
+    # `get_optimizer_state_dict` fills an empty state by taking an optimizer step, in which
     # `DistributedLion` would vote
     gathered: dict[int, Tensor] = {}  # by the shard's id; `state` keeps the shards alive
 
@@ -76,7 +76,7 @@ def full_tensors(state: Any, keep: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in gathered:
-            full = full_tensor(value)  # collective, so even if not `keep`
+            full = full_tensor(value)  # collective, so also needed without `keep`
             gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
         return gathered[id(value)]
 
@@ -84,12 +84,12 @@ def full_tensors(state: Any, keep: bool) -> Any:
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Return `values` sharded like `like`; they may be full or already this rank's shard.
+    """Shard `values`, a full tensor or already this rank's shard, in the same way as `like`.
 
-    `values` is returned unchanged if `like` is not sharded.
+    Return `values` unchanged if `like` is not sharded.
 
     Raises:
-        ValueError: the shape of `values` is neither the full one nor the shard's.
+        ValueError: `values` has neither the shape of the full tensor nor that of the shard.
     """
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
@@ -116,7 +116,7 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 class RowShards:
-    """Convert the states of an FSDP2 module and its optimizers to full tensors and back."""
+    """Converts the states of an FSDP2 module and its optimizers to full tensors and back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -136,8 +136,8 @@ class RowShards:
         return state if keep else {}
 
     def gather_in_state_dict(self, keep: bool) -> None:
-        """From now on, make the module's own `state_dict` return full tensors."""
-        # Lightning's launcher of forked ranks calls `state_dict` without asking the strategy
+        """Make the module's own `state_dict` return full tensors from now on."""
+        # Lightning's fork launcher calls `state_dict` without going through the strategy
 
         def gather(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
             del module
@@ -146,7 +146,7 @@ class RowShards:
         self._module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
 
     def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a module state, either full or this rank's, to this rank's shards."""
+        """Convert a module's state, full or already sharded, to this rank's shards."""
         held = self._module.state_dict()
         return {
             name: shard_like(value, held[name]) if name in held else value
@@ -165,7 +165,7 @@ class RowShards:
     def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return this rank's shards of an optimizer's state, given full or already sharded."""
+        """Convert an optimizer's state, full or already sharded, to this rank's shards."""
         return _map_optimizer_state(optimizer, state, shard_like)
 
 
@@ -174,11 +174,11 @@ def _map_optimizer_state(
 ) -> dict[str, Any]:
     """Convert the tensors of an optimizer's `state_dict`, except scalars.
 
-    `convert` takes a tensor and the parameter to which it belongs.
+    `convert` takes a tensor and the parameter that it belongs to.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
-    # not strict: the optimizer itself rejects the state of another model
+    # not strict: the optimizer itself rejects another model's state
     parameter_of = dict(zip(saved, parameters, strict=False))
     converted: dict[Any, dict[str, Any]] = {}
     for index, own in state["state"].items():

@@ -20,16 +20,16 @@ from lightning_commfree.comm.digest import digest
 ADVICE = (
     "A callback may put other weights into the module in `on_validation_start` or"
     " `on_validation_epoch_start` if it restores the previous ones in `on_validation_epoch_end` or"
-    " `on_validation_end`. Lightning's `WeightAveraging` does so."
+    " `on_validation_end`, as Lightning's `WeightAveraging` does."
 )
 
 
 class SharedPart(Protocol):
-    """Some of a module's tensors, together with their shared values."""
+    """A subset of a module's tensors, together with their shared values."""
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of the parameters and names of the buffers."""
+        """Names of the parameters, and names of the buffers."""
 
     @property
     def local(self) -> list[Tensor]:
@@ -42,14 +42,14 @@ class SharedPart(Protocol):
         """Copy the shared values, or `shown` if it is not None, into the module."""
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
+        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
 
     def take_local(self) -> None:
-        """Overwrite the shared values with the module's."""
+        """Overwrite the shared values with the module's own."""
 
 
 class SharedCopy:
-    """Shared copy of all trained parameters and persistent floating-point buffers of a model.
+    """Shared copy of a model's trained parameters and persistent floating-point buffers.
 
     Create it while all replicas hold the same weights.
 
@@ -93,25 +93,25 @@ class SharedCopy:
             own.copy_(value)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
+        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
     def take_local(self) -> None:
-        """Overwrite the shared values with the module's."""
+        """Overwrite the shared values with the module's own."""
         self.load(self.local)
 
 
 class WeightSwap:
     """Switches a module between its local weights and the shared weights.
 
-    Together, `parts` cover the model; the list may grow.
+    The entries of `parts` together cover the model; the list may grow.
     """
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:
         self._parts = parts
         self._stashed: list[Tensor] = []  # the local weights
-        self._shared_hashes: list[Tensor] = []  # of the shared weights in the module
+        self._shared_hashes: list[Tensor] = []  # hashes of the shared weights in the module
         self.swapped_in = False  # whether the module contains the shared weights now
 
     @property
@@ -132,20 +132,19 @@ class WeightSwap:
 
     @torch.no_grad()
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the module's parameters (and `buffers`) equal the shared ones."""
+        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
         return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()
     def take_local(self) -> None:
-        """Overwrite the shared weights with the module's, before the first step."""
+        """Overwrite the shared weights with the module's weights, before the first step."""
         for part in self._parts:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
         """Return a dict of the shared weights and averaged buffers; collective within a replica.
 
-        They have the dtypes of the module's tensors, on the device of the shared copy. Do not
-        modify them.
+        They have the module's dtypes and are on the device of the shared copy. Do not modify them.
         """
         return {
             name: tensor
@@ -155,7 +154,7 @@ class WeightSwap:
 
     @contextmanager
     def local_weights(self) -> Iterator[None]:
-        """Put the local weights into the module in a `with` block."""
+        """Swap the local weights into the module for the duration of a `with` block."""
         swapped = self.swapped_in
         self.swap_out()
         yield
@@ -164,7 +163,7 @@ class WeightSwap:
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Put the shared weights into the module in a `with` block; nested calls have no effect."""
+        """Swap in the shared weights during a `with` block; nested calls have no effect."""
         if self.swapped_in:
             yield
             return
@@ -176,25 +175,25 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
-        """Put the shared weights and averaged buffers into the module; no effect if already there.
+        """Swap the shared weights and buffers into the module, unless they are already there.
 
-        `shown` contains other values to use instead, one entry per part (see `SharedPart.show`).
+        If `shown` is given, use its values instead, one entry per part (see `SharedPart.show`).
         """
         if not self.swapped_in:
             self._stashed = [tensor.clone() for tensor in self.in_module]
             for p, part in enumerate(self._parts):
                 part.show(None if shown is None else shown[p])
-            # hashes, because writes through `parameter.data` do not change a parameter's version
+            # use hashes, because writing through `parameter.data` does not change the version
             self._shared_hashes = self._hashes()
             self.swapped_in = True
 
     @torch.no_grad()
     def swap_out(self, check: bool = True) -> None:
-        """Put the local weights back into the module, bit for bit; no effect if they are there.
+        """Restore the module's local weights, bit for bit, unless they are already there.
 
         Raises:
-            RuntimeError: with `check`, a parameter was modified since `swap_in`. The local weights
-                are restored nevertheless.
+            RuntimeError: `check` is True, and a parameter was modified since `swap_in`. The local
+                weights are restored anyway.
         """
         if not self.swapped_in:
             return
@@ -208,8 +207,8 @@ class WeightSwap:
         ):
             if trained and not is_same:
                 written.append(name)
-            # A buffer that was written to keeps its new value: it may be a counter of validations.
-            # Parameters do not: training continues from the local weights.
+            # A modified buffer keeps its new value: it may count validations. A modified parameter
+            # does not: training continues from the local weights.
             if trained or is_same:
                 tensor.copy_(kept)
         self._stashed, self._shared_hashes, self.swapped_in = [], [], False
@@ -225,7 +224,7 @@ class WeightSwap:
 
 
 class OuterView:
-    """View of a module with shared instead of local weights, which are gathered on first use."""
+    """View of a module that has the shared weights, gathered on first use, in place of its own."""
 
     def __init__(self, module: nn.Module, swap: WeightSwap) -> None:
         self._module, self._swap = module, swap

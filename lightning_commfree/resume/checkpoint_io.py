@@ -13,12 +13,12 @@ from lightning_commfree.host import AsyncCheckpointIO, CheckpointIO, TorchCheckp
 from lightning_commfree.resume.files import FilePath, local_path, write_atomic
 from lightning_commfree.resume.folders import read_folder
 
-# earlier releases of Lightning have no such argument
+# earlier releases of Lightning do not have this argument
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO`, but with atomic writes; also reads checkpoint folders.
+    """Lightning's `TorchCheckpointIO` with atomic writes; also reads checkpoint folders.
 
     Args:
         maps: whether to memory-map local files and read the tensors in a folder lazily, so that a
@@ -61,11 +61,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def with_atomic_writes(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
-    """Return the default plugin or the user's; if the user's is a wrapper, it wraps the default."""
+    """Return the user's plugin, or the default one; if the user's is a wrapper, it wraps ours."""
     if plugin is None:
         return AtomicCheckpointIO(maps)
     if hasattr(plugin, "checkpoint_io"):
-        # it accepts only the first one, so set it before Lightning does
+        # a wrapper accepts only the first plugin, so set it before Lightning does
         plugin.checkpoint_io = AtomicCheckpointIO(maps)
     return plugin
 

@@ -1,7 +1,7 @@
 """Copy checkpoints to ranks that do not share a disk with the rank that saved them.
 
 Without a shared disk, rank 0 writes a checkpoint to its own disk, and every other rank writes its
-rank file to its own. On a resume, files that a rank needs but does not have are sent over the
+rank file to its own disk. On resume, files that a rank needs but does not have are sent over the
 channel between all ranks:
 
 1. The ranks agree on the checkpoint. A rank without a path (`ckpt_path="last"` found nothing on its
@@ -32,13 +32,13 @@ from lightning_commfree.comm.handshake import gather_texts
 from lightning_commfree.resume.files import FilePath, local_path
 from lightning_commfree.resume.folders import REST
 
-TAG = "checkpoint"  # in the ledger
+TAG = "checkpoint"  # ledger tag
 CHUNK_BYTES = 2**25
-_TAIL_BYTES = 2**20  # of a file, with the checksums of its records
+_TAIL_BYTES = 2**20  # end of a file, which contains the checksums of its records
 
 
 def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
-    """Return a path from which this rank can load the checkpoint to resume from; collective.
+    """Return a path where this rank can load the checkpoint to resume from; collective.
 
     Args:
         ranks: all ranks of the job (`strategies.ranks.Ranks`).
@@ -64,9 +64,9 @@ def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
             first, other = (f"{paths[r] or path!s} (rank {r})" for r in (have[0], rank))
             raise RuntimeError(
                 f"The ranks have different checkpoints: {first} is not the same file as {other}."
-                " One of them is probably from an earlier fit, in which another machine had rank 0."
-                " Keep the one to resume from and delete the other: ranks without a checkpoint get"
-                " a copy."
+                " One of them is probably from an earlier fit, in which rank 0 ran on another"
+                " machine. Keep the one to resume from and delete the other: ranks without a"
+                " checkpoint get a copy."
             )
     if local is None or all(found) or not have:  # if no rank has it, Lightning raises
         return path
@@ -89,8 +89,8 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
         ranks: all ranks of the job.
         source: the sending rank.
         path: the file or folder on that rank's disk.
-        target: where this rank needs a copy, which is either complete or absent; None if it needs
-            none.
+        target: path for this rank's copy, which is never left incomplete; None if this rank needs
+            no copy.
 
     Raises:
         RuntimeError: a disk cannot be read or written; raised on all ranks.
@@ -104,9 +104,9 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
             except OSError as error:
                 raise RuntimeError(
                     f"Rank {source} cannot send {path.name!r} to another machine: {error} (on rank"
-                    f" {ranks.rank}). Nothing was loaded. Free disk space on that machine, or copy"
-                    " it by hand to the same path on each machine, with the folder `.commfree` next"
-                    " to it."
+                    f" {ranks.rank}). Nothing was loaded. Free up disk space on that machine, or"
+                    " copy the checkpoint by hand to the same path on each machine, along with the"
+                    " `.commfree` folder next to it."
                 ) from error
 
     pieces: list[tuple[str, int, int]] = []
@@ -121,7 +121,7 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
     size_mb = sum(size for _, _, size in pieces) / 1e6
     name = Path(pieces[0][0]).parts[0]
     rank_zero_info(
-        f"Rank {source} sends {name!r} ({size_mb:,.2f} MB) to ranks that do not have it."
+        f"Rank {source} is sending {name!r} ({size_mb:,.2f} MB) to ranks that do not have it."
     )
     with on_disk():
         writes = target is not None and _make(half)
@@ -146,11 +146,11 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
 
 
 def _identity(path: Path) -> str:
-    """Return a string that is the same for all copies of a checkpoint; "" if there is none."""
+    """Return a string that is the same for all copies of a checkpoint; "" if it does not exist."""
     if not path.exists():
         return ""
     file = path / REST if path.is_dir() else path
-    if not file.exists():  # a folder of a user's plugin
+    if not file.exists():  # a folder written by a user's plugin
         return "folder"
     with file.open("rb") as opened:
         size = opened.seek(0, os.SEEK_END)
@@ -159,7 +159,7 @@ def _identity(path: Path) -> str:
 
 
 def _pieces(path: Path) -> list[tuple[str, int, int]]:
-    """Split a path into pieces: name relative to the parent folder, start and size in bytes."""
+    """Split a file or folder into pieces: name relative to its parent, start and size in bytes."""
     files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
     return [
         (str(file.relative_to(path.parent)), start, min(size - start, CHUNK_BYTES))

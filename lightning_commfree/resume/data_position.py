@@ -1,13 +1,13 @@
 """Save and restore a rank's position in an epoch: RNG state, loaders, gradients.
 
 Lightning restores the loops (with help from `loops`), but not the RNG state, partly accumulated
-gradients, or the position of a loader without a `state_dict`, which would start over with the
-epoch's first batch.
+gradients, or the position of a loader without a `state_dict`, which would start over at the epoch's
+first batch.
 
 A shuffling loader draws from the global random number generator or from its own
 (`DataLoader(generator=...)`). Without worker processes, it draws when its first batch is read. With
 workers, it draws when its iterator is created, which also seeds the workers. `EpochStart` records
-the RNG state at both moments, and a resumed fit restores it at both.
+the RNG state at both points, and a resumed fit restores it at both.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from lightning_commfree.lightning_internals import (
 from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks, start_in_epoch
 from lightning_commfree.resume.rank_files import plain_or_none
 
-GeneratorStates = dict[str, Any]  # "random": the host's; "generators": the loaders' own
+GeneratorStates = dict[str, Any]  # "random": state of the host; "generators": of the loaders
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the RNG state of Python, numpy, torch and a CUDA device.
 
-    It consists of tensors and plain values, which can be loaded with `weights_only=True`.
+    The state consists of tensors and plain values, which `weights_only=True` can load.
     """
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -51,7 +51,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
         # a tensor, because `plain_or_none` and `map_nested` would visit each of the 625 numbers
         "python": (version, torch.tensor(numbers), gauss),
     }
-    if device.type == "cuda":  # only this rank's device: a resume may see other devices
+    if device.type == "cuda":  # only this rank's device: a resumed fit may see different devices
         states["device"] = torch.cuda.get_rng_state(device)
     if module_available("numpy"):
         import numpy as np
@@ -78,23 +78,24 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 def loader_generators(loaders: Iterable[object]) -> list[torch.Generator]:
     """Return the loaders' own random number generators, without duplicates."""
-    # those of samplers are not included: a sampler may have more state of its own
+    # generators of samplers are not included: a sampler may have other state, too
     given = (getattr(loader, "generator", None) for loader in loaders)
     return list(dict.fromkeys(one for one in given if isinstance(one, torch.Generator)))
 
 
 def samplers_with_generators(loader: object) -> list[str]:
-    """Return class names of a loader's samplers that have a random number generator of their own.
+    """Return the class names of a loader's samplers that have their own random number generator.
 
-    No checkpoint contains such a generator. Omitted are samplers that share the loader's generator,
-    which is saved, and those with `set_epoch`, which derive their order from the epoch.
+    Checkpoints do not contain these generators. The result omits samplers that share the loader's
+    generator, which is saved, and samplers with `set_epoch`, which derive their order from the
+    epoch.
     """
     given = getattr(loader, "generator", None)
     found: list[str] = []
     samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    for sampler in samplers:  # grows by the samplers that they wrap
+    for sampler in samplers:  # the list grows: wrapped samplers are appended
         own = getattr(sampler, "__dict__", {})
-        # Lightning's sampler for several ranks has the user's sampler in its `dataset`
+        # Lightning's distributed sampler keeps the user's sampler in its `dataset`
         inside = getattr(own.get("dataset"), "__dict__", {})
         for value in (*own.values(), *inside.values()):
             if isinstance(value, Sampler) and not any(value is one for one in samplers):
@@ -113,7 +114,7 @@ def _is_generator(value: object) -> bool:
 
 
 def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
-    """Restore recorded RNG state; do nothing for None."""
+    """Restore a recorded RNG state; do nothing if it is None."""
     if state is not None:
         set_random_state(state["random"], torch.device("cpu"))
         set_generators(state["generators"], loaders)
@@ -131,21 +132,21 @@ def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
 def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
     """Restore the RNG state of the loaders' own generators."""
     generators = loader_generators(loaders)
-    if len(generators) == len(states):  # else the loaders have changed since the save
+    if len(generators) == len(states):  # otherwise, the loaders have changed since the save
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
 
 class EpochStart:
-    """Recorder of the RNG state at two points of each epoch's start.
+    """Records the RNG state at two points at the start of each epoch.
 
     1. Before the epoch's iterator is created: in the first epoch, when Lightning prepares the
        loaders; in later epochs, when Lightning's loop begins the epoch.
     2. Before the epoch's first batch is read.
 
-    With several loaders of different lengths, the restart of a shorter one in the middle of an
-    epoch is not recorded. Create this object before the Trainer creates its loaders. `patches`
-    receives wrappers for two methods.
+    If there are several loaders of different lengths, it does not record when a shorter one
+    restarts in the middle of an epoch. Create this object before the Trainer creates its loaders.
+    `patches` receives wrappers for two methods.
 
     Attributes:
         iterator: the state before this epoch's iterator was created; None if it has not been
@@ -157,28 +158,28 @@ class EpochStart:
         self._trainer, self._restored = trainer, False
         self.iterator: GeneratorStates | None = None
         self.batch: GeneratorStates | None = None
-        # the states at the latest preparation of a training loader
+        # the states when a training loader was last prepared
         self._host: dict[str, Any] | None = None
         self._prepared: dict[torch.Generator, Tensor] = {}
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         prepare, begin = strategy.process_dataloader, loop.on_run_start
 
         def record_and_prepare(loader: object) -> object:
-            if trainer.training:  # else it is a validation loader
+            if trainer.training:  # not for a validation loader
                 self._host = random_state(torch.device("cpu"))
                 self._prepared |= {own: own.get_state() for own in loader_generators([loader])}
             return prepare(loader)
 
         def record_and_begin(fetcher: Any) -> None:
             before, made = self._now(), fetcher.iterator
-            # cleared to detect whether `begin` makes a new one; in the first epoch it does not
+            # clear it to detect whether `begin` creates a new one; in the first epoch it does not
             fetcher.iterator = None
             begin(fetcher)
             is_new = fetcher.iterator is not None
             if not is_new:
                 fetcher.iterator = made
 
-            if self._restored:  # this epoch was begun before the save
+            if self._restored:  # this epoch began before the save
                 self._restored = False
                 return
             self.iterator = before if is_new else self._when_prepared()
@@ -193,7 +194,7 @@ class EpochStart:
         return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore saved records; `begun` tells whether the fit resumes in the recorded epoch."""
+        """Restore saved records; `begun` says whether the fit resumes within the recorded epoch."""
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
     def _now(self) -> GeneratorStates:
@@ -220,8 +221,8 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
     """Return this rank's position in the training data.
 
     "loaders" contains the states of loaders with a `state_dict`, or None if they need pickle;
-    Lightning then restores rank 0's. "ahead" contains prefetched batches (one batch, for data
-    without a length), or None if they need pickle. "epoch_start" and "random" contain RNG state.
+    Lightning then restores rank 0's. "ahead" contains the prefetched batches (a single batch if the
+    data has no length), or None if they need pickle. "epoch_start" and "random" contain RNG states.
     """
     works = MID_EPOCH.works(trainer)
     ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
@@ -234,7 +235,7 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
 
 
 def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Return partly accumulated gradients as a dict of parameter name to tensor, not copied.
+    """Return partly accumulated gradients, without copies, as a dict from parameter name to tensor.
 
     The dict is empty right after an optimizer step. With manual optimization, all gradients are
     returned, because only the module knows whether it will use them.
@@ -251,7 +252,7 @@ EPOCH_METRICS = "cover only the batches after the resume"
 def not_saved(
     trainer: pl.Trainer, checkpoint: Mapping[str, Any], own: Mapping[str, Any]
 ) -> list[str]:
-    """Return messages about state that a resume from a checkpoint saved now would not restore."""
+    """Return messages about state that cannot be restored from a checkpoint saved now."""
     texts = needing_pickle(checkpoint, own, trainer.world_size)
     if in_accumulation(trainer) and not own["gradients"]:
         texts.append(
@@ -269,7 +270,8 @@ def not_saved(
 
 def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
     """Return messages about states that need pickle, which only rank 0 can save."""
-    texts, shared = [], "contains more than tensors and plain values, so every rank gets rank 0's"
+    shared = "contains objects other than tensors and plain values, so every rank gets rank 0's"
+    texts = []
     # a single rank loses nothing: Lightning saves its state
     if ranks > 1 and own["loaders"] is None and _loader_states(checkpoint):
         texts.append(f"the state of a training data loader {shared}")
@@ -277,8 +279,8 @@ def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks:
         texts.append(f"the state of a learning-rate scheduler {shared}")
     if own["ahead"] is None:
         texts.append(
-            "a prefetched batch is skipped: it contains more than tensors and plain values, which a"
-            " rank file cannot save"
+            "a prefetched batch is skipped: it contains objects other than tensors and plain"
+            " values, which a rank file cannot save"
         )
     return texts
 
@@ -290,7 +292,7 @@ def _skipped_schedulers(trainer: pl.Trainer) -> list[str]:
     checkpoint was saved, or at the end of that epoch.
     """
     epoch: Any = trainer.fit_loop.epoch_progress.current
-    if epoch.completed == epoch.started:  # the step of the last epoch was taken
+    if epoch.completed == epoch.started:  # the scheduler has stepped for the last epoch
         return []
     return [
         f"the scheduler that monitors {config.monitor!r} skips one step, because Lightning does not"
@@ -307,9 +309,9 @@ def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
 
 
 _OTHER_ORDER = (
-    "the order of the training data may be another one: `{}` has a random number generator of its"
-    " own, which is not saved. Give the same generator to the loader (`DataLoader(generator=...)`),"
-    " or use a loader with a `state_dict`"
+    "the training data may be in a different order: `{}` has its own random number generator, which"
+    " is not saved. Pass the same generator to the loader (`DataLoader(generator=...)`), or use a"
+    " loader with a `state_dict`"
 )
 
 
@@ -322,10 +324,10 @@ def restore_data_position(
        recorded RNG state, read and discard the batches already trained on, then restore the RNG
        state.
     2. If it was saved at the end of an epoch, or after its last batch: restore the RNG state.
-       Lightning then creates the next epoch's iterator, which draws from it.
+       Lightning then creates the next epoch's iterator, which uses it.
 
     Loaders with a `state_dict` restore their own position. `own` contains the entries of
-    `data_state`, and `begin` takes over the records saved there. Returns messages about state that
+    `data_state`, and `begin` takes over the records saved there. Return messages about state that
     could not be restored.
     """
     loop = trainer.fit_loop
@@ -374,8 +376,8 @@ def _restore_iterator(
         return []
     if fetcher.length is None:
         unknown = (
-            "the training data have neither a length nor a `state_dict`, so the fit starts with"
-            " their first batch. Implement `state_dict` and `load_state_dict` in the loader"
+            "the training data has neither a length nor a `state_dict`, so the fit starts with its"
+            " first batch. Implement `state_dict` and `load_state_dict` in the loader"
         )
         return [unknown] if moment.batches else []
 
@@ -386,15 +388,15 @@ def _restore_iterator(
     iter(fetcher)
     set_generator_states(begin.batch, loaders)
     for _ in range(moment.batches):
-        next(fetcher.iterator)  # not `next(fetcher)`: Lightning has restored its counters already
+        next(fetcher.iterator)  # not `next(fetcher)`: Lightning has already restored its counters
     return []
 
 
-# -- a fit that begins where others are
+# -- starting in the middle of other replicas' fit
 
 
 class _Skipping:
-    """A sampler that leaves out its first samples once."""
+    """A sampler that skips its first `count` samples, but only on the first iteration over it."""
 
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler, self._count = sampler, count
@@ -411,19 +413,19 @@ class _Skipping:
 
 
 def continue_at(trainer: pl.Trainer, step: int) -> None:
-    """Begin a fit after `step` optimizer steps that others have taken; no batch is read for them.
+    """Start a fit after `step` optimizer steps of other replicas, without reading their batches.
 
-    Call it in `on_train_start`. Schedulers that do not monitor a metric are stepped as often.
+    Call this in `on_train_start`. Schedulers that do not monitor a metric take these steps, too.
 
     Raises:
-        RuntimeError: the training data have no length.
+        RuntimeError: the training data has no length or no sampler.
     """
     every, total = trainer.accumulate_grad_batches, trainer.num_training_batches
     loaders = training_loaders(trainer)
     samplers = [getattr(getattr(one, "batch_sampler", None), "sampler", None) for one in loaders]
     if math.isinf(total) or None in samplers:
         raise RuntimeError(
-            "A joining replica finds its position only in training data with a length and a"
+            "A joining replica can find its position only if the training data has a length and a"
             " sampler. Use a map-style dataset."
         )
     epoch, steps = divmod(step, -(-int(total) // every))

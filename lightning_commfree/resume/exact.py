@@ -1,6 +1,6 @@
-"""Exact resume: what a checkpoint contains, and how each rank restores its own state.
+"""Exact resume: the contents of a checkpoint, and how each rank restores its own state.
 
-A checkpoint is one of Lightning's, with full tensors and one additional entry:
+A checkpoint is a Lightning checkpoint with full tensors and one additional entry:
 
     checkpoint["lightning_commfree"] = {
         "ranks", "token", "folder",      # number of ranks, id of the save, folder of its rank files
@@ -11,17 +11,17 @@ A checkpoint is one of Lightning's, with full tensors and one additional entry:
 
 A rank's own state has these entries (`ExactResume._state`):
 
-    "algorithm"                            of the algorithm: local weights, in-flight fragments
+    "algorithm"                            the algorithm's state: local weights, in-flight fragments
     "optimizers", "precision", "tensors"   only if replicas have different weights
-    "inside"                               of the layout (`Inside.state_dict`)
+    "inside"                               the layout's state (`Inside.state_dict`)
     "gradients", "schedulers"              partly accumulated gradients; schedulers
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
     "shared"                               only on ranks with different shards than rank 0
     "lost"                                 messages about state that could not be saved
 
 A fit that resumes on the same number of ranks with the same settings continues bit for bit. Any
-other fit starts from the checkpoint's weights, reuses what the algorithm can (`adopt`), and warns
-why the resume is not exact.
+other fit starts from the checkpoint's weights, reuses as much as the algorithm can (`adopt`), and
+warns why the resume is not exact.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ from lightning_commfree.resume.rank_files import (
     plain_or_none,
 )
 
-KEY = "lightning_commfree"  # the checkpoint's entry
-TAG = "save"  # in the ledger
+KEY = "lightning_commfree"  # key of the additional entry in a checkpoint
+TAG = "save"  # ledger tag
 _ENTRY = {"ranks", "token", "folder", "algorithm", "fingerprint", "shared", "own"}
 
 State = dict[str, Any]
 
 
 class Resumable(Protocol):
-    """Interface of an algorithm for saving and exact resume."""
+    """Interface that an algorithm implements for saving and exact resume."""
 
     name: str  # a resume uses only states saved under the same name
     # True if each replica has its own model, optimizers and untrained tensors; False if all ranks
     # hold shards of one model, which a checkpoint contains in full.
     replicas: bool = True
-    free_at_resume: frozenset[str] = frozenset()  # `fingerprint` values that may change at a resume
+    free_at_resume: frozenset[str] = frozenset()  # `fingerprint` values that may change on resume
 
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks and for an exact resume."""
@@ -105,18 +105,18 @@ class Resumable(Protocol):
     def adopt(
         self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
     ) -> tuple[State, str] | None:
-        """Reuse the valid parts of a checkpoint with other ranks or settings; collective.
+        """Reuse the valid parts of a checkpoint saved with other ranks or settings; collective.
 
         Args:
-            was: the fingerprint in the checkpoint, which is from the same algorithm.
+            was: the fingerprint in the checkpoint, which was saved by the same algorithm.
             ranks: the number of ranks that saved the checkpoint.
             load: takes a list of ranks and returns their own states, or an empty list if any file
                 is missing.
 
         Returns:
-            Some entries for this rank's own state, and a description of what is kept, which
-            continues the sentence "Every rank starts from the checkpoint's weights, ". None on all
-            ranks to reuse nothing.
+            Entries for this rank's own state, and a description of the reused state, which
+            continues the sentence "Every rank starts from the checkpoint's weights, ". None, on all
+            ranks, if nothing is reused.
         """
         del was, ranks, load
         return None
@@ -135,8 +135,8 @@ class _Fit:
 class Save:
     """A checkpoint to resume from, and its rank files.
 
-    `entry` is the checkpoint's value for `KEY`, with the states that only this library saves, or {}
-    if there is none. `weights_only` is the argument of `Trainer.fit`; None means True.
+    `entry` is the checkpoint's value for `KEY`, which contains the state that only this library
+    saves; {} if there is none. `weights_only` is the argument of `Trainer.fit`; None means True.
 
     Raises:
         RuntimeError: the entry was written by another version of this package.
@@ -170,7 +170,7 @@ class Save:
         return found
 
     def fetch(self, wanted: Iterable[int]) -> None:
-        """Copy files of the `wanted` ranks that are only on other ranks' disks; collective."""
+        """Copy the `wanted` ranks' files that are only on other ranks' disks; collective."""
         folder, all_flags = self.entry["folder"], self._ranks.all_flags
         saved = range(1, self.entry["ranks"])  # rank 0 has no file
         found = {rank: RankFiles(self.path).find(folder, rank) for rank in saved}
@@ -193,9 +193,9 @@ class Save:
         return [state for state in found if state is not None and complete]
 
     def why_not_exact(self, algorithm: Resumable, found: bool) -> str:
-        """Return why an exact resume is impossible, or "" if it is possible; collective.
+        """Explain why an exact resume is impossible, or return "" if it is possible; collective.
 
-        `found`: whether this rank found its own state.
+        `found` says whether this rank found its own state.
         """
         if not self.entry:
             return (
@@ -230,12 +230,12 @@ class Save:
         state = "the optimizer state of rank 0" if algorithm.replicas else "its optimizer state"
         return {}, (
             f"with {state} if the checkpoint has it. The epoch's data, random numbers and the"
-            " strategy's own state start afresh"
+            " strategy's own state start over"
         )
 
 
 class ExactResume:
-    """Saves and restores each rank's own state. `strategy` calls the methods in the given order."""
+    """Saves and restores each rank's own state; `strategy` calls the methods in the order below."""
 
     def __init__(self, strategy: Any, ranks: Any) -> None:
         self._strategy, self._ranks = strategy, ranks
@@ -246,9 +246,9 @@ class ExactResume:
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Record random generator states from now on, and find checkpoints on any rank's disk.
+        """Start recording RNG states, and make the Trainer find checkpoints on any rank's disk.
 
-        Call it before the first loader is made.
+        Call this before the first loader is created.
         """
         self._epoch_start = EpochStart(trainer, patches)
         if self._ranks.size > 1:
@@ -266,7 +266,7 @@ class ExactResume:
         strategy, module = self._strategy, self._strategy.lightning_module
         fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if not fits or (self._fit is not None and not strategy.restore_checkpoint_after_setup):
-            return  # a user's hook loads a checkpoint; not a resume
+            return  # not a resume: a user's hook is loading a checkpoint
         save = Save(path, checkpoint, self._ranks, weights_only)
         self._own = None
         if save.entry.get("ranks") == self._ranks.size:
@@ -280,8 +280,8 @@ class ExactResume:
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
         """Begin a fit; called in `setup`, after the optimizers are created; collective.
 
-        If the fit resumes, restore this rank's own weights and tensors. If Lightning restores the
-        checkpoint after setup, `read` restores them instead.
+        On resume, restore this rank's own weights and tensors. If Lightning restores the checkpoint
+        after setup, `read` restores them instead.
         """
         tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
@@ -289,7 +289,7 @@ class ExactResume:
             self._restore_own(self._fit, self._save)
 
     def restore_position(self) -> bool:
-        """Restore loops, position in the data and RNG state; called in `on_train_start`.
+        """Restore the loops, data position and RNG state; called in `on_train_start`.
 
         Returns:
             Whether any of this rank's own state has been restored.
@@ -338,11 +338,11 @@ class ExactResume:
             plugin = type(self._strategy.precision_plugin).__qualname__
             checkpoint[plugin] = own["precision"]
         if not self._strategy.restore_checkpoint_after_setup:
-            self._restore_weights(fit, self._own)  # else Lightning's weights would replace them
+            self._restore_weights(fit, self._own)  # otherwise later, after Lightning's restore
 
     @staticmethod
     def _restore_weights(fit: _Fit, own: State) -> None:
-        # first: the algorithm overwrites the tensors that it exchanges
+        # load these first, because the algorithm overwrites the tensors that it exchanges
         fit.tensors.load(own.get("tensors", {}))
         if "algorithm" in own:
             fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
@@ -350,13 +350,13 @@ class ExactResume:
             fit.inside.load_state_dict(own["inside"])
 
     def skip(self) -> None:
-        """Restore nothing more from the checkpoint."""
+        """Stop restoring state from the checkpoint."""
         self._own = None
 
     # -- saving
 
     def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
-        """Write a checkpoint and, in a fit, the rank files; collective.
+        """Write a checkpoint and, during a fit, the rank files; collective.
 
         All ranks use rank 0's `filepath`, and rank 0 adds the entry `KEY` to `checkpoint`.
 
@@ -367,7 +367,7 @@ class ExactResume:
         if fit is None or "optimizer_states" not in checkpoint:  # weights only
             self._write(checkpoint, filepath, options)
             return
-        # rank 0's names: file names may depend on a metric that differs between ranks
+        # use rank 0's names, because file names may depend on a metric that differs between ranks
         token = f"{fit.trainer.global_step}-{time.time_ns():x}"
         filepath, token, removed = ranks.broadcast((filepath, token, self._removed))
         # this save may reuse the path of a removed checkpoint
@@ -388,14 +388,15 @@ class ExactResume:
                 }
             else:
                 files.write(owner, own)
-        # after the rank files: if a process dies before this, the old checkpoint still has its own
+        # after the rank files: if a process dies before this, the old checkpoint still has its rank
+        # files
         self._write(checkpoint, filepath, options)
-        # an asynchronous plugin may not have written the new checkpoint yet: keep the rank files of
-        # the previous one until the next save
+        # an asynchronous plugin may not have written the new checkpoint yet: keep the previous
+        # checkpoint's rank files until the next save
         files.remove_older(token, keep=int(writes_later(self._strategy.checkpoint_io)))
 
     def _state(self, fit: _Fit, checkpoint: State) -> tuple[State, State]:
-        """Return the algorithm's shared state and this rank's own state, not copied."""
+        """Return the algorithm's shared state and this rank's own state, without copies."""
         strategy, trainer = self._strategy, fit.trainer
         shared, algorithm_own = fit.algorithm.state_dict()
         own: State = {
@@ -408,7 +409,7 @@ class ExactResume:
         own["lost"] = not_saved(trainer, checkpoint, own)
         if fit.algorithm.replicas:
             own |= {
-                # Lightning's method, because the strategy's gathers shards of several ranks
+                # use Lightning's method, because the strategy's own method gathers shards
                 "optimizers": [
                     DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers
                 ],
@@ -428,7 +429,7 @@ class ExactResume:
                     write_folder(checkpoint, filepath, strategy.channels.within)
                 return
             if strategy.is_global_zero and writes_later(strategy.checkpoint_io):
-                # Lightning before 2.6 does not copy, and would write tensors that have changed
+                # Lightning before 2.6 does not copy tensors, and they may change before the write
                 checkpoint = copy_to_cpu(checkpoint)
             DDPStrategy.save_checkpoint(strategy, checkpoint, filepath, options)
 
@@ -462,13 +463,12 @@ class OwnTensors:
     """Untrained tensors that can differ between ranks: mean teachers, counters, queues, caches.
 
     A checkpoint contains only rank 0's tensors and no non-persistent buffers. So each rank saves
-    those of its persistent tensors that differ from rank 0's, and those of its non-persistent
-    buffers that changed during the fit. Trained parameters and averaged floating-point buffers are
-    not included: the strategy restores them.
+    the persistent tensors that differ from rank 0's, and the non-persistent buffers that changed
+    during the fit. Trained parameters and averaged floating-point buffers are not included, because
+    the strategy restores them.
 
-    Create it before any rank has restored its own state.
-
-    `optimizers` returns this rank's optimizers, which hooks may replace.
+    Create this object before any rank has restored its own state. `optimizers` returns this rank's
+    optimizers, which hooks may replace.
     """
 
     def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
@@ -477,7 +477,7 @@ class OwnTensors:
         self._at_begin = _digests(self._tensors()[1])
 
     def state(self, channels: ReplicaChannels) -> dict[str, Tensor]:
-        """Return the tensors that this rank has to save, without copying them; collective."""
+        """Return the tensors that this rank must save, without copying them; collective."""
         persistent, others = self._tensors()
         found: dict[str, Tensor] = {}
         # comparing digests keeps a large frozen base model, the same on all ranks, out of the files

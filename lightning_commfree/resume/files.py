@@ -6,8 +6,8 @@ folder is flushed. If the process is killed or the disk is full, the old file is
 file.) The hidden name is always the same, so the next save replaces anything that a killed process
 left behind.
 
-`torch.save` writes a checksum (CRC-32) of every record, but `torch.load` ignores them.
-`verify_file` checks them, which takes about 0.3 s per GB in the page cache.
+`torch.save` writes a checksum (CRC-32) for every record, but `torch.load` ignores it. `verify_file`
+checks all of them, which takes about 0.3 s per GB in the page cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 FilePath = str | Path
 
 _WRITING = ".writing"  # suffix of the hidden name
-_FOLDER_BIT = 0x10  # in a zip record's attributes: the record is a folder
+_FOLDER_BIT = 0x10  # in a zip record's attributes; marks a folder
 
 
 def write_atomic(state: Any, path: FilePath) -> None:
@@ -56,7 +56,7 @@ def write_atomic(state: Any, path: FilePath) -> None:
         with half.open("wb") as file:
             sink.write_all(state, file)
         os.replace(half, target)
-        # the entries of new folders, too, must survive a power failure
+        # the entries of new folders must survive a power failure, too
         for folder in (target.parent, *(folder.parent for folder in new)):
             sync_folder(folder)
     except OSError as error:
@@ -70,8 +70,8 @@ def write_atomic(state: Any, path: FilePath) -> None:
 class _Sink:
     """A file object for `torch.save` that survives a full disk.
 
-    After an error it stops writing but continues counting bytes. So torch does not raise its own
-    error about a half-written file, and the message can say how much space is missing.
+    After an error, it stops writing but continues to count bytes. Therefore, torch does not raise
+    its own error about a half-written file, and our message can say how much space is missing.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Sink:
     def write_all(self, state: Any, file: IO[bytes]) -> None:
         """Write a state to disk; at the end, raise the first `OSError`, if any."""
         self._write = file.write
-        torch.save(state, cast("IO[bytes]", self))  # it calls `write` and `flush`
+        torch.save(state, cast("IO[bytes]", self))  # calls only `write` and `flush`
         if self._error is not None:
             raise self._error
         file.flush()
@@ -122,7 +122,7 @@ def _why_not_written(target: Path, error: OSError, needed: int, written: int) ->
     before = "The existing file is unchanged" if target.exists() else "No file was left behind"
     return (
         f"The checkpoint file {str(target)!r} cannot be written: {type(error).__name__}:"
-        f" {error}.{missing} {before}. Free disk space, or set another folder in"
+        f" {error}.{missing} {before}. Free up disk space, or set another folder in"
         " `ModelCheckpoint(dirpath=...)` or the Trainer's `default_root_dir`."
     )
 
@@ -147,16 +147,16 @@ def read_verified(path: FilePath, weights_only: bool = True) -> Any:
         if not isinstance(error, pickle.UnpicklingError) or not _is_archive(path):
             raise damaged(path, error) from error
         raise RuntimeError(
-            f"The checkpoint file {str(path)!r} contains more than tensors and plain values, and"
-            " loading that may run code from the file. If you trust it, pass `weights_only=False`"
-            " to `Trainer.fit`, or `--trust` to `python -m lightning_commfree.resume.folders`."
-            f" torch reports: {error}"
+            f"The checkpoint file {str(path)!r} contains objects other than tensors and plain"
+            " values, and loading them may run code from the file. If you trust it, pass"
+            " `weights_only=False` to `Trainer.fit`, or `--trust` to `python -m"
+            f" lightning_commfree.resume.folders`. torch reports: {error}"
         ) from error
 
 
 @contextmanager
 def verified_reading(path: FilePath) -> Iterator[None]:
-    """Verify a checkpoint before a `with` block reads it, and explain read errors in the block.
+    """Verify a checkpoint before a `with` block reads it, and explain errors while it is read.
 
     Raises:
         RuntimeError: the file is damaged.
@@ -198,7 +198,7 @@ def verify_records(archive: Path | IO[bytes]) -> None:
         records = opened.infolist()
         # torch silently reads no data for a record that is marked as a folder
         bad = next((r.filename for r in records if r.external_attr & _FOLDER_BIT), None)
-        if any(record.CRC for record in records):  # else saved with `set_crc32_options(False)`
+        if any(record.CRC for record in records):  # `set_crc32_options(False)` writes none
             bad = bad or opened.testzip()
     if bad is not None:
         raise ValueError(f"its record {bad!r} is damaged")

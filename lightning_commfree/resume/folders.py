@@ -4,19 +4,19 @@ A checkpoint file is gathered and written by a single rank. With FSDP, all ranks
 replica can instead write their shards in parallel, with `torch.distributed.checkpoint`:
 
     last.ckpt/checkpoint.pt               the checkpoint, with names in place of sharded tensors
-    last.ckpt/1763..64/.metadata          which file contains which shards of each tensor, by name
-    last.ckpt/1763..64/__1_0.distcp       the shards of rank 1
+    last.ckpt/1763..64/.metadata          for each tensor name, the files that contain its shards
+    last.ckpt/1763..64/__1_0.distcp       rank 1's shards
 
 `checkpoint.pt` names the subfolder of its save, so replacing this one file replaces the checkpoint:
 
-1. Everything is written into a hidden folder beside the checkpoint. If no checkpoint of this name
-   exists, the hidden folder is renamed, and that is all.
-2. Otherwise the new subfolder is moved into the existing folder,
-3. `checkpoint.pt` is replaced by the new one,
-4. and subfolders of earlier saves are removed.
+1. Everything is written into a hidden folder beside the checkpoint. If no checkpoint with this name
+   exists, the hidden folder is renamed, which completes the save.
+2. Otherwise, the new subfolder is moved into the existing folder.
+3. The old `checkpoint.pt` is replaced with the new one.
+4. Subfolders from earlier saves are removed.
 
-A kill at any moment leaves the old or the new checkpoint, on every file system. (Exchanging two
-folders atomically is impossible on NFS.)
+If the process is killed at any point, either the old or the new checkpoint is intact, on any file
+system. (Exchanging two folders atomically is impossible on NFS.)
 
 `checkpoint.pt` also contains a checksum of `.metadata`; every other file has its own (`files`).
 
@@ -70,8 +70,8 @@ from lightning_commfree.resume.files import (
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
 NAME = "in the folder"  # {NAME: name} replaces a sharded tensor in checkpoint.pt
-# key of a number that is unique to the save, in all its files; in checkpoint.pt it comes with the
-# number of ranks that wrote shards and the checksum of the metadata
+# key of a number that is unique to a save and that all its files contain; checkpoint.pt stores it
+# together with the number of ranks that wrote shards and the checksum of the metadata
 TOKEN = "lightning_commfree.token"
 # the only types that unpickling the metadata may construct; their constructors are harmless
 _DCP = "torch.distributed.checkpoint"
@@ -94,11 +94,11 @@ def is_folder(path: Path) -> bool:
 def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
-    On all ranks but the first, only the checkpoint's shards are used. Anything at `path` is
+    On all ranks but the first, only the shards in `checkpoint` are used. Anything at `path` is
     replaced.
 
     Raises:
-        RuntimeError: the checkpoint cannot be written; an existing one is unchanged.
+        RuntimeError: the checkpoint cannot be written; an existing checkpoint is unchanged.
     """
     target = local_path(path)
     if target is None:
@@ -143,7 +143,7 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
 
 
 def _make_empty(folder: Path) -> str:
-    """Create an empty folder, replacing any leftovers of a killed save; return an error or ""."""
+    """Create an empty folder, removing leftovers of a killed save; return an error text or ""."""
     try:
         _remove(folder)
         folder.mkdir(parents=True)
@@ -153,7 +153,7 @@ def _make_empty(folder: Path) -> str:
 
 
 def _replace(target: Path, half: Path, token: str) -> None:
-    """Replace the checkpoint `target` with the complete folder `half` (module docstring)."""
+    """Replace the checkpoint `target` with the complete folder `half` (see module docstring)."""
     if target.is_symlink() or not target.is_dir():
         target.unlink(missing_ok=True)
         os.replace(half, target)
@@ -184,8 +184,8 @@ def _check_complete(folder: Path) -> None:
 
 def _not_written(folder: FilePath, why: object) -> RuntimeError:
     return RuntimeError(
-        f"The checkpoint {str(folder)!r} cannot be written: {why}. Free disk space, or set another"
-        " folder in `ModelCheckpoint(dirpath=...)` or the Trainer's `default_root_dir`."
+        f"The checkpoint {str(folder)!r} cannot be written: {why}. Free up disk space, or set"
+        " another folder in `ModelCheckpoint(dirpath=...)` or the Trainer's `default_root_dir`."
     )
 
 
@@ -201,7 +201,7 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """A tensor in a checkpoint folder that is read lazily, in full or only this rank's shard."""
+    """A tensor in a checkpoint folder, read lazily: either in full or only this rank's shard."""
 
     reader: FileSystemReader
     name: str
@@ -215,7 +215,7 @@ class FolderTensor:
         else:
             values = torch.empty(self.shape, dtype=self.dtype)
         with warnings.catch_warnings():
-            # `no_dist` is intended: each rank reads what it needs
+            # `no_dist` is intended: each rank reads only the shards that it needs
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             try:
                 load({self.name: values}, storage_reader=self.reader, no_dist=True)
@@ -226,15 +226,15 @@ class FolderTensor:
 
 
 def read_folder_tensors(state: Any) -> Any:
-    """Replace all `FolderTensor`s in nested containers with full tensors, read from the folder."""
+    """Replace all `FolderTensor`s in nested containers with full tensors read from the folder."""
     return map_nested(state, lambda one, _: one.read() if isinstance(one, FolderTensor) else one)
 
 
 def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> Any:
     """Read a checkpoint folder; not collective.
 
-    With `weights_only`, reject objects that could run code when loaded. With `lazy`, return
-    `FolderTensor`s in place of sharded tensors, to be read later.
+    With `weights_only`, reject objects that could run code when loaded. With `lazy`, return a
+    `FolderTensor`, to be read later, in place of each sharded tensor.
 
     Raises:
         RuntimeError: the checkpoint is damaged, or contains objects that `weights_only` rejects.
@@ -250,7 +250,7 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
             raise ValueError("it is damaged, or from a different save")
         reader = _Reader(shards)
         metadata = reader.read_metadata()
-    except Exception as error:  # what unpickling refuses, too
+    except Exception as error:  # including objects that the unpickler rejects
         raise damaged(shards / _METADATA, error) from error
     for where in metadata.storage_data.values():
         _check_shard(shards / where.relative_path, where.offset, where.length)
@@ -325,7 +325,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert a checkpoint folder to a single file (command line)."""
+    """Run the command that converts a checkpoint folder to a single file."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_commfree.resume.folders",
         description="Convert a checkpoint folder to a single file.",
@@ -348,8 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RuntimeError as error:
         parser.exit(1, f"{error}\n")
     print(
-        f"Wrote {str(options.file)!r}. In the same directory as the folder it resumes exactly;"
-        " elsewhere it resumes without per-rank state."
+        f"Wrote {str(options.file)!r}. A fit can resume exactly from this file if it is in the same"
+        " directory as the folder; elsewhere, a fit resumes without per-rank state."
     )
 
 

@@ -1,11 +1,11 @@
 """Restore Lightning's loops to their state when a checkpoint was saved.
 
 Lightning restores the counters of its loops and derives the remaining work from them. Near the end
-of an epoch, it skips or repeats steps. This module sets the loops so that a resumed fit does
-exactly what the original fit did after the save:
+of an epoch, it skips or repeats steps. This module sets the loops so that a resumed fit continues
+exactly as the original fit did after the save:
 
 ===================================  ===============================================================
-saved                                the resumed fit begins with
+checkpoint saved                     resumed fit begins with
 ===================================  ===============================================================
 after a batch, not the epoch's last  the validation due after this batch, if it had not run; then
                                      the next batch
@@ -37,16 +37,16 @@ class Moment(NamedTuple):
     """The point in a fit where a checkpoint was saved, and where a resumed fit continues."""
 
     epoch: int  # counted from 0
-    batches: int  # how many batches of this epoch have been trained on
-    begun: bool  # this epoch has begun and is not over
-    trained: bool  # all batches of this epoch have been trained on; only its end is left
-    in_hook: bool  # the save was in `on_train_batch_end`
+    batches: int  # number of batches of this epoch that have been trained on
+    begun: bool  # whether this epoch has begun and is not over
+    trained: bool  # whether all batches of this epoch have been trained on; only its end is left
+    in_hook: bool  # whether the checkpoint was saved in `on_train_batch_end`
 
 
 def restore_loops(trainer: pl.Trainer) -> Moment:
     """Make Lightning's loops continue where the checkpoint was saved; return that point.
 
-    Call it in `on_train_start`, when Lightning has loaded the checkpoint's loop counters.
+    Call this in `on_train_start`, after Lightning has loaded the checkpoint's loop counters.
     """
     loop = trainer.fit_loop
     epochs, progress = loop.epoch_progress, loop.epoch_loop.batch_progress
@@ -68,7 +68,7 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
         begun, over = True, 1
 
     epoch: Any = epochs.current
-    if begun and not MID_EPOCH.works(trainer):  # as Lightning continues
+    if begun and not MID_EPOCH.works(trainer):  # leave the loops to Lightning
         return Moment(epoch.processed - over, batch.processed, begun, trained, in_hook)
     total: Any = epochs.total
     for tracker in (total, epoch):
@@ -85,9 +85,9 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
 
 
 def start_in_epoch(trainer: pl.Trainer, step: int, epoch: int, batches: int) -> None:
-    """Make Lightning's loops begin after `step` steps, after the first `batches` of an epoch.
+    """Make Lightning's loops start at step `step`, after the first `batches` batches of an epoch.
 
-    Call it in `on_train_start`.
+    Call this in `on_train_start`.
     """
     set_step(trainer, step)
     loop = trainer.fit_loop
@@ -119,8 +119,8 @@ def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_h
         fetcher.reset()
         fetcher.iterator, fetcher.done = iter(()), True
 
-    # A validation may be due right after a save in `on_train_batch_end`. With one, Lightning runs
-    # the rest of the batch's end and counts the step itself.
+    # A validation may be due right after a save in `on_train_batch_end`. If one is, Lightning runs
+    # the rest of its end-of-batch code and counts the step itself.
     if in_hook and not validate_first(trainer) and not accumulates(trainer):
         count_step(trainer)
 
@@ -130,8 +130,8 @@ def skipped_hooks(trainer: pl.Trainer, moment: Moment) -> list[str]:
     texts, module = [], trainer.lightning_module
     if moment.in_hook and is_overridden("on_train_batch_end", module, pl.LightningModule):
         texts.append(
-            f"`{type(module).__name__}.on_train_batch_end` does not run for the batch of the save:"
-            " a callback saved in its own `on_train_batch_end`, which runs before the module's. Put"
-            " code that training depends on into `training_step` or `optimizer_step`"
+            f"`{type(module).__name__}.on_train_batch_end` does not run for the last batch before"
+            " the save: a callback saved in its own `on_train_batch_end`, which runs before the"
+            " module's. Put code that training depends on into `training_step` or `optimizer_step`"
         )
     return texts

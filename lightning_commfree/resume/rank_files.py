@@ -4,11 +4,11 @@ Replicas differ in weights, optimizer state, RNG state and data position. A Ligh
 has room for one of each, and gathering them on rank 0 would send more data than training does. So
 rank 0's own state is in the checkpoint, and every other rank writes a file:
 
-    checkpoints/last.ckpt                                   Lightning's, with rank 0's own state
+    checkpoints/last.ckpt                                   the checkpoint, with rank 0's own state
     checkpoints/.commfree/last.ckpt/120-5f3a.../rank_3.pt   rank 3's own state, saved at step 120
 
-The `.commfree` folder is copied and moved together with the checkpoints. It is hidden: `ls`,
-`glob("*")` and `cp folder/*` skip it, but `os.listdir` does not. A single-rank job has none.
+Copy and move the `.commfree` folder together with the checkpoints. It is hidden: `ls`, `glob("*")`
+and `cp folder/*` skip it, but `os.listdir` does not. A single-rank job has no such folder.
 
 A checkpoint always matches its rank files, even if a process dies during a save: new rank files are
 completed before the checkpoint is replaced, and old ones are removed afterwards. Ranks without a
@@ -60,7 +60,7 @@ class RankFiles:
         self._root = _beside(self._path, self._name)
 
     def folder(self, token: str) -> str:
-        """Return the folder with a save's files, relative to the checkpoint's folder."""
+        """Return the folder that contains a save's files, relative to the checkpoint's folder."""
         return f"{self._name}/{token}"
 
     def write(self, owner: Owner, state: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class RankFiles:
         With `weights_only`, reject objects that could run code when loaded.
 
         Raises:
-            RuntimeError: the file is from another rank or save, or damaged.
+            RuntimeError: the file is damaged, or it is from another rank or save.
         """
         file = self.find(folder, owner.rank)
         if file is None:
@@ -103,7 +103,7 @@ class RankFiles:
         """Return the path of a rank's file in the folder named in a checkpoint; None if missing.
 
         Raises:
-            RuntimeError: rank files cannot be in that folder.
+            RuntimeError: `folder` cannot be a folder of rank files.
         """
         parts = PurePosixPath(folder).parts
         if len(parts) != 3 or parts[0] != FOLDER or ".." in parts:
@@ -122,7 +122,7 @@ class RankFiles:
     def remove_older(self, token: str, keep: int = 0) -> None:
         """Remove the files of all saves except `token` and the latest `keep` others.
 
-        It is safe for several ranks to do this at the same time.
+        Several ranks may safely do this at the same time.
         """
         with suppress(OSError):  # no earlier save, or another rank was faster
             folders = [str(folder).rstrip("/") for folder in self._fs.ls(self._root, detail=False)]
@@ -138,14 +138,14 @@ class RankFiles:
             self._fs.rmdir(os.path.dirname(self._root))
 
     def _remove(self, folder: str) -> None:
-        # another rank may remove it first, which each file system reports differently; leftover
+        # another rank may remove it first, and each file system reports that differently; leftover
         # files are harmless
         with suppress(OSError):
             self._fs.rm(folder, recursive=True)
 
 
 def file_of_rank(path: FilePath, folder: str, rank: int) -> str:
-    """Return the path of a rank's file from a checkpoint's path and the folder named in it."""
+    """Return the path of a rank's file, given a checkpoint's path and the folder named in it."""
     return f"{_beside(str(path), folder)}/rank_{rank}.pt"
 
 
@@ -170,7 +170,7 @@ def local_tensors(state: Any) -> Any:
 def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
     """Copy the tensors in nested containers to CPU memory.
 
-    `only`: copy only tensors that share memory with one of these; None to copy all.
+    If `only` is given, copy only tensors that share memory with one of its tensors.
     """
     shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
     copies: dict[Any, Tensor] = {}  # tied tensors are copied, and later written, once

@@ -327,7 +327,7 @@ def test_the_status_of_nothing_is_one_sentence(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as ended:
         lighthouse_command.main(["status", f"http://127.0.0.1:{free_port()}", "--once"])
     assert ended.value.code == 2
-    assert "Nothing answers at http://127.0.0.1" in capsys.readouterr().err
+    assert "No server answers at http://127.0.0.1" in capsys.readouterr().err
 
 
 def serve(port: int) -> None:

@@ -241,8 +241,8 @@ def test_a_rank_that_is_merely_behind_is_told_from_a_lost_one(tmp_path: Path) ->
     for rank, end in enumerate(ends):
         text, seconds = re.fullmatch(r"(.*) \[([\d.]+)\]", end.error, re.DOTALL).groups()
         assert blamed(text) == [1], text
-        speaker = 0 if "where rank 0" in text else 2
-        assert f"launched 1 exchanges where rank {speaker} has launched 2" in text
+        speaker = 0 if "while rank 0" in text else 2
+        assert f"launched 1 exchanges, while rank {speaker} has launched 2" in text
         limit = 0.5 if rank == 1 else PATIENCE.total_seconds() + 3
         assert float(seconds) < limit, "the late rank is told at its launch"
 

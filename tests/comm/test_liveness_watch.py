@@ -36,7 +36,7 @@ def test_a_broken_exchange_among_living_ranks_is_put_down_to_the_network() -> No
             watch.wait([Broken()], "t")
         assert "(Connection closed by peer): rank 0 gave up on 't'" in str(caught.value)
         assert "all ranks are alive" in str(caught.value)
-        assert "`timeout` must exceed twice an outage" in str(caught.value)
+        assert "`timeout` must be more than twice as long as an outage" in str(caught.value)
         assert list(caught.value.ranks) == [0]
         with pytest.raises(PeerLostError, match="rank 0 gave up on 't'"):
             other.wait([Endless()], "u")

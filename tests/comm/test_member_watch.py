@@ -52,7 +52,7 @@ def wait(rendezvous: Rendezvous, *works: Any) -> None:
 
 def test_a_member_without_a_heartbeat_breaks_the_exchange() -> None:
     rendezvous, start = Rendezvous(a=0.0, b=4.6), time.monotonic()
-    with pytest.raises(RuntimeError, match=r"'outer' was given up.*: b \(5 s\)\. They hang"):
+    with pytest.raises(RuntimeError, match=r"'outer' was abandoned.*: b \(5 s\)\. They are hung"):
         wait(rendezvous, Transfer(0.0), Transfer(20.0))
     assert 0.4 <= time.monotonic() - start < 3.0
 

@@ -48,7 +48,7 @@ def test_those_who_come_first_found_the_job_in_order_of_their_names() -> None:
 def test_founders_wait_for_the_least_number_of_replicas() -> None:
     decision = decided(Member("a"), limits=Limits(2, 4))
     assert not decision.members
-    assert decision.reason == "only 1 of at least 2 replicas (`min_replicas`) are there"
+    assert decision.reason == "only 1 of at least 2 replicas (`min_replicas`) are present"
 
 
 def test_the_file_of_the_latest_step_founds_the_job() -> None:

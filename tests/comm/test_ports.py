@@ -177,5 +177,5 @@ def test_a_member_that_hangs_breaks_the_exchange_in_time(job: Job) -> None:
         error, seconds = job.pipes[0].recv()
     finally:
         os.kill(job.processes[1].pid, signal.SIGCONT)
-    assert "'test' was given up because these replicas stopped sending heartbeats: b (" in error
+    assert "'test' was abandoned because these replicas stopped sending heartbeats: b (" in error
     assert HEARTBEAT_TIMEOUT_S - 1.5 < seconds < HEARTBEAT_TIMEOUT_S + 4.0

@@ -69,7 +69,7 @@ def test_a_config_takes_the_place_of_the_folders(tmp_path: Path) -> None:
     found = filled(tmp_path, config=config)
     assert found.config.attention_dropout == 0.5
     assert_same_values(found, model)
-    with pytest.raises(TypeError, match=r"Got both `config` and changes.*\(rope_theta\)"):
+    with pytest.raises(TypeError, match=r"Got both `config` and overrides.*\(rope_theta\)"):
         from_pretrained_on_meta(AutoModelForCausalLM, tmp_path, config, rope_theta=1.0)
 
 

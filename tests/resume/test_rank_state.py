@@ -36,4 +36,4 @@ def test_another_algorithms_state_is_not_used(tmp_path: Path) -> None:
     assert save.why_not_exact(mine, True) == "it was saved by yours, but this is mine"
     own, said = save.adopt(mine)
     assert own == {}
-    assert "The epoch's data, random numbers and the strategy's own state start afresh" in said
+    assert "The epoch's data, random numbers and the strategy's own state start over" in said

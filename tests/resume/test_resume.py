@@ -149,7 +149,7 @@ def resume_seeded(rank: int, size: int, folder: Path) -> Any:
 def test_a_sampler_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
     for straight, resumed in run_ranks(resume_seeded, 2, tmp_path, tmp_path / "saved"):
         (said,) = resumed["said"]
-        assert "`Seeded` has a random number generator of its own, which is not saved" in said
+        assert "`Seeded` has its own random number generator, which is not saved" in said
         last, again = straight[-1]["head.weight"], resumed["local"][-1]["head.weight"]
         assert not torch.equal(last, again), "else the message would be wrong"
 

@@ -191,7 +191,7 @@ def test_a_resume_in_other_groups_keeps_data_and_optimizer_and_says_so(
             assert "tensor_parallel_size was 2 and is 1" in said[0]
             assert "at the same position in the data. Random numbers that differ between" in said[0]
             assert (
-                "The epoch's data, random numbers and the strategy's own state start afresh"
+                "The epoch's data, random numbers and the strategy's own state start over"
                 in more[0]
             )
 

@@ -242,7 +242,7 @@ def test_an_optimizer_of_other_parameters_is_refused_where_ranks_share_a_model(
         "diloco": "",  # as under DDP
     }
     for found in ranks:
-        text = said.get(name, "The optimizer holds 1 parameters created before the model was")
+        text = said.get(name, "The optimizer holds 1 parameters that were created before")
         error = found[name, put_foreign][1]
         assert text in error
         assert bool(text) == bool(error)

@@ -319,8 +319,10 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from grid(small, 1, replicas=(4, 2), models=steady, **sparse)
     # more cycles of H at the same size
     yield from grid(small, 1, replicas=(4,), models=steady, **long)
-    for trial in best[:1]:
+    for trial in best:
         yield from grid(small, 1, replicas=(4,), models=steady, **long, **trial)
+    for trial in best:
+        yield from of_seeds(small, replicas=(8,), models=steady, **trial)
     yield from of_seeds(small, **muon)
     yield from of_seeds(small, **topk)
     for trial in best:

@@ -149,6 +149,8 @@ def test_a_run_stopped_after_every_step_ends_with_the_same_loss(
         with pytest.raises(Stopped):
             run.losses(until=0)
     assert Run(config, size, checkpoint).losses() == whole
+    without = Run(config, size, checkpoint).losses(outer_step=False)
+    assert without == {"validation_loss": whole["validation_loss"]}
     assert not checkpoint.exists()
 
 

@@ -196,6 +196,11 @@ def by_model(
     return {model: paired(losses, each, other(each)) for model, each in cells.items()}
 
 
+def with_wire(wire: str) -> Callable[[Cell], Cell]:
+    """Return a function that gives a cell another wire, with the outer step that belongs to it."""
+    return lambda cell: replace(cell, wire=wire).default
+
+
 def decided(found: dict[str, list[float]]) -> dict[str, list[float]]:
     """Return the models that have been run with three seeds."""
     return {model: values for model, values in found.items() if len(values) >= SEEDS}
@@ -340,7 +345,7 @@ def _wire_findings(losses: Losses) -> list[str]:
         texts = []
         for m in (2, 4):
             cell = replace(default_cell("", SEARCHED, m, every), wire=wire)
-            found = by_model(losses, cell, lambda cell, other=other: replace(cell, wire=other))
+            found = by_model(losses, cell, with_wire(other))
             texts.append(f"M = {m} {judged(found, limit)}")
         lines.append(
             f"- **Found, {wire} against {other}, H = {every}:** {'; '.join(texts)} (target: at most"
@@ -466,7 +471,7 @@ def _wires(losses: Losses) -> list[str]:
     for wire, other, limit in WIRE_TARGETS:
         cells = {replace(cell, model="") for cell in _cells(losses) if cell.wire == wire}
         for cell in sorted(cells, key=_order):
-            found = by_model(losses, cell, lambda cell, o=other: replace(cell, wire=o).default)
+            found = by_model(losses, cell, with_wire(other))
             if flat(found):
                 lines.append(
                     f"| {wire} | {other} | {cell.size} | {cell.tokens_per_parameter}"

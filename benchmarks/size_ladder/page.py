@@ -288,12 +288,17 @@ def _disagreement(losses: Losses) -> list[str]:
     if not all(found):
         return []
     ours = ", ".join(f"{statistics.mean(flat(of_m)):+.1f}" for of_m in found)
-    longer = by_model(losses, replace(default_cell("", SEARCHED, 4), tokens_per_parameter=LONG))
+    short = default_cell("", SEARCHED, 4)
+    longer = by_model(losses, replace(short, tokens_per_parameter=LONG))
     if flat(longer):
-        known = {model: statistics.mean(values) for model, values in longer.items() if values}
-        ends = ", ".join(f"{gap:+.1f} % ({model})" for model, gap in known.items())
-        cycles = min(Cell(m, SEARCHED, 1, 0, tokens_per_parameter=LONG).steps for m in known) // 100
-        cause = f"with {cycles} ({LONG} tokens per parameter) M = 4 ends {ends} above DDP."
+        ends = ", ".join(
+            f"from {statistics.mean(before):+.1f} to {statistics.mean(longer[model]):+.1f} % with"
+            f" {model}"
+            for model, before in by_model(losses, short).items()
+            if longer[model]
+        )
+        cycles = Cell(MODELS[-1], SEARCHED, 1, 0, tokens_per_parameter=LONG).steps // 100
+        cause = f"with {cycles} ({LONG} tokens per parameter) the gap of M = 4 goes {ends}."
     else:
         cause = f"the runs of {LONG} tokens per parameter, which test this, are not done."
     return [

@@ -18,7 +18,7 @@ COMPARE_ARGS :=
 NEWCOMER_ARGS :=
 GPU_ARGS :=
 
-.PHONY: help demo elastic-demo compare test test-fast test-pytorch-lightning test-oldest check audit release wheel-test bench bench-quality gpu-check constraints newcomer-test docs clean
+.PHONY: help demo elastic-demo compare test test-fast test-pytorch-lightning test-oldest check audit release wheel-test bench gpu-check constraints newcomer-test docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
@@ -35,7 +35,6 @@ help:
 	@echo "make release      set up, then build wheel and sdist into dist/, and check them and the rendered README"
 	@echo "make newcomer-test  run the documented commands in a fresh clone: demo, two machines, fine-tuning, docs"
 	@echo "make bench        set up, then run the benchmarks that this machine can run, about an hour, and write their pages"
-	@echo "make bench-quality  set up, then compare losses with DDP, an hour or more"
 	@echo "make gpu-check    set up, then check correctness and cost on a GPU, half an hour, and write build/gpu_check.md"
 	@echo "make constraints  resolve constraints.txt again from pyproject.toml (UPGRADE=1: with the newest releases)"
 	@echo "make clean        remove .venv, builds and caches, but not the outputs of recipes"
@@ -124,9 +123,6 @@ bench: $(STAMP)
 	done; \
 	if [ -n "$$failed" ]; then echo "make bench: failed or could not run, see the reason above:$$failed"; exit 1; fi; \
 	echo "make bench: all completed"
-
-bench-quality: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m benchmarks.quality
 
 # Where there are two or four GPUs, NCCL too; where there is none, what a CPU can play (GPU_ARGS='--stages kernels').
 gpu-check: $(STAMP)

@@ -42,14 +42,22 @@ def all_reduce_bytes(num_bytes: int, num_replicas: int) -> float:
 
 
 def all_reduce_rounds(num_replicas: int) -> int:
-    """Return the number of consecutive transfers of a ring all-reduce."""
+    """Return the number of latencies of a ring all-reduce: its consecutive transfers."""
     return 2 * (num_replicas - 1)
 
 
+def exchange_phases(num_replicas: int, gather: bool = False) -> int:
+    """Return the number of phases of the exchange in `exchange_bytes`: one to gather, or two."""
+    return 1 if gather or num_replicas <= 2 else 2
+
+
 def exchange_rounds(num_replicas: int, gather: bool = False) -> int:
-    """Return the number of consecutive transfers of the exchange in `exchange_bytes`."""
-    gather = gather or num_replicas <= 2
-    return num_replicas - 1 if gather else all_reduce_rounds(num_replicas)
+    """Return the number of latencies of the exchange in `exchange_bytes`.
+
+    In a phase all replicas send to all others at once. It has two latencies: gloo's receiver tells
+    the sender that it is ready, then the data comes.
+    """
+    return 0 if num_replicas == 1 else 2 * exchange_phases(num_replicas, gather)
 
 
 def vote_bytes(numel: int, num_replicas: int) -> float:

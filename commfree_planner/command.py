@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--step-time", type=float, required=True, help="seconds of a step without waiting")
     add("--bandwidth", type=float, required=True, help="Gbit/s that one replica can send")
     add("--latency", type=float, default=0.0, help="of the link, one way, seconds: half a ping")
+    add("--loss", type=float, default=0.0, help="share of packets lost; needs --latency")
+    add("--bbr", action="store_true", help="TCP uses BBR instead of CUBIC")
+    add("--sync-time", type=float, default=0.0, help="seconds per cycle of encoding and decoding")
     add("--tokens-per-step", type=_count, help="of a replica; adds the row of tensor parallelism")
     add("--width", type=int, help="activations per token; default: GPT-2's")
     add("--num-replicas", type=int, default=2)
@@ -98,6 +101,9 @@ def _planned(options: argparse.Namespace) -> tuple[Training, Advice]:
         wire_dtype=options.wire_dtype,
         gradient_dtype=options.gradient_dtype,
         latency_s=options.latency,
+        loss=options.loss,
+        bbr=options.bbr,
+        sync_seconds=options.sync_time,
         tokens_per_step=options.tokens_per_step,
     )
     return training, advise(training, options.bandwidth, options.target)

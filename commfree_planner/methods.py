@@ -7,6 +7,7 @@ from typing import NamedTuple
 from commfree_planner.bytes_sent import (
     all_reduce_bytes,
     all_reduce_rounds,
+    exchange_phases,
     exchange_rounds,
     payload_bytes,
     power_sgd_floats,
@@ -82,6 +83,8 @@ def lion(training: Training) -> Exchange:
         lambda numel: vote_bytes(numel, training.num_replicas),
         by_layer=True,
         rounds=exchange_rounds(training.num_replicas),
+        connections=max(training.num_replicas - 1, 1),
+        phases=exchange_phases(training.num_replicas),
     )
 
 

@@ -96,6 +96,9 @@ def build_exchange(
     overlap_steps: int = 0,
     by_layer: bool,
     rounds: int = 0,
+    connections: int = 1,
+    phases: int = 1,
+    sync_seconds: float = 0.0,
 ) -> Exchange:
     """Return the messages of a replica; the defaults are those of data parallelism.
 
@@ -110,15 +113,19 @@ def build_exchange(
             False: a fragment leaves as a whole after the step, and the next step waits for it, as
             in `StreamingDiLoCo`.
         rounds: number of latencies of a message.
+        connections: on which a replica sends a message.
+        phases: of a message.
+        sync_seconds: time per cycle in which a replica encodes and decodes.
     """
     fragments = []
     for layers in model.fragments(num_fragments):
         sizes = [model.layer_params(layer) for layer in layers]
         if by_layer:
             messages = [
-                Message(i, i, sent_bytes(n), rounds) for i, n in zip(layers, sizes, strict=True)
+                Message(i, i, sent_bytes(n), rounds, connections, phases)
+                for i, n in zip(layers, sizes, strict=True)
             ]
         else:
-            messages = [Message(0, 0, sent_bytes(sum(sizes)), rounds)]
+            messages = [Message(0, 0, sent_bytes(sum(sizes)), rounds, connections, phases)]
         fragments.append(tuple(messages))
-    return Exchange(sync_every, overlap_steps, tuple(fragments))
+    return Exchange(sync_every, overlap_steps, tuple(fragments), sync_seconds)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from commfree_planner.layer_sums import LayerSums
+from commfree_planner.tcp import window_seconds
 
 _MOST_CYCLES = 100
 _SAME = 1e-9  # of a step; smaller differences are rounding
@@ -33,6 +34,8 @@ class Message(NamedTuple):
     needed_by: int  # the layer whose forward waits for it
     num_bytes: float
     rounds: int = 0  # number of latencies until all of it has arrived
+    connections: int = 1  # on which the replica sends it
+    phases: int = 1  # parts of equal size; each starts when all replicas have the one before it
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,14 @@ class Exchange:
             step t.
         fragments: messages of each of the P fragments; fragment p leaves floor(p H / P) steps into
             the cycle.
+        sync_seconds: time per cycle in which the replica neither computes nor waits for the link,
+            because it encodes, decodes, or steps the outer optimizer.
     """
 
     sync_every: int
     overlap_steps: int
     fragments: tuple[tuple[Message, ...], ...]
+    sync_seconds: float = 0.0
 
     def offset(self, fragment: int) -> int:
         """Return the step of the cycle in which a fragment leaves."""
@@ -76,6 +82,8 @@ def utilization(
     exchange: Exchange | LayerSums,
     gbit_per_s: float,
     latency_s: float = 0.0,
+    loss: float = 0.0,
+    bbr: bool = False,
 ) -> float:
     """Return the share of time in which the machine computes, in the steady state.
 
@@ -84,6 +92,9 @@ def utilization(
         exchange: the messages.
         gbit_per_s: bandwidth of a replica's link, in 10^9 bits per second; may be infinite.
         latency_s: of the link, one way. Consecutive messages do not wait for each other's latency.
+        loss: share of the packets that the link loses (`tcp`); without latency, it costs nothing.
+            Not used for tensor parallelism.
+        bbr: whether TCP's congestion control is BBR instead of CUBIC.
 
     Raises:
         ValueError: the bandwidth is not positive.
@@ -96,7 +107,7 @@ def utilization(
     bytes_per_s = gbit_per_s * 1e9 / 8
     if isinstance(exchange, LayerSums):
         return exchange.utilization(layer_seconds, bytes_per_s, latency_s)
-    replica = _Replica(layer_seconds, exchange, bytes_per_s, latency_s)
+    replica = _Replica(layer_seconds, exchange, bytes_per_s, latency_s, loss, bbr)
     tolerance = _SAME * sum(layer_seconds)
     cycle_s, before = 0.0, replica.state()
     for _ in range(_MOST_CYCLES):
@@ -107,7 +118,7 @@ def utilization(
         before = now
     # a link that is slightly too slow builds up a backlog for many cycles before the machine waits
     # for it; in the long run no cycle is shorter than its messages
-    cycle_s = max(cycle_s, exchange.bytes_per_cycle / bytes_per_s)
+    cycle_s = max(cycle_s, exchange.bytes_per_cycle / bytes_per_s) + exchange.sync_seconds
     return min(1.0, exchange.sync_every * sum(layer_seconds) / cycle_s)  # min: rounding
 
 
@@ -123,6 +134,8 @@ def needed_bandwidth(
     target: float,
     grid: Sequence[float],
     latency_s: float = 0.0,
+    loss: float = 0.0,
+    bbr: bool = False,
 ) -> int:
     """Return the index of the first bandwidth of a grid that reaches a utilization.
 
@@ -132,6 +145,8 @@ def needed_bandwidth(
         target: the utilization, in (0, 1).
         grid: bandwidths in Gbit/s, ascending. Utilization does not decrease along it.
         latency_s: of the link, one way.
+        loss: share of the packets that the link loses.
+        bbr: whether TCP's congestion control is BBR instead of CUBIC.
 
     Returns:
         The index; `len(grid)` if no bandwidth reaches the target.
@@ -146,7 +161,7 @@ def needed_bandwidth(
         )
 
     def reached(gbit_per_s: float) -> float:
-        return utilization(layer_seconds, exchange, gbit_per_s, latency_s)
+        return utilization(layer_seconds, exchange, gbit_per_s, latency_s, loss, bbr)
 
     return bisect_left(grid, target, key=reached)
 
@@ -160,12 +175,16 @@ class _Replica:
         exchange: Exchange,
         bytes_per_s: float,
         latency_s: float,
+        loss: float,
+        bbr: bool,
     ) -> None:
         self._layer_s = layer_seconds
         self._step_s = sum(layer_seconds)
         self._exchange = exchange
         self._bytes_per_s = bytes_per_s
-        self._latency_s = latency_s
+        self._latency_s, self._loss = latency_s, 0.0 if bbr else loss
+        # CUBIC starts again after a pause
+        self._idle = exchange.sync_every > 1 and not bbr
         self._leaving = _by_step_and_layer(exchange)
         self._step = 0
         self._now = self._link_free = 0.0
@@ -207,7 +226,17 @@ class _Replica:
         start = max(self._now, self._link_free)
         self._link_free = start + message.num_bytes / self._bytes_per_s
         due = self._due.setdefault(self._step + self._exchange.overlap_steps + 1, {})
-        arrival = self._link_free + message.rounds * self._latency_s
+        arrival = self._link_free
+        if self._latency_s:
+            arrival += message.rounds * self._latency_s
+            arrival += message.phases * window_seconds(
+                message.num_bytes / message.phases,
+                self._bytes_per_s,
+                self._latency_s,
+                self._loss,
+                message.connections,
+                idle=self._idle,
+            )
         due[message.needed_by] = max(arrival, due.get(message.needed_by, 0.0))
 
 

@@ -13,6 +13,7 @@ from commfree_planner.bytes_sent import (
     all_reduce_bytes,
     all_reduce_rounds,
     exchange_bytes,
+    exchange_phases,
     exchange_rounds,
     payload_bytes,
 )
@@ -21,7 +22,12 @@ from commfree_planner.model import Model, build_exchange
 from commfree_planner.simulation import Exchange, log_grid, needed_bandwidth, utilization
 
 GBIT_GRID = log_grid(1e-6, 1e6, 1201)  # 100 points per decade, 2.3 % apart
-_OPTION_NAMES = {"step_seconds": "step_time", "latency_s": "latency"}  # of commands
+# of commands
+_OPTION_NAMES = {
+    "step_seconds": "step_time",
+    "latency_s": "latency",
+    "sync_seconds": "sync_time",
+}
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,11 @@ class Training:
         wire_dtype: of the outer gradients.
         gradient_dtype: of gradients in data parallelism; also assumed for activations.
         latency_s: of the link, one way, in seconds.
+        loss: share of the packets that the link loses (`tcp`).
+        bbr: whether TCP's congestion control is BBR instead of CUBIC, Linux's default.
+        sync_seconds: time per cycle of Streaming DiLoCo in which a replica neither computes nor
+            waits for the link: it encodes, decodes and steps the outer optimizer. Measure it on a
+            fast link.
         tokens_per_step: of a replica; None: unknown, which leaves out tensor parallelism.
 
     Raises:
@@ -54,6 +65,9 @@ class Training:
     wire_dtype: str = "fp4"
     gradient_dtype: str = "fp32"
     latency_s: float = 0.0
+    loss: float = 0.0
+    bbr: bool = False
+    sync_seconds: float = 0.0
     tokens_per_step: int | None = None
 
     def __post_init__(self) -> None:
@@ -80,11 +94,7 @@ class Training:
                     f"`{name}={getattr(self, name)!r}` is not valid. Choose one of"
                     f" {', '.join(map(repr, legal))}."
                 )
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(
-                f"`latency={self.latency_s}` must be a number of seconds of at least 0, one way:"
-                " half of the time shown by ping. Pass, for example, 0.02 between regions."
-            )
+        self._check_link()
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ValueError(
                 f"`tokens_per_step={self.tokens_per_step}` must be at least 1: the tokens of a"
@@ -101,7 +111,7 @@ class Training:
     def utilization(self, exchange: Exchange | LayerSums, gbit_per_s: float) -> float:
         """Return the utilization at a bandwidth; see `simulation.utilization`."""
         seconds = self.model.layer_seconds(self.step_seconds)
-        return utilization(seconds, exchange, gbit_per_s, self.latency_s)
+        return utilization(seconds, exchange, gbit_per_s, self.latency_s, self.loss, self.bbr)
 
     def needed_gbit_per_s(self, exchange: Exchange | LayerSums, target: float) -> float:
         """Return the bandwidth that reaches a utilization, rounded up by at most 2.3 %.
@@ -113,7 +123,9 @@ class Training:
             ValueError: the target is outside (0, 1).
         """
         seconds = self.model.layer_seconds(self.step_seconds)
-        i = needed_bandwidth(seconds, exchange, target, GBIT_GRID, self.latency_s)
+        i = needed_bandwidth(
+            seconds, exchange, target, GBIT_GRID, self.latency_s, self.loss, self.bbr
+        )
         if exchange.bytes_per_cycle == 0:
             return 0.0
         return GBIT_GRID[i] if i < len(GBIT_GRID) else math.inf
@@ -128,6 +140,9 @@ class Training:
             overlap_steps=overlap_steps,
             by_layer=False,
             rounds=exchange_rounds(self.num_replicas, wire_dtype in GATHERED),
+            connections=max(self.num_replicas - 1, 1),
+            phases=exchange_phases(self.num_replicas, wire_dtype in GATHERED),
+            sync_seconds=self.sync_seconds if self.num_replicas > 1 else 0.0,
         )
 
     def data_parallel(self, dtype: str | None = None) -> Exchange:
@@ -150,10 +165,27 @@ class Training:
     def _gradient_bytes(self, dtype: str, numel: int) -> float:
         return all_reduce_bytes(payload_bytes(numel, dtype), self.num_replicas)
 
+    def _check_link(self) -> None:
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(
+                f"`latency={self.latency_s}` must be a number of seconds of at least 0, one way:"
+                " half of the time shown by ping. Pass, for example, 0.02 between regions."
+            )
+        if not 0 <= self.loss < 0.5:
+            raise ValueError(
+                f"`loss={self.loss}` must be a share of packets, at least 0 and below 0.5: 0.001"
+                " for one packet in a thousand."
+            )
+        if not 0 <= self.sync_seconds < math.inf:
+            raise ValueError(
+                f"`sync_time={self.sync_seconds}` must be a number of seconds of at least 0: the"
+                " time of a cycle that a fast link leaves beside the steps."
+            )
+
     def _check_types(self) -> None:
         optional = ("num_fragments", "tokens_per_step")
         whole = ("num_replicas", "sync_every", "overlap_steps", *optional)
-        for name in ("step_seconds", "latency_s", *whole):
+        for name in ("step_seconds", "latency_s", "loss", "sync_seconds", *whole):
             value = getattr(self, name)
             kind = int if name in whole else int | float
             if value is None and name in optional:

@@ -46,6 +46,8 @@ _TRAINING_KEYS = (
     "wire_dtype",
     "gradient_dtype",
     "tokens_per_step",
+    "loss",
+    "bbr",
 )
 
 
@@ -64,7 +66,8 @@ def plan(config: Config, console: Console) -> Advice:
     """
     model = model_from_config(config["model"], config["vocab_size"])
     given = {key: config[key] for key in _TRAINING_KEYS}
-    training = Training(model, config["step_time"], latency_s=config["latency"], **given)
+    times = {"latency_s": config["latency"], "sync_seconds": config["sync_time"]}
+    training = Training(model, config["step_time"], **times, **given)
     gbit_per_s = config["bandwidth"]
     compared = methods(training)
     advice = advise(training, gbit_per_s, config["advice_target"])

@@ -42,19 +42,26 @@ def fragments(model: GPT2LMHeadModel) -> list[nn.Module]:
     return [nn.ModuleList([*rest, *body.h[0::2]]), nn.ModuleList(body.h[1::2])]
 
 
-def _manager(rank: int, model: GPT2LMHeadModel, inner: torch.optim.Optimizer) -> Any:
+def new_manager(
+    rank: int,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    replicas: int = 2,
+    timeout: timedelta = TIMEOUT,
+) -> Any:
+    """Return torchft's manager of one of `replicas` replicas."""
     from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     store = TCPStore("0.0.0.0", STORE_PORT, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=lambda state: None,  # both start with the same weights, so no recovery
+        pg=ProcessGroupGloo(timeout=timeout),
+        load_state_dict=lambda state: None,  # all start with the same weights, so no recovery
         state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
-        min_replica_size=2,
+        min_replica_size=replicas,
         use_async_quorum=False,
-        timeout=TIMEOUT,
-        quorum_timeout=TIMEOUT,
-        connect_timeout=TIMEOUT,
+        timeout=timeout,
+        quorum_timeout=timeout,
+        connect_timeout=timeout,
         rank=0,
         world_size=1,  # of a replica
         store_addr=os.uname().nodename,
@@ -119,7 +126,7 @@ def measure(row: str, steps: int, sync_every: int) -> list[Window]:
     delayed = row == "torchft_delay"
     delay = min(5, period - 1) if delayed else 0
     rank = int(os.environ["RANK"])
-    manager = _manager(rank, ours.model, ours.optimizer)
+    manager = new_manager(rank, ours.model, ours.optimizer)
     warm_up = WARM_UP + delay
     options = {"fragment_sync_delay": delay, "fragment_update_alpha": 0.5 if delayed else 0.0}
     with DiLoCo(manager, parts, ours.optimizer, outer, sync_every, **options) as diloco:

@@ -6,7 +6,6 @@ uncommitted changes a page can therefore only be written elsewhere, as a trial.
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,6 @@ from matplotlib.figure import Figure
 from recipes.training.provenance import DIRTY, lines_of
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-UNCOMMITTED = "measured with uncommitted changes, which were not kept, on top of commit"
 # written by the benchmark itself after each run: must not count as changed code in a second call
 RESULTS = [":(exclude)benchmarks/*/*.md", ":(exclude)benchmarks/*/*.png"]
 RESULTS += [":(exclude)benchmarks/*/*.json", ":(exclude)benchmarks/*/*.jsonl"]
@@ -64,26 +62,11 @@ def result_page(
 
 def one_block(made_by: Iterable[Sequence[str]]) -> list[str]:
     """Merge the provenance of several calls: each distinct value once, under its label."""
-    found: dict[str, list[str]] = {"command": [], "commit": [], UNCOMMITTED: []}
+    found: dict[str, list[str]] = {}
     for line in (line for block in made_by for line in block):
         label, _, value = line.removeprefix("- ").partition(": ")
-        if label == "commit" and DIRTY in value:
-            label, value = UNCOMMITTED, value.replace(DIRTY, "")
         found.setdefault(label, []).append(value)
-
-    lines = [
-        f"- {label}: {'; '.join(dict.fromkeys(all_))}" for label, all_ in found.items() if all_
-    ]
-    return [_with_current_command(line) for line in lines]
-
-
-def _with_current_command(line: str) -> str:
-    """Replace commands of modules that have moved since, and name the old ones."""
-    current = line.replace("python -m recipes.bench.", "python -m benchmarks.")
-    if current == line:
-        return line
-    old = dict.fromkeys(re.findall(r"recipes\.bench\.\w+", line))
-    return f"{current} (then named {', '.join(f'`{name}`' for name in old)})"
+    return [f"- {label}: {'; '.join(dict.fromkeys(all_))}" for label, all_ in found.items()]
 
 
 def write_page(path: Path, lines: Sequence[str]) -> None:

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from omegaconf import OmegaConf
+from torch import Tensor, nn
 
 from recipes.data.training_data import TrainingData
+from recipes.training.language_model import LanguageModel
 from recipes.training.report import SUMMARY_FILE
 
 CONF = Path(__file__).parents[2] / "conf"
+TINY_GPT2 = ["model=gpt2_tiny", "model.n_embd=32", "model.n_layer=2", "tokenizer.vocab_size=512"]
 Config = dict[str, Any]
 
 
@@ -51,3 +55,26 @@ def batches(data: TrainingData, steps: int) -> Iterator[Any]:
             yield batch
             steps -= 1
         epoch += 1
+
+
+def take_steps(
+    modules: Sequence[LanguageModel], made: Sequence[Any], batch: Tensor, clip: float | None
+) -> None:
+    """Take an inner step on every replica.
+
+    Args:
+        modules: one per replica.
+        made: their optimizers and schedules, as returned by `configure_optimizers`.
+        batch: int64, shape (blocks of all replicas, block_size + 1). Replica m takes blocks m,
+            m + M, and so on, like `DistributedSampler`.
+        clip: largest norm of a replica's gradient; None: no clipping.
+    """
+    assert len(batch) % len(modules) == 0, "all replicas need batches of the same size"
+    for m, (module, of_module) in enumerate(zip(modules, made, strict=True)):
+        optimizer = of_module["optimizer"]
+        optimizer.zero_grad()
+        module.loss(batch[m :: len(modules)]).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        cast(LRSchedulerConfigType, of_module["lr_scheduler"])["scheduler"].step()

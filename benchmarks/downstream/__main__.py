@@ -22,11 +22,15 @@ from pathlib import Path
 from benchmarks.common.page import draw_bars, provenance, result_page, write_page
 from benchmarks.common.runs import mean_text
 from benchmarks.downstream.training import (
+    BLOCKS_PER_STEP,
     CONTEXT,
     DDP_LENGTHS,
+    DILOCO_STEPS,
     EQUAL,
+    MIX,
+    MOMENTUM,
+    OUTER_LR,
     REPLICAS,
-    SIZE,
     SYNC_EVERY,
     TUNING_LR,
     TUNING_ROWS,
@@ -34,7 +38,6 @@ from benchmarks.downstream.training import (
     finetune,
     pretrain_both,
 )
-from benchmarks.quality.grid import TUNED
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "Does a DiLoCo checkpoint fine-tune worse than a DDP checkpoint of the same loss?"
@@ -119,10 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     body = [
         "## The runs",
         "",
-        f"- pretraining: a GPT-2 of width {SIZE.width} with two layers on Shakespeare,"
-        f" {SIZE.blocks_per_step} blocks of {CONTEXT} tokens in a step; DiLoCo {SIZE.steps:,} steps"
-        f" with M = {REPLICAS}, H = {SYNC_EVERY}, {TUNED[REPLICAS]}; DDP as many as give the same"
-        f" loss, between {DDP_LENGTHS[0]} and {DDP_LENGTHS[1]}",
+        "- pretraining: a GPT-2 of width 32 with two layers on Shakespeare,"
+        f" {BLOCKS_PER_STEP} blocks of {CONTEXT} tokens in a step; DiLoCo {DILOCO_STEPS:,} steps"
+        f" with M = {REPLICAS}, H = {SYNC_EVERY}, lr {OUTER_LR}, momentum {MOMENTUM}, mix {MIX};"
+        f" DDP as many as give the same loss, between {DDP_LENGTHS[0]} and {DDP_LENGTHS[1]}",
         f"- fine-tuning: all parameters, {TUNING_STEPS} steps of {TUNING_ROWS} rows of {CONTEXT}"
         f" tokens, AdamW with lr {TUNING_LR}",
         "",

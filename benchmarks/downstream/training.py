@@ -10,9 +10,8 @@ from hydra.utils import instantiate
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.common.pretraining import batches, composed
-from benchmarks.last_round.simulated import SimulatedDiLoCo, take_steps
-from benchmarks.quality.grid import TUNED, Run, Size
+from benchmarks.common.pretraining import TINY_GPT2, batches, composed, take_steps
+from benchmarks.size_ladder.played import PlayedReplicas
 from recipes.data.dialogues import Dialogues
 from recipes.data.example_data import ExampleDataModule
 from recipes.training.evaluation import token_loss
@@ -20,22 +19,32 @@ from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import adamw_cosine
 from recipes.training.pretraining import build_data, build_module
 
-SIZE = Size(width=32, blocks_per_step=64, steps=800)
+BLOCKS_PER_STEP = 64  # of all replicas together
 REPLICAS, SYNC_EVERY = 4, 30
+OUTER_LR, MOMENTUM, MIX = 1.0, 0.5, 0.0
+DILOCO_STEPS = 800
 DDP_LENGTHS = (200, 800)  # steps, of the search for DiLoCo's loss
 EQUAL = 0.5  # percent; losses that differ by less are equal
 CONTEXT = 64  # tokens; dialogues of 120 characters fit
 RUNS = {
-    "ddp": Run("gpt2_tiny", "none", 1, 0, 0, 0.0226),
-    "diloco": Run("gpt2_tiny", "fp4", REPLICAS, SYNC_EVERY, 0, 0.0113).with_outer(TUNED[REPLICAS]),
+    "ddp": ["strategy=ddp", "trainer.devices=1", "optimizer.lr=0.0226"],
+    "diloco": [
+        "strategy=streaming_diloco",
+        f"trainer.devices={REPLICAS}",
+        "optimizer.lr=0.0113",
+        f"strategy.sync_every={SYNC_EVERY}",
+        f"strategy.mix={MIX}",
+        "strategy.outer_optimizer={_target_: torch.optim.SGD, _partial_: true,"
+        f" lr: {OUTER_LR}, momentum: {MOMENTUM}, nesterov: true}}",
+    ],
 }
 TUNING_STEPS, TUNING_ROWS, TUNING_LR = 200, 32, 1e-3
 
 
 def overrides(name: str, seed: int, steps: int) -> list[str]:
     """Return the overrides of `recipes.pretrain` for a run, with the batch of all replicas."""
-    rows = [f"data.block_size={CONTEXT}", f"data.batch_size={SIZE.blocks_per_step}"]
-    return [*RUNS[name].overrides(SIZE), *rows, f"trainer.max_steps={steps}", f"seed={seed}"]
+    rows = [f"data.block_size={CONTEXT}", f"data.batch_size={BLOCKS_PER_STEP}"]
+    return [*TINY_GPT2, *RUNS[name], *rows, f"trainer.max_steps={steps}", f"seed={seed}"]
 
 
 class Pretrained(NamedTuple):
@@ -49,7 +58,7 @@ class Pretrained(NamedTuple):
 
 def pretrain_both(seed: int, cache_dir: str) -> dict[str, Pretrained]:
     """Pretrain DiLoCo, and DDP for as many steps as give the same loss, found by bisection."""
-    diloco = pretrain("diloco", seed, SIZE.steps, cache_dir)
+    diloco = pretrain("diloco", seed, DILOCO_STEPS, cache_dir)
     low, high = DDP_LENGTHS
     tried: list[Pretrained] = []
     while high - low > 20 and not (tried and _difference(tried[-1], diloco) <= EQUAL / 2):
@@ -75,13 +84,14 @@ def pretrain(name: str, seed: int, steps: int, cache_dir: str) -> Pretrained:
     diloco = None
     if replicas > 1:
         settings = instantiate(config["strategy"], _convert_="all").settings
-        diloco = SimulatedDiLoCo(modules, settings)
+        diloco = PlayedReplicas(modules, settings)
     for batch in batches(data, config["trainer"]["max_steps"]):
         take_steps(modules, made, batch, config["trainer"]["gradient_clip_val"])
         if diloco is not None:
             diloco.after_steps()
     if diloco is not None:
-        next(diloco.last_rounds())  # the mean of the replicas, as a fit ends
+        diloco.finish()
+        diloco.close()
     return Pretrained(module, data.tokenizer, token_loss(module, data.val_dataloader()), steps)
 
 

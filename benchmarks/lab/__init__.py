@@ -10,6 +10,7 @@ from benchmarks.lab.nodes import (
     LaboratoryUnavailable,
     exit_on_signals,
     interface_counters,
+    raise_priority,
 )
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "NetLab",
     "exit_on_signals",
     "interface_counters",
+    "raise_priority",
     "why_unavailable",
 ]

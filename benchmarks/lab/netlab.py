@@ -4,8 +4,13 @@ A node is a Linux network namespace with its own host name, one interface, `eth0
 connection. All nodes are connected to one switch (a bridge in another namespace). Both ends of
 every cable have a token bucket, so that a node sends and receives at the full rate simultaneously,
 like full-duplex Ethernet. Only the rate is shaped, not the delay. After a pause the bucket is full
-and passes 256 KiB unshaped. Nothing is left on the host: namespaces are removed on exit, and host
-names are bind-mounted for the job only.
+and passes 256 KiB unshaped.
+
+With a round trip or loss, there is no switch: a process relays the packets (`wan`), and only what a
+node sends is shaped.
+
+Nothing is left on the host: namespaces are removed on exit, and host names are bind-mounted for the
+job only.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from typing import IO
 
 from typing_extensions import Self
 
+from benchmarks.lab import wan
 from benchmarks.lab.nodes import (
     INTERFACE,
     Counters,
@@ -88,6 +94,10 @@ class NetLab:
         fresh: whether a node is like a newly installed Debian or Ubuntu: /etc/hosts has only its
             own name, for 127.0.1.1, and jobs get no variables. Otherwise every node can resolve all
             names, and jobs get `environment`.
+        round_trip_s: between two nodes.
+        loss: probability with which a packet is lost.
+        congestion: TCP's congestion control, such as "cubic", one of this machine's
+            net.ipv4.tcp_allowed_congestion_control; None: the machine's default.
 
     Raises:
         ValueError: `nodes` or `rate` is invalid.
@@ -99,12 +109,21 @@ class NetLab:
             results = lab.run([["python", "train.py"]] * 2, timeout_s=60)
     """
 
-    def __init__(self, nodes: int = 2, rate: str | None = "100mbit", fresh: bool = False) -> None:
+    def __init__(
+        self,
+        nodes: int = 2,
+        rate: str | None = "100mbit",
+        fresh: bool = False,
+        round_trip_s: float = 0.0,
+        loss: float = 0.0,
+        congestion: str | None = None,
+    ) -> None:
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"`nodes={nodes}` must be between 1 and {MAX_NODES}.")
         _check_rate(rate)
         self.rate = rate
         self._nodes, self._fresh = nodes, fresh
+        self._round_trip_s, self._loss, self._congestion = round_trip_s, loss, congestion
         # the suffix keeps several laboratories of one process apart
         self._prefix = f"netlab-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._cleanup = ExitStack()
@@ -130,14 +149,17 @@ class NetLab:
             for node, name in enumerate(self.names):
                 known = [f"127.0.1.1 {name}"] if self._fresh else rows
                 self._hosts(node).write_text("\n".join(["127.0.0.1 localhost", *known]) + "\n")
-            for namespace in (self._switch, *map(self._namespace, range(self._nodes))):
+            spaces = [self._namespace(i) for i in range(self._nodes)]
+            for namespace in (self._switch, *spaces):
                 # register the removal first, as an interrupt may come in between
                 stack.callback(remove_namespace, namespace)
                 command_output("ip", "netns", "add", namespace)
-            command_output("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
-            command_output("ip", "-n", self._switch, "link", "set", "br0", "up")
+            if self._is_wide:
+                stack.enter_context(wan.relay(spaces, self._round_trip_s, self._loss))
+            else:
+                self._build_switch()
             for node in range(self._nodes):
-                self._plug_in(node)
+                self._configure(node)
             self.set_rate(self.rate)
             self._cleanup = stack.pop_all()
         return self
@@ -154,8 +176,9 @@ class NetLab:
         """Change the rate of every link; running jobs are not interrupted."""
         _check_rate(rate)
         self.rate = rate
-        ends = [(self._switch, f"port{i}") for i in range(self._nodes)]
-        ends += [(self._namespace(i), INTERFACE) for i in range(self._nodes)]
+        ends = [(self._namespace(i), INTERFACE) for i in range(self._nodes)]
+        if not self._is_wide:
+            ends += [(self._switch, f"port{i}") for i in range(self._nodes)]
         for namespace, device in ends:
             if rate is None:
                 # fails if none was set, which is fine
@@ -167,7 +190,10 @@ class NetLab:
                 )
 
     def connect(self, connected: bool) -> None:
-        """Let the switch forward all traffic or none; the nodes' own links stay up."""
+        """Let the switch forward all traffic or none; the nodes' own links stay up.
+
+        With a round trip or loss there is no switch, and this fails.
+        """
         state = "up" if connected else "down"
         command_output("ip", "-n", self._switch, "link", "set", "br0", state)
 
@@ -255,12 +281,25 @@ class NetLab:
     def _namespace(self, node: int) -> str:
         return f"{self._prefix}-{node}"
 
-    def _plug_in(self, node: int) -> None:
-        space, port = self._namespace(node), f"port{node}"
-        # both ends are created inside their namespaces, so the host never sees them
-        cable = ["type", "veth", "peer", "name", INTERFACE, "netns", space]
-        command_output("ip", "-n", self._switch, "link", "add", port, *cable)
-        command_output("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+    @property
+    def _is_wide(self) -> bool:
+        return bool(self._round_trip_s or self._loss)
+
+    def _build_switch(self) -> None:
+        command_output("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        command_output("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for node in range(self._nodes):
+            space, port = self._namespace(node), f"port{node}"
+            # both ends are created inside their namespaces, so the host never sees them
+            cable = ["type", "veth", "peer", "name", INTERFACE, "netns", space]
+            command_output("ip", "-n", self._switch, "link", "add", port, *cable)
+            command_output("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+
+    def _configure(self, node: int) -> None:
+        space = self._namespace(node)
+        if self._congestion is not None:
+            setting = f"net.ipv4.tcp_congestion_control={self._congestion}"
+            command_output("ip", "netns", "exec", space, "sysctl", "-qw", setting)
         command_output(
             "ip", "-n", space, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE
         )

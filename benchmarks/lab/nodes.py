@@ -87,6 +87,17 @@ def kill_all_in(namespace: str) -> None:
             continue
 
 
+def raise_priority(nice: int) -> None:
+    """Run this process's session at a nice value, if this machine has autogroups; needs root.
+
+    With them (`sched_autogroup_enabled`), Linux shares its cores between sessions, and the nice
+    value of a process counts within its session only.
+    """
+    setting = Path("/proc/self/autogroup")
+    if setting.exists():
+        setting.write_text(str(nice))
+
+
 def exit_on_signals() -> None:
     """Turn SIGTERM and SIGHUP into `SystemExit`, so that the laboratory is torn down.
 

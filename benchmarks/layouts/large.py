@@ -178,7 +178,7 @@ def measure(results: Results, settings: Mapping[str, Any], timeout_s: float) -> 
                 plan = {**settings, "row": row, "method": method, "layers": layers}
                 plan |= {"precision": precision, "ranks": RANKS}
                 try:
-                    nodes = run_here("trained", plan, timeout_s, RETURN_FREED_MEMORY)
+                    nodes = run_here("large", plan, timeout_s, RETURN_FREED_MEMORY)
                 except RanksFailed as failed:
                     error = str(failed)
             if error:

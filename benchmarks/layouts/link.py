@@ -100,7 +100,7 @@ def measure(results: Results, settings: Mapping[str, Any], rounds: int, timeout_
         first = round_ % len(LABELS)
         rows = [*list(LABELS)[first:], *list(LABELS)[:first]]
         with NetLab(NODES, RATE) as lab:
-            ranks = run_in_lab(lab, "linked", {**settings, "rows": rows}, timeout_s, HEAP)
+            ranks = run_in_lab(lab, "link", {**settings, "rows": rows}, timeout_s, HEAP)
         for row in rows:
             results.add(RATE, round_, by_node([rank[row] for rank in ranks], settings["ranks"]))
         print(f"round {round_} at {RATE}", flush=True)

@@ -257,7 +257,7 @@ def measure(results: Results, settings: Mapping[str, Any], timeout_s: float) -> 
         if not missing:
             continue
         plan = {"ranks": ranks, "rows": missing, **settings[kind]}
-        by_rank = run_here("held", plan, timeout_s, RETURN_FREED_MEMORY)
+        by_rank = run_here("memory", plan, timeout_s, RETURN_FREED_MEMORY)
         for nodes in zip(*by_rank, strict=True):
             results.add(kind, ranks, nodes)
             print(f"{kind}: {nodes[0]['row']}, {ranks} ranks", flush=True)
@@ -338,10 +338,9 @@ def page_lines(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
         fill = fill_of_bound(peaks[PEAK_RANKS, f"{FSDP} {how}"])
         text = f"{LABELS[how]}: fill / (model / {PEAK_RANKS} + two units), at most {1 + WITHIN}"
         lines.append(target(text, fill, fill <= 1 + WITHIN))
-    for how in (BUILT, META, APART):
-        beside = save_of_tensor(peaks[PEAK_RANKS, f"{FSDP} {how}"])
-        text = f"{LABELS[how]}: (save of rank 0 - of rank 1) / the largest tensor, at most 1"
-        lines.append(target(text, beside, beside <= 1))
+    beside = save_of_tensor(peaks[PEAK_RANKS, f"{FSDP} {APART}"])
+    text = f"{LABELS[APART]}: (save of rank 0 - of rank 1) / the largest tensor, at most 1"
+    lines.append(target(text, beside, beside <= 1))
     head = [*KINDS, "total", "x ranks / single rank", "largest unit"]
     lines += ["", f"| ranks, inside | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
     for (k, layout), nodes in counts.items():
@@ -384,9 +383,9 @@ def _how_peaks_were_taken(settings: Mapping[str, Any]) -> str:
 MB by which the resident memory of a process rose (`VmHWM`, reset first), for a GPT-2 with {layers}
 blocks of width {width}, after a first fit of a small model. *Fill*: from the creation of the model
 in `configure_model` to `configure_optimizers`, when it is sharded, or wrapped by DDP with its
-buckets. *Save*: while `trainer.save_checkpoint` runs after the last step. Rank 0 writes the full
-weights and both full moments of AdamW, three times the model, and gathers one tensor at a time. On
-every rank, memory rises by a second copy of its own weights, because a checkpoint contains the
-outer weights, and by the buffers of a gathered tensor. With a folder
+buckets. *Save*: while `trainer.save_checkpoint` runs after the last step. Under FSDP rank 0 gathers
+the full weights and both full moments of AdamW, three times the model. On every rank, memory rises
+by a second copy of its own weights, because a checkpoint contains the outer weights, and by the
+buffers of a gathered tensor. With a folder
 (`FSDPSettings(folder_above_bytes=0)`) each rank writes its own shards and no tensor is gathered.
-*Seconds*: of the slower rank, measured once, on the only disk of this machine."""
+*Seconds*: of the slower rank, measured once beside other work, on the only disk of this machine."""

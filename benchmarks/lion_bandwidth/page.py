@@ -79,8 +79,7 @@ def opening(records: Sequence[dict[str, Any]], rates: Sequence[str], picture: st
                 f" which takes {ours.step_ms / none.step_ms:.2f} times as long as a step of Lion"
                 " without communication."
             )
-    loss = "The loss of two workers is on the page of [Lion's losses](../lion_quality/result.md)."
-    return [*lines, "", loss, "", f"![milliseconds per step, by link and method]({picture})"]
+    return [*lines, "", f"![milliseconds per step, by link and method]({picture})"]
 
 
 def draw(records: Sequence[dict[str, Any]], rates: Sequence[str], path: Path) -> None:

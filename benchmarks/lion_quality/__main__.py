@@ -1,10 +1,9 @@
 """Compare the loss of votes with Lion and AdamW: `python -m benchmarks.lion_quality`.
 
-Distributed Lion by majority and by average, with 2, 4 and 8 workers, compared with Lion and AdamW
-on the mean of the same gradients. The workers are simulated in one process, bit for bit equal to
-separate processes. Results are kept next to the page, so a second call continues where the first
-one stopped, and the page is rewritten after each run. First come Lion's betas, then the learning
-rate and seeds of each method. Further words are overrides for all runs.
+Distributed Lion with 2, 4 and 8 workers, compared with Lion and AdamW on the mean of the same
+gradients. The workers are simulated in one process, bit for bit equal to separate processes.
+Results are kept next to the page, so a second call continues where the first one stopped, and the
+page is rewritten after each run. Further words are overrides for all runs.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _optimizer(method: str, steps: int, overrides: Sequence[str]) -> Config:
     """Return the optimizer settings common to all runs of a method."""
-    run = Run(next(iter(MODELS)), method, 1, 1, 1.0)
+    run = Run(next(iter(MODELS)), method, 0, 1, 1.0, 0.9, 0.99)
     optimizer: Config = configuration(run, steps, overrides)["optimizer"]
     varied = ("lr", "betas", "weight_decay")
     return {key: value for key, value in optimizer.items() if key not in varied}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,16 +26,14 @@ from benchmarks.lion_quality.grid import (
     WORKERS,
     Losses,
     Run,
-    at_best,
     best_betas,
     best_lr,
     cells,
-    is_tuned,
     lr_of,
     percents_above,
-    sweep,
+    search,
     tried,
-    tuning,
+    with_seeds,
 )
 
 TITLE = "How does the loss of Distributed Lion compare with Lion and AdamW on the same tokens?"
@@ -46,26 +44,24 @@ step all runs of one seed see the same {BLOCKS_PER_STEP} blocks; each of n worke
 of them, computes its own gradient and updates its own momentum. G-Lion (Lion) and AdamW take the
 mean gradient of the same blocks, as under DDP. Differences are computed per seed and are positive
 where the row's method is worse; ± is the standard deviation over the seeds, if there are several.
-Targets apply to the mean: G-Lion is compared with AdamW, the majority with G-Lion. Each method has
-its own learning rate, the best one on seed 1; the peak learning rate times the weight decay is
-{DECAY} in every run. AdamW has the betas of its recipe. Every worker clips its gradient to a norm
-of {CLIP}; G-Lion and AdamW clip the mean gradient, like the recipes' Trainer. The schedules of
-`conf/optimizer/` are shown above. Missing runs are made by the next call. The commits above are
-those of the runs."""
+Targets apply to the mean: G-Lion is compared with AdamW, the majority with G-Lion. The learning
+rates of AdamW and G-Lion are the best ones on seed 1, and votes take G-Lion's; the peak learning
+rate times the weight decay is {DECAY} in every run. AdamW has the betas of its recipe. Every worker
+clips its gradient to a norm of {CLIP}; G-Lion and AdamW clip the mean gradient, like the recipes'
+Trainer. The schedules of `conf/optimizer/` are shown above. Workers are simulated in one process,
+bit for bit equal to separate ones (`tests/benchmarks/test_lion_quality.py`). Missing runs are made
+by the next call. The commits above are those of the runs."""
 BETAS_TUNED = f"""\
 Validation loss of G-Lion with seed 1 at the learning rate {lr_of(BETAS_RUNG)}. The memory of beta2
-is 1 / (1 - beta2) steps. The choice is made without clipping: the pair with the lowest mean over
-the models is in bold, and all Lion runs use it, including the votes. The recipe's rule
-(`lion_betas` in `recipes/training/optimizer.py`) gives the same pair for runs of this length."""
+is 1 / (1 - beta2) steps. The pair with the lowest mean over the models is in bold, and all Lion
+runs use it, including the votes."""
 WITHOUT_CLIPPING = """\
 G-Lion compared with AdamW by seed, both at the rates above and without clipping. A momentum filled
 by large gradients of the first steps keeps their signs for a long time."""
 TUNED_ON = """\
-Validation loss with seed 1, without clipping for AdamW and G-Lion. All rates are rungs of one
-ladder with factors of 2; if a method's best rung was at an end of the tried range, the next one was
-tried as well. Empty cells were not needed. The best rate is in bold and used by every other seed.
-The rungs of a vote are around G-Lion's best one, at which it runs first; a rate with a star in the
-table above is the best of an incomplete search."""
+Validation loss with seed 1. All rates are rungs of one ladder with factors of 2; if a method's best
+rung was at an end of the tried range, the next one was tried as well. Empty cells were not needed.
+The best rate is in bold and used by every other seed."""
 
 
 def label(run: Run) -> str:
@@ -114,20 +110,20 @@ def page_lines(results: Results[Run], seeds: int, picture: str) -> list[str]:
         "",
         *TUNED_ON.splitlines(),
         "",
-        *_sweep_table(losses),
+        *_rates_table(losses),
     ]
     return result_page(TITLE, opening, results.made_by, body)
 
 
 def _finding(losses: Losses, seeds: int) -> list[str]:
-    """Return the finding: the differences of Lion from AdamW, and of votes from Lion."""
+    """Return the finding: the differences of Lion from AdamW, of votes from Lion, and the betas."""
     lines = []
     for model in MODELS:
         runs = _runs(losses, model, seeds)
-        lion = percents_above(losses, runs["g_lion", 1], runs["adamw", 1])
+        lion = percents_above(losses, runs["g_lion", 0], runs["adamw", 0])
         votes = []
         for n in WORKERS:
-            above = percents_above(losses, runs["majority", n], runs["g_lion", 1])
+            above = percents_above(losses, runs["majority", n], runs["g_lion", 0])
             of = f" ({len(above)} of {seeds} seeds)" if 0 < len(above) < seeds else ""
             votes.append(f"{mean_text(above, '+.2f', ' %')} with {n}{of}")
         lines.append(
@@ -135,21 +131,29 @@ def _finding(losses: Losses, seeds: int) -> list[str]:
             f" (precondition: at most {PRECONDITION} %, {_verdict(lion, PRECONDITION)}). The"
             f" majority of workers ends {', '.join(votes)} from this Lion."
         )
-    betas, memory = best_betas(losses), 1 / (1 - BETAS[0][1])
-    chosen = f"are {betas}" if betas else f"are {MISSING}"
+    betas = best_betas(losses)
+    if betas is None:
+        return lines
+    worse = [
+        100 * (losses[columns[0]] / losses[columns[BETAS.index(betas)]] - 1)
+        for columns in map(tried, MODELS)
+    ]
+    texts = ", ".join(
+        f"{percent:+.1f} % ({model})" for percent, model in zip(worse, MODELS, strict=True)
+    )
+    memory = 1 / (1 - BETAS[0][1])
     return [
         *lines,
-        f"- Lion's betas {chosen}, tuned for the length of these runs, and gradients are clipped"
-        f" as in the recipes. With {BETAS[0]}, which have a memory of {memory:.0f} steps, and no"
-        " clipping, an earlier version of this page showed Lion 20 % behind AdamW. The cause was"
-        " betas and clipping, not the vote.",
+        f"- Lion's betas are {betas}, tuned for the length of these runs. {BETAS[0]}, which have a"
+        f" memory of {memory:.0f} steps, end {texts} from them.",
     ]
 
 
 def _runs(losses: Losses, model: str, seeds: int) -> dict[tuple[str, int], list[Run]]:
-    """Return the runs of each method at its best learning rate; empty while it is unknown."""
+    """Return the runs of each method at its learning rate; none while it is unknown."""
     return {
-        (cell.method, cell.workers): at_best(losses, cell, seeds) for cell in cells(losses, model)
+        (cell.method, cell.workers): with_seeds(losses, cell, seeds)
+        for cell in cells(losses, model)
     }
 
 
@@ -160,18 +164,18 @@ def _main_table(losses: Losses, seeds: int) -> list[str]:
     ]
     for model in MODELS:
         runs = _runs(losses, model, seeds)
-        for cell in _in_order(losses, model):
+        for cell in cells(losses, model):
             ours = runs[cell.method, cell.workers]
             found = [losses[run] for run in ours if run in losses]
-            lion = percents_above(losses, ours, runs["g_lion", 1])
-            adamw = percents_above(losses, ours, runs["adamw", 1])
+            lion = percents_above(losses, ours, runs["g_lion", 0])
+            adamw = percents_above(losses, ours, runs["adamw", 0])
             target = "|"
             if cell.method == "g_lion":
                 target = f"{PRECONDITION} % | {_verdict(adamw, PRECONDITION)}"
-            elif (cell.method, cell.workers) == ("majority", 4):
+            elif cell.workers == 4:
                 target = f"{TARGET} % | {_verdict(lion, TARGET)}"
             lines.append(
-                f"| {model} | {label(cell)} | {_rate(losses, cell)}"
+                f"| {model} | {label(cell)} | {best_lr(losses, cell) or MISSING}"
                 f" | {len(found)} of {seeds} | {mean_text(found, '.4f')}"
                 f" | {'' if cell.method == 'g_lion' else mean_text(lion, '+.2f', ' %')}"
                 f" | {'' if cell.method == 'adamw' else mean_text(adamw, '+.2f', ' %')}"
@@ -180,20 +184,13 @@ def _main_table(losses: Losses, seeds: int) -> list[str]:
     return lines
 
 
-def _rate(losses: Losses, cell: Run) -> str:
-    rate = best_lr(losses, cell)
-    return MISSING if rate is None else f"{rate}{'' if is_tuned(losses, cell) else '*'}"
-
-
 def _betas_table(losses: Losses) -> list[str]:
-    heads = [f"{model}{clipped}" for clipped in ("", ", clipped") for model in MODELS]
     lines = [
-        f"| betas | memory of beta2 | {' | '.join(heads)} |",
-        "|---|---|" + "---|" * len(heads),
+        f"| betas | memory of beta2 | {' | '.join(MODELS)} |",
+        "|---|---|" + "---|" * len(MODELS),
     ]
-    columns = [tried(model, clip) for clip in (0.0, CLIP) for model in MODELS]
-    for betas, *jobs in zip(BETAS, *columns, strict=True):
-        texts = [MISSING if run not in losses else f"{losses[run]:.4f}" for run in jobs]
+    for betas, *runs in zip(BETAS, *map(tried, MODELS), strict=True):
+        texts = [MISSING if run not in losses else f"{losses[run]:.4f}" for run in runs]
         name = f"**{betas}**" if betas == best_betas(losses) else f"{betas}"
         lines.append(f"| {name} | {1 / (1 - betas[1]):.0f} steps | {' | '.join(texts)} |")
     return lines
@@ -204,46 +201,41 @@ def _unclipped_table(losses: Losses, seeds: int) -> list[str]:
     for model in MODELS:
         runs = _runs(losses, model, seeds)
         adamw, lion = (
-            [replace(run, clip=0.0) for run in runs[method, 1]] for method in ("adamw", "g_lion")
+            [replace(run, clip=0.0) for run in runs[method, 0]] for method in ("adamw", "g_lion")
         )
         above = percents_above(losses, lion, adamw)
         texts = [
-            ", ".join(f"{losses[j]:.4f}" for j in jobs if j in losses) for jobs in (adamw, lion)
+            ", ".join(f"{losses[run]:.4f}" for run in of_method if run in losses)
+            for of_method in (adamw, lion)
         ]
         percents = ", ".join(f"{percent:+.2f} %" for percent in above)
         lines.append(f"| {model} | {' | '.join(text or MISSING for text in (*texts, percents))} |")
     return lines
 
 
-def _sweep_table(losses: Losses) -> list[str]:
-    all_cells = [cell for model in MODELS for cell in _in_order(losses, model)]
-    rungs = sorted({rung for cell in all_cells for rung in sweep(losses, cell)})
+def _rates_table(losses: Losses) -> list[str]:
+    tuned = [cell for model in MODELS for cell in cells(losses, model) if not cell.workers]
+    searches = [search(losses, cell) for cell in tuned]
+    rates = sorted({run.lr for runs in searches for run in runs})
     lines = [
-        f"| model | method | {' | '.join(str(lr_of(rung)) for rung in rungs)} |",
-        "|---|---|" + "---|" * len(rungs),
+        f"| model | method | {' | '.join(map(str, rates))} |",
+        "|---|---|" + "---|" * len(rates),
     ]
-    for cell in all_cells:
-        wanted, best = sweep(losses, cell), best_lr(losses, cell)
+    for cell, runs in zip(tuned, searches, strict=True):
+        best, at = best_lr(losses, cell), {run.lr: losses.get(run) for run in runs}
         texts = []
-        for rung in rungs:
-            loss = losses.get(tuning(cell, rung))
-            text = (MISSING if rung in wanted else "") if loss is None else f"{loss:.4f}"
-            texts.append(f"**{text}**" if lr_of(rung) == best else text)
+        for rate in rates:
+            loss = at.get(rate)
+            text = (MISSING if rate in at else "") if loss is None else f"{loss:.4f}"
+            texts.append(f"**{text}**" if rate == best else text)
         lines.append(f"| {cell.model} | {label(cell)} | {' | '.join(texts)} |")
     return lines
-
-
-def _in_order(losses: Losses, model: str) -> list[Run]:
-    """Return the cells in table order: AdamW and G-Lion first."""
-    methods = ["adamw", "g_lion", "majority", "average"]
-    found = cells(losses, model)
-    return sorted(found, key=lambda cell: (methods.index(cell.method), cell.workers))
 
 
 def _verdict(percents: Sequence[float], target: float) -> str:
     if not percents:
         return MISSING
-    return "met" if math.fsum(percents) / len(percents) <= target else "missed"
+    return "met" if statistics.mean(percents) <= target else "missed"
 
 
 def draw_page(losses: Losses, seeds: int, path: Path) -> None:
@@ -251,14 +243,14 @@ def draw_page(losses: Losses, seeds: int, path: Path) -> None:
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot: it keeps global state and may need a display
     for axes, model in zip(figure.subplots(1, len(MODELS), sharey=True), MODELS, strict=True):
-        order = [cell for cell in _in_order(losses, model) if cell.method != "g_lion"]
+        order = [cell for cell in cells(losses, model) if cell.method != "g_lion"]
         runs = _runs(losses, model, seeds)
         for place, cell in enumerate(order):
             ours = runs[cell.method, cell.workers]
-            percents = percents_above(losses, ours, runs["g_lion", 1])
+            percents = percents_above(losses, ours, runs["g_lion", 0])
             axes.plot([place] * len(percents), percents, "o", color="C0", alpha=0.6)
         axes.axhline(0, color="0.7")
-        target_place = [(cell.method, cell.workers) for cell in order].index(("majority", 4))
+        target_place = [cell.workers for cell in order].index(4)
         axes.hlines(TARGET, target_place - 0.4, target_place + 0.4, color="0.3", linestyle="--")
         axes.set_xticks(range(len(order)), list(map(label, order)), rotation=60, fontsize=8)
         axes.set(title=model)

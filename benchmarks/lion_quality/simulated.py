@@ -37,21 +37,16 @@ class SimulatedLion(Optimizer):
         lr: learning rate.
         betas: of direction and momentum.
         workers: number of workers.
-        vote: "majority" or "average".
 
     Attributes:
         momenta_WN: per group, fp32: the momentum of each worker, concatenated over parameters.
     """
 
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], workers: int, vote: str
-    ) -> None:
-        assert vote in ("majority", "average"), vote
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], workers: int) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
         sizes = [sum(p.numel() for p in group["params"]) for group in self.param_groups]
         self.momenta_WN = [torch.zeros(workers, size) for size in sizes]
         self._votes_N = [torch.zeros(size) for size in sizes]  # exact: sums of integers
-        self._workers, self._vote = workers, vote
 
     @torch.no_grad()
     def cast(self, worker: int) -> None:
@@ -75,7 +70,7 @@ class SimulatedLion(Optimizer):
         """Update the parameters by the votes cast since the last step."""
         assert closure is None, "gradients are passed by `cast`"
         for group, votes_N in zip(self.param_groups, self._votes_N, strict=True):
-            delta_N = torch.sign(votes_N) if self._vote == "majority" else votes_N / self._workers
+            delta_N = torch.sign(votes_N)
             sizes = [p.numel() for p in group["params"]]
             for p, delta in zip(group["params"], delta_N.split(sizes), strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -84,7 +79,7 @@ class SimulatedLion(Optimizer):
 
 
 def simulated_lion_cosine(
-    module: nn.Module, knobs: Config, workers: int, vote: str
+    module: nn.Module, knobs: Config, workers: int
 ) -> OptimizerLRSchedulerConfig:
     """Return `SimulatedLion` with the schedule of `recipes.training.optimizer.lion_cosine`.
 
@@ -92,11 +87,10 @@ def simulated_lion_cosine(
         module: whose trainable parameters to optimize.
         knobs: values of `conf/optimizer/distributed_lion.yaml`.
         workers: passed to `SimulatedLion`.
-        vote: passed to `SimulatedLion`.
     """
     groups = decay_groups(module.parameters(), knobs["weight_decay"])
     b1, b2 = knobs["betas"] or lion_betas(knobs["total_steps"])
-    optimizer = SimulatedLion(groups, knobs["lr"], (b1, b2), workers, vote)
+    optimizer = SimulatedLion(groups, knobs["lr"], (b1, b2), workers)
     return warmup_cosine(
         optimizer, knobs["total_steps"], knobs["warmup_steps"], knobs["final_lr_fraction"]
     )
@@ -133,14 +127,13 @@ def take_step(
     schedule["scheduler"].step()
 
 
-def train(config: Config, workers: int, vote: str | None) -> float:
+def train(config: Config, workers: int) -> float:
     """Train a model from its seed and return its validation loss in nats per token.
 
     Args:
         config: of `recipes.pretrain`, for one rank with the global batch. Of the Trainer, only
             `max_steps` and `gradient_clip_val` are used.
-        workers: number of voters; 1 without a vote.
-        vote: "majority" or "average"; None: the configured optimizer on the mean gradient.
+        workers: number of voters; 0: the configured optimizer takes the mean gradient.
 
     Raises:
         FloatingPointError: the run has diverged.
@@ -148,13 +141,14 @@ def train(config: Config, workers: int, vote: str | None) -> float:
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     data = build_data(config)
     module = build_module(config, data)
-    if vote is None:
-        made: Any = module.configure_optimizers()
+    made: Any
+    if workers:
+        made = simulated_lion_cosine(module, config["optimizer"], workers)
     else:
-        made = simulated_lion_cosine(module, config["optimizer"], workers, vote)
+        made = module.configure_optimizers()
     trainer = config["trainer"]
     for batch in batches(data, trainer["max_steps"]):
-        take_step(module, made, batch, workers, trainer["gradient_clip_val"])
+        take_step(module, made, batch, max(workers, 1), trainer["gradient_clip_val"])
     loss = token_loss(module, data.val_dataloader())
     if not math.isfinite(loss):
         raise FloatingPointError(f"The validation loss is {loss}.")
@@ -172,4 +166,4 @@ def configuration(run: Run, steps: int, overrides: Sequence[str]) -> Config:
 
 def loss_of(run: Run, steps: int, overrides: Sequence[str]) -> float:
     """Make one run and return its validation loss in nats per token."""
-    return train(configuration(run, steps, overrides), run.workers, run.vote)
+    return train(configuration(run, steps, overrides), run.workers)

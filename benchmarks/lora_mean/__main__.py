@@ -17,15 +17,26 @@ from itertools import product
 from pathlib import Path
 
 from benchmarks.common.page import provenance, result_page, write_page
-from benchmarks.common.pretraining import summary_of
+from benchmarks.common.pretraining import TINY_GPT2, summary_of
 from benchmarks.common.runs import mean_text
 from benchmarks.lora_mean.simulated import LORA, LR, ROWS, STEPS, Found, Run, train
-from benchmarks.quality.grid import Run as Pretraining
-from benchmarks.quality.grid import Size
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "What does LoRA lose under DiLoCo, which averages A and B and not BA?"
-SIZE = Size(width=32, blocks_per_step=64, steps=500)
+PRETRAINING = [
+    *TINY_GPT2,
+    "strategy=ddp",
+    "trainer.devices=2",
+    "data.batch_size=32",  # of a rank
+    "data.block_size=64",
+    "trainer.max_steps=500",
+    "trainer.val_check_interval=500",
+    "optimizer.lr=0.0226",
+    "seed=1",
+    "checkpoint_every_n_steps=0",
+    "report.sample_tokens=1",
+    "logger=none",
+]
 CELLS = [
     *(Run(m, h, 1, "mean", exact=False, seed=0) for m, h in product((2, 4), (30, 100))),
     Run(4, 100, 1, "defaults", exact=False, seed=0),
@@ -52,9 +63,8 @@ def planned(seeds: int) -> Iterator[Run]:
 def pretrained(work: Path) -> str:
     """Return the folder of the pretrained model, made if missing."""
     folder = work / "pretrained"
-    words = Pretraining("gpt2_tiny", "none", 2, 0, 1, 0.0226).overrides(SIZE)
     if not (folder / "huggingface").exists():
-        summary_of([*words, "data.block_size=64"], folder)
+        summary_of(PRETRAINING, folder)
     return str(folder / "huggingface")
 
 
@@ -127,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     body = [
         "## The runs",
         "",
-        f"- a GPT-2 of width {SIZE.width} with two layers, {STEPS} steps of {ROWS} rows of 64"
+        f"- a GPT-2 of width 32 with two layers, {STEPS} steps of {ROWS} rows of 64"
         f" tokens of all replicas together, AdamW with lr {LR}, LoRA {LORA}, overlap 1, fp32 on"
         " the wire",
         '- outer step "mean": SGD with lr 1, mix 0; "defaults": SGD with lr 0.4, Nesterov momentum'

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common.pretraining import batches
-from benchmarks.last_round.simulated import SimulatedDiLoCo
+from benchmarks.size_ladder.played import PlayedReplicas
 from lightning_commfree.diloco import DiLoCoSettings
 from recipes.data.dialogues import Dialogues
 from recipes.data.example_data import ExampleDataModule
@@ -124,30 +124,31 @@ def train(run: Run, base: str, cache_dir: str) -> Found:
     settings = DiLoCoSettings(
         run.sync_every, 1, "strided", run.overlap_steps, mix, "fp32", outer, replica_size=1
     )
-    diloco = SimulatedDiLoCo(modules, settings)
+    diloco = PlayedReplicas(modules, settings)
+    schedule = diloco.replicas[0].schedule
 
     shares, sent = [], mean_updates(modules)
     landed = [layer.mean for layer in sent]
-    for batch in batches(data, STEPS):
+    for step, batch in enumerate(batches(data, STEPS), 1):
         for m, (one, of_one) in enumerate(zip(modules, made, strict=True)):
             of_one["optimizer"].zero_grad()
             one.loss({name: rows[m :: run.replicas] for name, rows in batch.items()}).backward()
             nn.utils.clip_grad_norm_(one.parameters(), 1.0)
             of_one["optimizer"].step()
             of_one["lr_scheduler"]["scheduler"].step()
-        step = diloco.step + 1
-        if diloco.schedule.launched_at(step):
+        if schedule.launched_at(step):
             sent = mean_updates(modules)
             moved = norm([now.mean - then for now, then in zip(sent, landed, strict=True)])
             shares.append(norm([layer.residual for layer in sent]) / moved)
         diloco.after_steps()
-        if diloco.schedule.landed_at(step):
+        if schedule.landed_at(step):
             for one in modules if run.exact else ():
                 fold(one, sent)
             landed = [layer.mean for layer in mean_updates(modules)]
 
     last = mean_updates(modules)
-    next(diloco.last_rounds())
+    diloco.finish()
+    diloco.close()
     loss = token_loss(module, data.val_dataloader())
     fold(module, last)
     exact_loss = token_loss(module, data.val_dataloader())

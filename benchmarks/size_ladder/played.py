@@ -24,8 +24,7 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.common.pretraining import Config, batches
-from benchmarks.last_round.simulated import take_steps
+from benchmarks.common.pretraining import Config, batches, take_steps
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger

@@ -1,41 +1,44 @@
-"""Draw docs/assets/loss_over_bytes.svg from the saved losses of two benchmarks.
+"""Draw docs/assets/loss_over_bytes.svg from the records of the size ladder.
 
 python -m docs.site.loss_over_bytes
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from benchmarks.size_ladder.page import default_cell, gaps
+from benchmarks.size_ladder.records import RECORDS, Records
 from commfree_planner import all_reduce_bytes, exchange_bytes, payload_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "docs/assets/loss_over_bytes.svg"
-MODEL = "gpt2_tiny"
-DEFAULTS = {"outer_lr": 0.4, "momentum": 0.9, "mix": 0.5}
-SEEDS = 3
+TARGET = Path(__file__).resolve().parents[2] / "docs/assets/loss_over_bytes.svg"
+MODELS = {"gpt2": "GPT-2", "llama": "Llama"}
+SIZE = "0.04M"
+REPLICAS, SYNC_EVERY = (2, 4), (30, 100)
 MANY = 256 * 1024  # numbers; the share of bytes does not depend on how many
 
 
 class Point(NamedTuple):
-    """One setting, with a loss per seed."""
+    """Streaming DiLoCo with one setting, compared with DDP on the same tokens."""
 
-    name: str
+    model: str
+    replicas: int
+    sync_every: int
     share: float  # of the bytes that fp32 DDP sends with as many ranks
-    losses: tuple[float, ...]
+    gaps: tuple[float, ...]  # percent above DDP's loss, by seed
 
     @property
     def mean(self) -> float:
-        """The mean loss."""
-        return statistics.mean(self.losses)
+        """The mean gap in percent."""
+        return statistics.mean(self.gaps)
 
 
 def share_of_ddp(replicas: int, sync_every: int, wire: str) -> float:
@@ -45,32 +48,27 @@ def share_of_ddp(replicas: int, sync_every: int, wire: str) -> float:
 
 
 def points() -> list[Point]:
-    """Return DDP, and Streaming DiLoCo with its defaults for several replicas and `sync_every`."""
-    ddp = _losses("quality", {"model": MODEL, "wire": "none"})
-    found = [Point("DDP", 1.0, ddp)]
-    for replicas in (2, 4):
-        for every in (30, 100):
-            wanted = {"model": MODEL, "wire": "fp4", "replicas": replicas, "sync_every": every}
-            losses = _losses("last_round", {**wanted, **DEFAULTS, "last_round": "mean"})
-            name = f"{replicas} replicas, H = {every}"
-            found.append(Point(name, share_of_ddp(replicas, every, "fp4"), losses))
-    return found
-
-
-def _losses(benchmark: str, wanted: dict[str, Any]) -> tuple[float, ...]:
-    """Return the losses of the one learning rate that was run with all seeds."""
-    text = (ROOT / "benchmarks" / benchmark / "result.json").read_text("utf-8")
-    by_rate: dict[float, list[float]] = {}
-    for kept in json.loads(text)["runs"]:
-        if wanted.items() <= kept["run"].items():
-            by_rate.setdefault(kept["run"]["lr"], []).append(kept["validation_loss"])
-    (losses,) = (found for found in by_rate.values() if len(found) == SEEDS)
-    return tuple(losses)
+    """Return the points by model, number of replicas and `sync_every`."""
+    losses = Records(RECORDS).losses
+    return [
+        Point(
+            model,
+            replicas,
+            every,
+            share_of_ddp(replicas, every, "fp4"),
+            tuple(gaps(losses, default_cell(model, SIZE, replicas, every))),
+        )
+        for model, replicas, every in product(MODELS, REPLICAS, SYNC_EVERY)
+    ]
 
 
 def description(found: Sequence[Point]) -> str:
-    """Return the text in the picture's metadata: every point with its loss and bytes."""
-    return "; ".join(f"{p.name}: {p.mean:.4f} at {p.share:.6f} of the bytes" for p in found)
+    """Return the text in the picture's metadata: every point with its gap and bytes."""
+    return "; ".join(
+        f"{MODELS[p.model]}, {p.replicas} replicas, H = {p.sync_every}: {p.mean:+.2f} % at"
+        f" {p.share:.6f} of the bytes"
+        for p in found
+    )
 
 
 def draw(path: Path, found: Sequence[Point]) -> None:
@@ -78,26 +76,29 @@ def draw(path: Path, found: Sequence[Point]) -> None:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
-    for point in found:
-        spread = statistics.stdev(point.losses)
-        axes.errorbar(point.share, point.mean, spread, fmt="o", capsize=3)
-        label = point.name if point.share == 1 else f"{point.name}: 1/{1 / point.share:.0f}"
-        left = point.share == 1
-        axes.annotate(
-            label,
-            (point.share, point.mean),
-            xytext=(-8 if left else 8, 4),
-            textcoords="offset points",
-            ha="right" if left else "left",
-            fontsize=9,
+    axes.plot(1, 0, "ko", label="DDP")
+    for (model, name), replicas in product(MODELS.items(), REPLICAS):
+        mine = [p for p in found if (p.model, p.replicas) == (model, replicas)]
+        axes.errorbar(
+            [p.share for p in mine],
+            [p.mean for p in mine],
+            [statistics.stdev(p.gaps) for p in mine],
+            fmt="o-" if replicas == min(REPLICAS) else "s--",
+            color="C0" if model == min(MODELS) else "C1",
+            capsize=3,
+            label=f"{name}, {replicas} replicas",
         )
+    ticks = {1.0: "1"} | {p.share: f"1/{1 / p.share:.0f}\nH = {p.sync_every}" for p in found}
     axes.set(
         xscale="log",
         xlim=(0.0008, 2),
         xlabel="bytes that a rank sends, as a share of fp32 DDP's",
-        ylabel="validation loss, nats per token",
+        ylabel="loss above DDP's, %",
     )
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     with mpl.rc_context({"svg.hashsalt": "one", "svg.fonttype": "none"}):
         said = {"Date": None, "Creator": None, "Description": description(found)}
         figure.savefig(path, format="svg", metadata=said)
@@ -107,9 +108,7 @@ def main() -> None:
     """Write the picture and print its points."""
     found = points()
     draw(TARGET, found)
-    for point in found:
-        above = 100 * (point.mean / found[0].mean - 1)
-        print(f"{point.name}: {point.mean:.4f} ({above:+.2f} %), 1/{1 / point.share:.0f} of DDP")
+    print(description(found).replace("; ", "\n"))
 
 
 if __name__ == "__main__":

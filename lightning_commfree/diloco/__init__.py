@@ -3,16 +3,16 @@
 Douillard et al., 2025, arXiv:2501.18512. Replicas train independently. They exchange *outer
 gradients*, one fragment of the model at a time, while training continues. Each replica runs::
 
-    global_copy = copy of the initial parameters          # equal on all M replicas, in fp32
+    global_copy = copy of the initial parameters          # fp32, the same on all M replicas
     for step in 1, 2, ...:
         inner_optimizer.step()                            # on this replica's own batch
 
-        for p in fragments launched after this step:      # every H steps; see `schedule`
+        for p in fragments to launch after this step:     # every H steps; see `schedule`
             delta = global_copy[p] - local[p]             # outer gradient: old minus new
             flight[p] = all_gather(encode(delta))         # in the background
 
         for p in fragments launched tau steps ago:
-            global_copy[p].grad = mean(decode(flight[p])) # the same bits on all replicas
+            global_copy[p].grad = mean(decode(flight[p])) # bit-identical on all replicas
             outer_optimizer.step()
             local[p] = alpha * local[p] + (1 - alpha) * global_copy[p]
 
@@ -26,13 +26,13 @@ M       `View.size`         replicas         the world        section 2
 H       `sync_every`        inner steps      100              section 3; 30 and 100 ablated
 P       `num_fragments`     fragments        3 blocks each    section 3.1; 1 more for the rest
 t_p     `Schedule.offset`   inner steps      floor(p H / P)   section 2.2
-tau     `overlap_steps`     inner steps      1                section 3; at most 5 advised
+tau     `overlap_steps`     inner steps      1                section 3; at most 5 recommended
 alpha   `mix`               weight of local  0.5              Figure 10
 theta   `global_copy`       fp32             --               Algorithm 2
 Delta   `outer_gradient()`  old minus new    --               Algorithm 2
---      `wire_dtype`        bits a value     "fp4"            section 2.4; see `codec`
---      `outer_optimizer`   --               SGD, lr 0.4,     section 3; the momentum is not
-                                             Nesterov 0.9     stated: arXiv:2503.09799
+--      `wire_dtype`        bits per value   "fp4"            section 2.4; see `codec`
+--      `outer_optimizer`   --               SGD, lr 0.4,     section 3 (learning rate);
+                                             Nesterov 0.9     arXiv:2503.09799 (momentum)
 ======  ==================  ===============  ===============  =================================
 
 Read in this order:
@@ -42,8 +42,8 @@ Read in this order:
    `quantize_numba`.
 3. `outer`: a fragment's global copy and outer step. `exchange`: the mean over the replicas.
 4. `streaming`: the algorithm.
-5. Special cases: `nonfinite` (a replica with NaN), `frozen` (parameters that are unfrozen, or
-   modified by hooks). `messages`: hints and warnings for the user.
+5. Special cases: `nonfinite` (a replica with NaN), `frozen` (frozen parameters that the user
+   unfreezes or hooks modify). `messages`: hints and warnings for the user.
 
 Departures from the paper:
 

@@ -4,34 +4,34 @@ Every replica, including the sender, decodes the same bytes and sums in fp32 in 
 the global copies remain bit-identical (arXiv:2501.18512, section 2.4). The size of a payload
 depends only on the number of values, N.
 
-==========  ============  =====================================================================
-wire_dtype  bits a value  rounding
-==========  ============  =====================================================================
-fp32        32            none
-bf16        16            to nearest, ties to even; NaN and Inf are kept
-int8        8.125         to nearest in steps of a block's largest magnitude / 127
-fp4         4.03          to nearest of zero and seven powers of two with either sign (E3M0)
-int2        2.06          to one of four levels per block; error feedback
-topk        0.223         the 64 largest of 4096 values, in two bits each; error feedback
-==========  ============  =====================================================================
+==========  ==============  ===================================================================
+wire_dtype  bits per value  rounding
+==========  ==============  ===================================================================
+fp32        32              none
+bf16        16              to nearest, ties to even; NaN and Inf are kept
+int8        8.125           to the nearest multiple of the block's largest magnitude / 127
+fp4         4.03            to the nearest of zero and seven powers of two of either sign (E3M0)
+int2        2.06            to one of four levels per block; error feedback
+topk        0.223           the 64 largest of 4096 values, two bits each; error feedback
+==========  ==============  ===================================================================
 
 Int8, fp4 and int2 have one scale per *block* of consecutive values (`quantize`). Values are
 processed in *chunks* of complete blocks, so that intermediate results stay in cache. If numba is
-installed, CPUs use `quantize_numba` for them, which is two to four times faster on one thread and
-gives the same results.
+installed, these three run `quantize_numba` on CPUs, which is two to four times faster on one thread
+and gives the same results.
 
-*Error feedback* (arXiv:1901.09847) keeps what a codec has lost, the residual, in the replica's own
-state, and adds it, times a weight, to the fragment's next outer gradient. The weight must be lower
-the larger the outer momentum is: a residual of weight 1 comes back in every later step of the
-momentum, and with the default outer optimizer (learning rate 0.4, momentum 0.9) int2 diverges from
-a weight of 0.9 on (`tests/diloco/test_error_feedback.py`). So the weight is 0.5 by default; without
-outer momentum, 0.95 to 1 is best.
+*Error feedback* (arXiv:1901.09847) keeps a codec's rounding error, the residual, in the replica's
+own state and adds it, times a weight, to the fragment's next outer gradient. The larger the outer
+momentum, the lower this weight must be: a residual with weight 1 comes back in every later step of
+the momentum, and with the default outer optimizer (learning rate 0.4, momentum 0.9) int2 diverges
+at weights of 0.9 and above (`tests/diloco/test_error_feedback.py`). So the default weight is 0.5;
+without outer momentum, 0.95 to 1 is best.
 
 To use your own codec, pass an object that implements `Codec` as `wire_dtype`. See
-`examples/sign_codec.py` for an example. It may also have an attribute `gather_only`: True if every
-replica must get every payload, so that values are encoded once. For top-k, the other route saves
-nothing: a mean has as many nonzero values as all payloads together, and to select from them again
-would discard most of what was sent.
+`examples/sign_codec.py` for an example. A codec may also have the attribute `gather_only`, which is
+True if every replica must get every payload, so that values are encoded only once. Top-k sets it:
+on the other route, the mean has as many nonzero values as all payloads together, and selecting from
+them again would discard most of the values sent.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ from lightning_commfree.comm.settings import check_count
 from lightning_commfree.diloco import quantize
 
 BLOCK = 256  # values
-_CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks pay more for torch's calls
-_DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
+_CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks spend more time on call overhead
+_DEVICE_CHUNK = 2**25  # values; few launches, and the workspace uses 8 bytes per value
 _MAX_TOPK_CHUNK = 2**12  # positions have 12 bits
 _INT2_LEVELS = 1, 3  # magnitudes, in units of the scale
 _FEEDBACK = 0.5  # stable with the default outer optimizer, and with twice its learning rate
-_TOPK_LEVELS = 3, 4  # closer, because selected values are all large
+_TOPK_LEVELS = 3, 4  # closer together, because selected values are all large
 
 
 def num_blocks(numel: int) -> int:
@@ -72,7 +72,7 @@ def num_blocks(numel: int) -> int:
 
 def chunks(numel: int, device: torch.device, block: int = BLOCK) -> Iterator[slice]:
     """Yield slices that cover `numel` values, in chunks of whole blocks, sized for the device."""
-    # a shorter last block is a chunk of its own, so that every chunk has blocks of one size
+    # a shorter last block is a chunk of its own, so that all blocks in a chunk have the same size
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     whole = numel // block * block
     for start in range(0, whole, step):
@@ -91,9 +91,9 @@ class Codec(Protocol):
 
     @property
     def error_feedback(self) -> float:
-        """Weight of the rounding error in the fragment's next outer gradient; 0: it is not kept.
+        """Weight of the rounding error in the fragment's next outer gradient; 0 discards the error.
 
-        Keeping it takes 4 bytes of memory per parameter.
+        Keeping the error uses 4 bytes of memory per parameter.
         """
 
     def num_bytes(self, numel: int) -> int:
@@ -104,19 +104,19 @@ class Codec(Protocol):
 
         Args:
             values: fp32, shape (N,).
-            out: uint8, shape (num_bytes(N),); filled.
-            residual: fp32, shape (N,); filled with the rounding error, which is `values` minus the
-                decoded `out`. None: not needed.
+            out: uint8, shape (num_bytes(N),); receives the payload.
+            residual: fp32, shape (N,); receives the rounding error, which is `values` minus the
+                decoded `out`. None if it is not needed.
         """
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
         """Decode a chunk of a payload.
 
         Args:
-            payload: uint8, filled by `encode`.
+            payload: uint8, as written by `encode`.
             numel: N, the number of values in the payload.
             values: the chunk, one of the slices that `chunks` yields.
-            out: fp32, shape (values.stop - values.start,); filled.
+            out: fp32, shape (values.stop - values.start,); receives the decoded values.
         """
 
 
@@ -129,7 +129,7 @@ class CastCodec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return N times the size of the wire type."""
+        """Return `numel` times the size of the wire type."""
         return numel * self.dtype.itemsize
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
@@ -241,11 +241,11 @@ class Int2Codec:
 
     @property
     def name(self) -> str:
-        """Name that contains the weight, which must be the same on all replicas."""
+        """Name of the codec, including its weight, which must be the same on all replicas."""
         return f"int2(error_feedback={self.error_feedback})"
 
     def num_bytes(self, numel: int) -> int:
-        """Return two bytes per block, and a quarter per value, rounded up to whole words."""
+        """Return two bytes per block, and a quarter byte per value, rounded up to whole words."""
         return 2 * num_blocks(numel) + packed_size(numel, 2)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
@@ -284,16 +284,16 @@ class Int2Codec:
 class TopKCodec:
     """Codec that sends only the values with the largest magnitudes (SparseLoCo, arXiv:2508.15706).
 
-    The others are zero, and reach the other replicas later, by error feedback. A chunk with fewer
-    than `keep` nonzero values sends its largest one several times. A payload contains, for all
-    chunks, the bf16 scales; the low 8 bits of the positions; their high 4 bits, two per byte; and
-    the values as 2-bit codes, four per byte.
+    The rest decode to zero and reach the other replicas later, through error feedback. A chunk with
+    fewer than `keep` nonzero values sends its largest one several times. A payload contains, for
+    all chunks, the bf16 scales; the low 8 bits of the positions; their high 4 bits, two per byte;
+    and the values as 2-bit codes, four per byte.
 
     Args:
         chunk: number of consecutive values of which `keep` are sent: a power of two from 256 to
             4096. The last chunk of a fragment may be shorter.
-        keep: number of values to send of every chunk, 1 to 256.
-        error_feedback: as in `Codec`. The paper's 0.95 belongs to an outer SGD without momentum.
+        keep: number of values to send per chunk, 1 to 256.
+        error_feedback: as in `Codec`. The paper's 0.95 is for an outer SGD without momentum.
 
     Raises:
         ValueError: an argument is out of range.
@@ -307,7 +307,7 @@ class TopKCodec:
 
     def __post_init__(self) -> None:
         check_count("chunk", self.chunk, BLOCK, ": it counts the values of which `keep` are sent")
-        check_count("keep", self.keep, 1, ": it counts the values that are sent of every chunk")
+        check_count("keep", self.keep, 1, ": it counts the values that are sent per chunk")
         if self.chunk & (self.chunk - 1) or self.chunk > _MAX_TOPK_CHUNK:
             raise ValueError(
                 f"`chunk={self.chunk}` must be a power of two from {BLOCK} to {_MAX_TOPK_CHUNK}:"
@@ -315,8 +315,8 @@ class TopKCodec:
             )
         if self.keep > BLOCK:
             raise ValueError(
-                f"`keep={self.keep}` is above {BLOCK}, the most values that can share a scale."
-                " Lower `chunk` to send a larger share of the values."
+                f"`keep={self.keep}` exceeds {BLOCK}, the maximum number of values that can share a"
+                " scale. Lower `chunk` to send a larger share of the values."
             )
         if not 0.0 < self.error_feedback <= 1.0:
             raise ValueError(
@@ -326,7 +326,7 @@ class TopKCodec:
 
     @property
     def name(self) -> str:
-        """Name that contains the settings, which must be the same on all replicas."""
+        """Name of the codec, including its settings, which must be the same on all replicas."""
         return f"topk(chunk={self.chunk}, keep={self.keep}, error_feedback={self.error_feedback})"
 
     def num_bytes(self, numel: int) -> int:
@@ -336,7 +336,7 @@ class TopKCodec:
         return scales + selected + packed_size(selected, 4) + packed_size(selected, 2)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Select values chunk by chunk, and encode their positions and values."""
+        """Select values chunk by chunk, and encode them with their positions."""
         scales, low, high, packed = self._split(out, values.numel())
         for part in chunks(values.numel(), values.device, self.chunk):
             missing = -(part.stop - part.start) % self.chunk
@@ -354,7 +354,7 @@ class TopKCodec:
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Decode the chunks with any of the values."""
+        """Decode the top-k chunks that contain the requested values."""
         _check_size(self, payload, numel)
         scales, low, high, packed = self._split(payload, numel)
         first, last = values.start // self.chunk, self._num_chunks(values.stop)
@@ -417,7 +417,7 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return the slice of blocks that a chunk covers, and its shape (blocks, values per block)."""
+    """Return the slice of blocks in a chunk, and the chunk's shape (blocks, values per block)."""
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)

@@ -40,6 +40,7 @@ from lightning_commfree.comm.membership import TOO_LATE, ElasticMembership, Memb
 from lightning_commfree.diloco.codec import Codec
 from lightning_commfree.diloco.exchange import (
     MAX_WEIGHT,
+    Decoding,
     Flight,
     FragmentExchange,
     Header,
@@ -173,8 +174,15 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def _launch(
-        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
+        self,
+        p: int,
+        values: Tensor,
+        header: Header,
+        residual: Tensor | None,
+        tag: str,
+        decoding: Decoding,
     ) -> Flight:
+        del decoding  # decoded at the landing, because a failed exchange is repeated
         flight, self.launched = self.launched, self.launched + 1
         self._deliveries[p] = self._thread.submit(
             lambda: self._fly(flight, p, values, header, residual), tag, device=values.device

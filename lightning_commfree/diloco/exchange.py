@@ -2,21 +2,23 @@
 
 Each fragment takes the route of `comm.exchange` that sends fewer bytes: gather for two replicas and
 for small fragments, otherwise two-phase. Every replica, even the owner of a shard, decodes the same
-bytes and adds them in replica order, so the means are bit-identical. On the two-phase route, the
-codec rounds the mean again. Replicas with NaN or Inf are excluded from the mean.
+bytes and adds the values in replica order, so the means are bit-identical. On the two-phase route,
+the codec rounds the mean again. Replicas with NaN or Inf are excluded from the mean.
 
 A message has four sections:
 
-1. *header*: three int64. First, flags (the sender requests a stop; its values contain NaN or Inf)
-   and, in the bits above, a hash of the fragments that joined during the fit. Second, the sender's
-   inner step and, in the bits above, its weight. Third, a hash of its global copy (0: none). On the
-   way down, the owner of a shard sends a summary of all headers.
-2. *gram*, only down: inner products of all replicas' gradients, restricted to the owner's shard.
-3. *payload*: the values as the codec encodes them.
+1. *header*: three int64 values. The first contains flags (the sender requests a stop; its values
+   contain NaN or Inf) and, in the higher bits, a hash of the fragments that joined during the fit.
+   The second contains the sender's inner step and, in the higher bits, its weight. The third is a
+   hash of the sender's global copy, or 0 for none. On the way down (the second phase), the owner of
+   a shard sends a summary of all headers.
+2. *gram*, on the way down only: inner products of all replicas' gradients, restricted to the
+   owner's shard.
+3. *payload*: the encoded values.
 4. *buffers*: averaged buffers, always in fp32, because a rounded variance could become zero.
 
 On CUDA, encoding and the copy to host memory run on a side stream, and a background thread waits
-for them and sends the message. When the messages of the others have arrived, that thread uploads
+for them and sends the message. When the other replicas' messages have arrived, that thread uploads
 them and starts to decode them on the side stream, so that a landing only has to wait for an event
 on the device.
 """
@@ -69,7 +71,7 @@ class Header(NamedTuple):
         return flags + (self.joined << _JOINED_SHIFT), step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return `values`, and those of the header's tensors that are on the same device."""
+        """Return `values` and the header's tensors that are on the same device."""
         tensors = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in tensors if word.device == values.device)]
 
@@ -77,23 +79,27 @@ class Header(NamedTuple):
 class HeaderSummary(NamedTuple):
     """Summary of all replicas' headers."""
 
-    stop: bool  # some replica asks all to stop
+    stop: bool  # some replica requests a stop
     drifted: bool  # the hashes of the global copies differ
     steps_differ: bool  # the messages were sent after different inner steps
     joined_differ: bool  # different fragments have joined
     nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
-    weights: tuple[int, ...]  # of all members; on the way down, 1 for all that are not 0
+    weights: tuple[int, ...]  # of all members; on the way down, only 0 or 1
 
     @property
     def counted(self) -> list[int]:
-        """The members in the mean: without nonfinite values or, unless all have it, weight 0."""
+        """The members counted in the mean.
+
+        Members with nonfinite values are excluded, and so are members with weight 0; neither rule
+        applies if it would exclude everyone.
+        """
         finite = [m for m in range(len(self.weights)) if m not in self.nonfinite]
         finite = finite or [*range(len(self.weights))]
         return [m for m in finite if self.weights[m]] or finite
 
 
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
-    """Summarize the headers of all replicas, int64, shape (M, 3), in host memory."""
+    """Summarize the headers of all replicas: int64, shape (M, 3), in host memory."""
     flags, _, digests = headers_M3.unbind(1)
     steps, weights = _steps_and_weights(headers_M3)
     drifted, steps_differ, joined_differ = (
@@ -112,8 +118,8 @@ def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
 
 
 def summary_header(summary: HeaderSummary, member: int) -> Header:
-    """Create the header with which the owner `member` sends its summary down."""
-    # the fields `step` and `digest` are free on the way down; every member sends its own NaN flag
+    """Create the header in which the owner `member` sends its summary down."""
+    # the fields `step` and `digest` are unused on the way down; each member sends its own NaN flag
     step, digest, joined = summary.drifted, summary.steps_differ, summary.joined_differ
     weight = int(summary.weights[member] > 0)
     nonfinite = member in summary.nonfinite
@@ -146,7 +152,7 @@ def counted_messages(messages: Tensor, counted: Sequence[int]) -> Tensor:
 
 
 class FragmentMessage:
-    """Layout of a message about a fragment or one of its shards.
+    """Layout of a message that carries a fragment or one of its shards.
 
     Args:
         codec: codec of the payload.
@@ -203,7 +209,7 @@ class FragmentMessage:
         return self._layout.sections(messages, "buffers", torch.float32)
 
     def values(self, messages: Tensor) -> Tensor:
-        """Decode the values in M messages: fp32, shape (M, numel)."""
+        """Return the decoded values in M messages: fp32, shape (M, numel)."""
         shape = len(messages), self._numel
         values_MN = torch.empty(shape, dtype=torch.float32, device=messages.device)
         for message, row in zip(messages, values_MN, strict=True):
@@ -213,11 +219,11 @@ class FragmentMessage:
     def average(
         self, messages: Tensor, weights: Sequence[int] | None = None, padding: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M).
+        """Return the mean of the values and their inner products: fp32, shapes (numel,), (M, M).
 
-        The last `padding` values become zero: not every codec keeps zeros.
+        The last `padding` values are set to zero, because not every codec preserves zeros.
         """
-        # chunk by chunk, so that decoded values of all replicas are never in memory at once
+        # chunk by chunk, so that all replicas' decoded values are never in memory at once
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
         gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)
@@ -240,17 +246,17 @@ class FragmentMessage:
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
     def average_buffers(self, messages: Tensor, weights: Sequence[int] | None = None) -> Tensor:
-        """Return the mean of the buffers, fp32, shape (num_buffers,)."""
+        """Return the mean of the buffers: fp32, shape (num_buffers,)."""
         rows_ME = self.buffers(messages)
         mean = _average(rows_ME, weights, out=torch.empty_like(rows_ME[0]))
-        # values that are equal on all replicas stay as they are, to the last bit, even Inf
+        # values that are equal on all replicas, even Inf, are kept bit for bit
         return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
 
 
 def _add_products(rows_MN: Tensor, gram_MM: Tensor) -> None:
     """Add the rows' inner products to the upper triangle of `gram_MM`."""
-    # one by one: BLAS is slow for so wide a matrix, and some versions for CUDA compute each element
-    # of a product with a vector in a single thread block
+    # one by one: BLAS is slow for such a wide matrix, and some CUDA versions compute each element
+    # of a matrix-vector product in a single thread block
     for i, row in enumerate(rows_MN):
         if row.device.type == "cpu":
             gram_MM[i, i:] += rows_MN[i:] @ row
@@ -278,8 +284,8 @@ def _average(rows_MN: Tensor, weights: Sequence[int] | None, out: Tensor) -> Ten
 class Arrival(NamedTuple):
     """Result of an exchange, the same on all replicas."""
 
-    mean: Tensor  # (N + E,), fp32, over the K replicas that are finite
-    stop: bool  # these five as in `HeaderSummary`
+    mean: Tensor  # (N + E,), fp32, over the K replicas that are counted
+    stop: bool  # this and the next four are as in `HeaderSummary`
     drifted: bool
     steps_differ: bool
     joined_differ: bool
@@ -287,7 +293,7 @@ class Arrival(NamedTuple):
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, within: Channel) -> Arrival:
-        """Combine the flags and inner products of a replica's ranks; collective within it."""
+        """Combine flags and inner products of a replica's ranks; collective within the replica."""
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
         parts = flags.float(), self.gram.flatten()
         mine = torch.cat([part.to(within.device, non_blocking=True) for part in parts])
@@ -308,7 +314,7 @@ def norm_of_mean(gram_KK: Tensor) -> float:
 
 
 def mean_cosine(gram_KK: Tensor) -> float:
-    """Return the mean cosine similarity of K outer gradients over all pairs; 1 if K = 1."""
+    """Return the mean cosine similarity over all pairs of K outer gradients; 1 if K = 1."""
     norms_K = gram_KK.diagonal().sqrt()
     cosines_KK = gram_KK / torch.outer(norms_K, norms_K).clamp(min=1e-30)
 
@@ -319,14 +325,22 @@ def mean_cosine(gram_KK: Tensor) -> float:
 
 @dataclass(eq=False)
 class Decoding:
-    """Decoding of messages on `device`, begun when they arrive if the values sent are on CUDA.
+    """Work that starts when the messages arrive, if the values sent are on CUDA.
 
     Attributes:
-        finish: returns the result, for use on the caller's current stream; None until they arrive.
+        device: device on which the messages are decoded.
+        step: called on the background thread with the mean; takes an outer step in host memory and
+            returns the function `land`.
+        finish: returns the result, for use on the caller's current stream; None until the messages
+            arrive.
+        land: makes the step's result the global copy and returns it on the device of the
+            parameters; None until the step has been taken.
     """
 
     device: torch.device
+    step: Callable[[Tensor], Callable[[], Tensor]] | None = None
     finish: Callable[[], Arrival] | None = None
+    land: Callable[[], Tensor] | None = None
 
 
 # -- exchanges
@@ -379,20 +393,22 @@ class FragmentExchange:
         Args:
             values: fp32, shape (N + E,).
             header: metadata to send with them.
-            residual: fp32, shape (N,); filled with the codec's rounding error.
+            residual: fp32, shape (N,); receives the codec's rounding error.
             tag: ledger tag.
-            decoding: filled by the background thread when the messages arrive.
+            decoding: the background thread sets its `finish` when the messages arrive.
 
         Returns:
             The received messages, still encoded, on the channel's device. `decode` reads them, and
             checkpoints may contain them.
         """
-        losses: list[Tensor] = []  # error of the second rounding, in the shard of this replica
+        losses: list[Tensor] = []  # error of the second rounding, in this replica's shard
 
         def send_and_decode(messages: Callable[[], Tensor]) -> Tensor:
             received = exchange(messages)
             if decoding is not None:
                 decoding.finish = self.decode(received, decoding.device)
+                if decoding.step is not None:
+                    decoding.land = decoding.step(decoding.finish().mean)
             return received
 
         def exchange(messages: Callable[[], Tensor]) -> Tensor:
@@ -448,14 +464,14 @@ class FragmentExchange:
         return arrival
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of all replicas' values, fp32, shape (N + E,), and inner products."""
+        """Return the mean of the counted values, fp32, shape (N + E,), and the inner products."""
         counted = counted_messages(messages, summary.counted)
         weights = [summary.weights[m] for m in summary.counted]
         mean, gram_KK = self._up.average(counted, weights)
         return _concatenate(mean, self._up.average_buffers(counted, weights)), gram_KK
 
     def _read_reduced(self, size: int, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same from the messages of the owners; `size` is K."""
+        """Return the result of `_average` from the owners' messages; `size` is K."""
         values = self._down.values(messages).view(-1)[: self.numel]
         mean = _concatenate(values, self._down.buffers(messages).flatten()[: self.num_buffers])
         return mean, self._down.gram(messages).sum(0)[: size**2].view(size, size)
@@ -477,7 +493,7 @@ class FragmentExchange:
         return messages
 
     def _reduce(self, received: Tensor, keep_loss: bool) -> tuple[Tensor, Tensor | None]:
-        """Average the shard that this replica owns; return the resulting message and its error."""
+        """Average the shard that this replica owns; return the message to send and its error."""
         summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
         counted = counted_messages(received, summary.counted)
         weights = [summary.weights[m] for m in summary.counted]
@@ -491,7 +507,7 @@ class FragmentExchange:
         header = summary_header(summary, self.route.view.rank)
         buffers = self._up.average_buffers(counted, weights)
         self._down.write(message, header, mean, buffers, gram, lost)
-        # Only this replica corrects the error, by a gradient that counts 1/K in the next mean: so
+        # Only this replica corrects the error, and its gradient has weight 1/K in the next mean, so
         # keep K times the error.
         return message, None if lost is None else lost.mul_(len(counted))
 
@@ -517,7 +533,7 @@ def _concatenate(values: Tensor, buffers: Tensor) -> Tensor:
 def cheaper_exchange(
     view: View, codec: Codec, numel: int, num_buffers: int = 0, background: Background | None = None
 ) -> FragmentExchange:
-    """Create an exchange on the route that sends fewer bytes, or gather if the codec requires it.
+    """Create an exchange on the cheaper route, or on the gather route if the codec requires it.
 
     Without a `background`, it can only report its bytes and launch gathers.
     """
@@ -533,14 +549,14 @@ def cheaper_exchange(
 def fragment_exchanges(
     view: View, codecs: Sequence[Codec], sizes: Sequence[tuple[int, int]], background: Background
 ) -> list[list[FragmentExchange]]:
-    """Call `cheaper_exchange` for each codec and fragment; `sizes` contains their N and E."""
+    """Call `cheaper_exchange` for each codec and fragment; `sizes` has each fragment's N and E."""
     by_codec = [
         [cheaper_exchange(view, codec, *size, background) for size in sizes] for codec in codecs
     ]
-    # The order of collectives must be the same on all ranks. If fragment 0 takes two phases, the
+    # The order of collectives must be the same on all ranks. If fragment 0 uses two phases, the
     # background thread launches the second one when the first has arrived. A gather of fragment 1
     # from the training thread could come before that on one rank and after it on another. So if any
-    # fragment takes two phases, gathers are launched on the background thread too.
+    # fragment uses two phases, gathers are launched on the background thread too.
     every = [exchange for exchanges in by_codec for exchange in exchanges]
     in_thread = any(exchange.route.two_phase for exchange in every)
     for exchange in every:
@@ -553,7 +569,7 @@ class Flight:
     """A fragment that has been launched but has not landed."""
 
     exchange: FragmentExchange
-    pending: Pending[Tensor]  # `FragmentExchange.launch`
+    pending: Pending[Tensor]  # from `FragmentExchange.launch`
     launched_s: float = field(default_factory=perf_counter)
     decoding: Decoding | None = None
 

@@ -1,14 +1,14 @@
 """Split a model into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
 
 A *block* is one of the repeated modules that make up most of a model (`model.blocks`). The last of
-the P fragments contains the parameters outside of blocks (embeddings, final norm, head). These
+the P fragments contains the parameters outside the blocks (embeddings, final norm, head). These
 patterns assign the blocks to the other G fragments:
 
 - "strided" (the paper's choice): block i goes to fragment i mod G, so that each fragment is spread
   over the depth of the model.
-- "sequential": consecutive blocks, in groups of about equal size.
-- "balanced": assigns tensors instead of blocks, largest first, each to whichever of the P fragments
-  has the fewest bytes so far.
+- "sequential": each fragment gets consecutive blocks, about the same number per fragment.
+- "balanced": tensors are assigned instead of blocks, largest first, each to whichever of the P
+  fragments has the fewest bytes so far.
 
 The fragments partition the trainable parameters; a tied weight is in one fragment, under its first
 name. Persistent floating-point buffers (BatchNorm statistics) are in the fragment of their module.
@@ -26,7 +26,7 @@ from lightning_commfree.model.blocks import block_names
 from lightning_commfree.model.shards import local_tensor
 
 PATTERNS = ("strided", "sequential", "balanced")
-_BLOCKS_PER_FRAGMENT = 3  # at every scale of the paper (section 3.1)
+_BLOCKS_PER_FRAGMENT = 3  # as at every scale in the paper (section 3.1)
 _BALANCED_WITHOUT_BLOCKS = 4  # default number of "balanced" fragments if there are no blocks
 
 
@@ -45,8 +45,8 @@ def split_into_fragments(
 
     Args:
         module: the model.
-        num_fragments: P. None: 3 blocks per fragment, plus one fragment for everything else; a
-            single fragment if there are no blocks ("balanced": up to 4).
+        num_fragments: P. If None, 3 blocks per fragment, plus one fragment for everything else;
+            without blocks, a single fragment, or up to 4 with "balanced".
         pattern: one of `PATTERNS`.
 
     Raises:
@@ -83,7 +83,7 @@ def has_blocks(module: nn.Module) -> bool:
 
 
 def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers to average, which are the persistent floating-point ones."""
+    """Return the buffers to average: the persistent floating-point ones."""
     # integers are counters, and non-persistent buffers are tables rebuilt from the config
     saved = set(module.state_dict(keep_vars=True))
     buffers = module.named_buffers()
@@ -127,7 +127,7 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
     groups: list[list[str]] = [[] for _ in range(count)]
 
     for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, order[name])):
-        # ties go to the fragment with the fewest tensors, or empty tensors leave a fragment empty
+        # break ties by number of tensors, or tensors without elements might leave a fragment empty
         emptiest = min(range(count), key=lambda p: (filled_bytes[p], len(groups[p]), p))
         filled_bytes[emptiest] += parameters[name].nbytes
         groups[emptiest].append(name)
@@ -154,7 +154,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     if not parameters:
         raise ValueError(
             "The module has no trainable parameters, so there is nothing to synchronize. Set"
-            " `requires_grad=True` on some of them, before `fit` or in `configure_model`."
+            " `requires_grad=True` on some parameters, before `fit` or in `configure_model`."
         )
 
     names_by_memory: dict[int, str] = {}

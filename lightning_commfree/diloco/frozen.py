@@ -1,14 +1,14 @@
-"""Parameters that are frozen when a fit begins, and so belong to no fragment.
+"""Parameters that are frozen when a fit begins and therefore belong to no fragment.
 
 Two things can happen to them during the fit:
 
 - The user unfreezes (*thaws*) them. They become a new fragment before the first step that trains
   them, while all replicas still have the same values. This fragment's offset in the schedule is the
   step of the next launch, so it is first launched one cycle after that. The headers of the next
-  launch contain a hash of all fragments that have joined. So if replicas have unfrozen different
-  parameters, they stop before any of them is sent.
-- Hooks *move* them: the teacher in BYOL, DINO, MoCo or Mean Teacher follows the local weights and
-  so differs between replicas. When validation begins and at the end of the fit, replicas compare
+  launch contain a hash of all fragments that have joined. If replicas have unfrozen different
+  parameters, they stop before sending any of these.
+- Hooks *move* them: the teacher in BYOL, DINO, MoCo or Mean Teacher follows the local weights, so
+  it differs between replicas. When validation begins and at the end of the fit, replicas compare
   hashes and average the parameters that differ. The mean of moving averages is the moving average
   of the means, so the result is the teacher of the averaged student. Until then each replica learns
   from its own teacher.
@@ -46,12 +46,12 @@ class FrozenParameters:
         return [name for name, p in self._parameters.items() if p.requires_grad]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parameters that have become a fragment."""
+        """Remove parameters that have become part of a fragment."""
         for name in names:
             del self._parameters[name]
 
     def digests(self) -> list[int]:
-        """Return hashes of this rank's tensors."""
+        """Return a hash of each of this rank's tensors."""
         return [int(digest(tensor.contiguous())) for tensor in self._tensors().values()]
 
     def average_moved(
@@ -90,7 +90,7 @@ class FrozenParameters:
             tensor.copy_(mean)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors for the parameters that can be compared."""
+        """Return this rank's tensors of the parameters that can be compared, by name."""
         return {
             name: local_tensor(p)
             for name, p in self._parameters.items()

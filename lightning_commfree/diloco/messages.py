@@ -20,7 +20,7 @@ _ALONE = (
     " into a look-ahead optimizer. For more replicas, give the Trainer more ranks (`devices=`,"
     " `num_nodes=`) than `replica_size`."
 )
-_MIN_EXCHANGES = 5  # of a fragment in a fit; warn if there are fewer
+_MIN_EXCHANGES = 5  # per fragment in a fit; warn if there are fewer
 
 
 class Message(NamedTuple):
@@ -39,8 +39,8 @@ def startup_messages(
 ) -> list[Message]:
     """Return the messages to show when a fit begins.
 
-    `last_step` is the inner step after which the fit ends, counted from the first run, or None if
-    unknown.
+    `last_step` is the inner step after which the fit ends, including the steps of earlier runs, or
+    None if unknown.
     """
     if num_replicas == 1:
         return [Message(_ALONE, warns=False)]
@@ -82,9 +82,9 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
 def initial_weights_warning(
     what: str, settings: DiLoCoSettings, schedule: Schedule, step: int, count: int
 ) -> str:
-    """Format the warning that a "validation" or "checkpoint" uses the initial weights.
+    """Return the text of a warning that a "validation" or "checkpoint" uses initial weights.
 
-    `count` is the number of fragments that have not yet landed after inner step `step`.
+    `count` is the number of fragments that have not landed by the end of inner step `step`.
     """
     return (
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"

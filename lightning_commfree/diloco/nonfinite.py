@@ -30,7 +30,7 @@ from lightning_commfree.diloco.outer import WITHIN_TAG, OuterFragment
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.model.shards import local_tensor
 
-LARGEST = 2.0**119  # the limit of the narrowest wire formats
+LARGEST = 2.0**119  # limit of the wire formats with the narrowest range
 NONFINITE_VALUES = f"NaN, Inf or more than {LARGEST:.1g}"
 
 
@@ -42,9 +42,10 @@ def refuse_landing(
     members: Sequence[int],
     settings: DiLoCoSettings,
 ) -> None:
-    """Check that fragment `p` may land after inner step `step`, with the same result everywhere.
+    """Check that fragment `p` may land after inner step `step`; same result on all replicas.
 
-    `names` are the fragment's parameters, and `members` the ids of the replicas that exchanged it.
+    `names` are the fragment's parameters, and `members` are the IDs of the replicas that exchanged
+    it.
 
     Raises:
         RuntimeError: the replicas launched it after different steps, their global copies differ,
@@ -76,7 +77,7 @@ def refuse_landing(
 def _refuse_nonfinite(
     nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Raise an error for nonfinite values; with "abstain", only if no replica's are finite."""
+    """Raise an error for nonfinite values; with "abstain", only if no replica has finite ones."""
     abstains = settings.nonfinite == "abstain"
     if abstains and len(nonfinite) < len(members):
         return
@@ -115,7 +116,7 @@ def refuse_to_save(
     """Check that a checkpoint's weights are finite, before anything is written.
 
     Collective over `world`; no fragment may be in flight. `local` is `WeightSwap.local`, and `rule`
-    is the setting `nonfinite`.
+    is the `nonfinite` setting.
 
     Raises:
         RuntimeError: a rank's weights are not finite; raised on all ranks.
@@ -140,7 +141,7 @@ def refuse_to_save(
 
 
 def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | None) -> list[int]:
-    """Replace the local copies of fragment `p` and of all nonfinite fragments with global copies.
+    """Replace local copies with global copies, for fragment `p` and all nonfinite fragments.
 
     Returns the indices of these fragments. Collective within the replica.
     """
@@ -154,7 +155,7 @@ def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | No
 def reset_nonfinite_state(
     optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Delete the optimizer state of parameters for which it is not finite."""
+    """Reset the optimizer state of each parameter whose state is not finite."""
     wanted = list(parameters)
     for optimizer in optimizers:
         for parameter in wanted:
@@ -176,9 +177,9 @@ def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None
 
     Args:
         fragment: the fragment.
-        values: from `OuterFragment.outer_gradient`.
-        within: channel to the ranks that hold the other shards, to include these in the result;
-            collective.
+        values: as returned by `OuterFragment.outer_gradient`.
+        within: channel to the ranks that hold the other shards. If given, the result covers all
+            shards, and the call is collective.
 
     Returns:
         bool, 0-d, on the device of `values`; the host does not wait for it.
@@ -186,7 +187,7 @@ def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None
     parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
     found = torch.zeros((), dtype=torch.bool, device=values.device)
     if parameters.numel():
-        # if there is a NaN, both are NaN, and every comparison is False
+        # if there is a NaN, both limits are NaN, and every comparison is False
         low, high = torch.aminmax(parameters)
         found = ~((low > -LARGEST) & (high < LARGEST))
     if buffers.numel():

@@ -6,11 +6,12 @@ global copy, never to the mixed local copy; otherwise replicas would drift apart
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
@@ -190,6 +191,7 @@ class OuterFragment:
         self.shard_numel, self.parameter_numel = self._layout.numel, self._layout.parameter_numel
         start = self.local_values()
         self.residual = torch.zeros_like(start[: self.parameter_numel]) if error_feedback else None
+        self._pinned = start.is_cuda and device == "cpu"
         self.global_copy = start if device is None else _to_device(start, device)
 
         slices = self._layout.split(self.global_copy)
@@ -202,6 +204,7 @@ class OuterFragment:
             outer_optimizer, self._outer_parameters or nothing
         )
         self.landings = 0
+        self._before: dict[str, Any] | None = None  # optimizer state before a step ahead
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -296,8 +299,18 @@ class OuterFragment:
         """Return a hash of the global copy's bits: int64, 0-d."""
         return digest(self.global_copy)
 
+    @property
+    def outer_lr(self) -> float:
+        """Learning rate of the next outer step, or of one that was taken ahead of its landing."""
+        state = self._before or self._optimizer_state()
+        return float(state["optimizer"]["param_groups"][0]["lr"])
+
     def outer_step(self, mean: Tensor) -> None:
         """Take an outer optimizer step with the mean outer gradient `mean`, fp32, shape (S,)."""
+        self._step(mean)
+        self.landings += 1
+
+    def _step(self, mean: Tensor) -> None:
         means = [part for _, part in self._layout.split(mean)]
         for outer, gradient in zip(self._outer_parameters, means, strict=False):
             outer.grad = gradient
@@ -306,13 +319,38 @@ class OuterFragment:
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.landings += 1
 
     def average_buffers(self, mean: Tensor) -> None:
         """Set the global copy of the buffers to their values, which are at the end of `mean`."""
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
+
+    def outer_step_ahead(self, mean: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Take an outer step with `mean` before the fragment lands; it may run on any thread.
+
+        Until it lands, the global copy and `state_dict` remain those before the step.
+
+        Returns:
+            The next global copy, fp32, shape (S,), and a function that replaces the global copy
+            with it.
+        """
+        self._before = pytree.tree_map_only(Tensor, Tensor.clone, self._optimizer_state())
+        stepped = torch.empty_like(self.global_copy, pin_memory=self._pinned)
+        stepped.copy_(self.global_copy)
+        parts = [part for _, part in self._layout.split(stepped)]
+        for outer, part in zip(self._outer_parameters, parts, strict=False):
+            outer.data = part
+        self._outer_buffers = parts[len(self._outer_parameters) :]
+        with torch.no_grad():
+            self._step(mean)
+            self.average_buffers(mean)
+
+        def land() -> None:
+            self.global_copy, self._before = stepped, None
+            self.landings += 1
+
+        return stepped, land
 
     def take_local(self) -> None:
         """Set the global copy to the local one."""
@@ -353,10 +391,13 @@ class OuterFragment:
         """Return the outer state; tensors are not copied."""
         return {
             "global_copy": [part for _, part in self._layout.split(self.global_copy)],
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            **(self._before or self._optimizer_state()),
             "landings": self.landings,
         }
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""

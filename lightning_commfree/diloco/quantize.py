@@ -1,8 +1,8 @@
-"""Quantize blocks of fp32 values to E3M0, int8 or two bits, select the largest, and decode them.
+"""Quantize blocks of fp32 values to E3M0, int8 or two bits, decode them, and select the largest.
 
-E3M0 (arXiv:2501.18512, section 2.4) has a sign bit and three exponent bits: zero and seven powers
-of two with either sign. The paper does not specify scales, blocks, rounding or zeros. In this
-package:
+E3M0 (arXiv:2501.18512, section 2.4) has a sign bit and three exponent bits, which encode zero and
+seven powers of two of either sign. The paper does not specify scales, blocks, rounding or zeros. In
+this package:
 
 - *Block*: 256 consecutive values of a fragment. The last one may be shorter.
 - *Scale*: one byte, the exponent E of the power of two that the block's largest magnitude rounds
@@ -17,24 +17,24 @@ package:
 
 Int8 uses the same blocks with an fp32 scale, the largest magnitude / 127, and rounds to nearest,
 ties to even. A block whose largest magnitude is below 2^-118 becomes zero, and a NaN or Inf makes
-its block NaN here too.
+the whole block NaN here too.
 
-*Two bits* (`encode_two_bits`) are a sign and one of two magnitudes, low and high times a bf16
-scale. A value gets the high one if it exceeds the root mean square of its block, and the scale is
-then the least-squares fit of the codes to the values. So the decoded values never have a larger
-norm than the values, and error feedback converges for any values. For Gaussian values, magnitudes
-of 1 and 3 have nearly the least error of any four levels: 34.5 % of the norm, against 34.3 % for
-the Lloyd-Max levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the
-means of four bins per tensor, in fp32. Magnitudes below 2^-118 are zero and those from 2^120 on
-NaN, as above, but zeros in a block with other values become the low level.
+*Two bits* (`encode_two_bits`) are a sign and one of two magnitudes, `low` or `high` times a bf16
+scale. A value gets `high` if its magnitude exceeds the root mean square of its block, and the scale
+is then the least-squares fit of the codes to the values. So the decoded values never have a larger
+norm than the original ones, and error feedback converges for any values. For Gaussian values,
+magnitudes of 1 and 3 are nearly optimal: the error is 34.5% of the norm, compared with 34.3% for
+the Lloyd-Max levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the means
+of four bins per tensor, in fp32. As above, a block is zero if its largest magnitude is below
+2^-118, and NaN if it is 2^120 or more, but zeros in other blocks become `low`.
 
-Sums must not depend on the order of their terms, which differs between devices. So they are sums of
-whole numbers below 2^24, which are exact in fp32: magnitudes are rounded to 8 bits relative to the
-block's largest.
+Sums must not depend on the order of their terms, which differs between devices. So magnitudes are
+first rounded to 8 bits relative to the block's largest: sums of whole numbers below 2^24 are exact
+in fp32.
 
 This module uses torch operations and runs on all devices. It avoids comparisons, because in torch,
 creating boolean tensors is several times slower than arithmetic. `python -m benchmarks.wire`
-measures times, and errors for this and other block sizes and scales.
+measures times, and the errors for these and other block sizes and scales.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Workspace:
     def buffer(self, dtype: torch.dtype, shape: torch.Size, slot: int = 0) -> Tensor:
         """Return an uninitialized buffer; calls with the same dtype and slot share memory."""
         if (dtype, slot) not in self._buffers:
-            with torch.inference_mode(False):  # else it could not be written outside of the mode
+            with torch.inference_mode(False):  # else it is read-only outside inference mode
                 flat = torch.empty(self.numel, dtype=dtype, device=self._device)
             self._buffers[dtype, slot] = flat
         return self._buffers[dtype, slot][: shape.numel()].view(shape)
@@ -75,10 +75,10 @@ class Workspace:
 
     @cached_property
     def factors(self) -> Tensor:
-        """Lookup table for the encoding factor 2^(-E-8), 0 for zero blocks: fp32, (256, 1)."""
+        """Lookup table for encoding factors, 2^(-E-8) or 0 for zero blocks: fp32, (256, 1)."""
         exponents = self._exponents()
 
-        # in two steps, because the result may be below the normal numbers of fp32
+        # in two steps, because the result may be subnormal in fp32
         factors = _power_of_two(2 * _EXPONENT_BIAS + 1 - exponents) * 2**-9
         return factors.masked_fill_(exponents == 0, 0.0).unsqueeze(1)
 
@@ -93,7 +93,7 @@ class Workspace:
     def unit_factors(self) -> Tensor:
         """Lookup table for the factor that scales a block to magnitudes below 2^8: fp32, (256, 1).
 
-        By the biased exponent of the block's largest magnitude; 0 for zero blocks.
+        It is indexed by the biased exponent of the block's largest magnitude; 0 for zero blocks.
         """
         exponents = self._exponents()
         factors = _power_of_two(2 * _EXPONENT_BIAS + 7 - exponents)
@@ -101,7 +101,7 @@ class Workspace:
 
     @cached_property
     def units(self) -> Tensor:
-        """Lookup table for the inverse of `unit_factors`, NaN for NaN blocks: fp32, (256,)."""
+        """Lookup table for the inverse of `unit_factors`; NaN for NaN blocks: fp32, (256,)."""
         exponents = self._exponents()
         units = _power_of_two((exponents - 7).clamp_(min=0))
         return units.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan)
@@ -114,7 +114,7 @@ class Workspace:
 
 
 # On a CPU, allocating fresh pages takes longer than the work done in them, so each thread keeps a
-# workspace, for its speed only. CUDA's allocator caches memory itself.
+# workspace; it affects only speed. CUDA's allocator caches memory itself.
 _of_thread = threading.local()
 
 
@@ -135,8 +135,8 @@ def _power_of_two(biased_exponents: Tensor) -> Tensor:
     return (biased_exponents << MANTISSA_BITS).view(torch.float32)
 
 
-# smallest magnitude of an int8 block's largest value: smaller, 127 / largest would overflow and the
-# scale would be subnormal
+# lower limit for the largest magnitude in an int8 block: below it, 127 / largest would overflow and
+# the scale would be subnormal
 MIN_LARGEST = 2.0**-118
 
 
@@ -145,7 +145,7 @@ def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
 
     Args:
         values_BV: fp32.
-        scales_B: uint8, filled: E + 127, 0 for a zero block, 255 for a NaN block.
+        scales_B: uint8; receives E + 127, or 0 for a zero block and 255 for a NaN block.
 
     Returns:
         The codes, uint8, shape (B * V,), valid until the next call. Bit 3 is the sign; bits 0 to 2
@@ -154,8 +154,8 @@ def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
     workspace = workspace_for(values_BV)
     # the clamp turns NaN into Inf
     top_B = _largest_bits(values_BV, workspace).clamp_(max=EXPONENT_OF_NAN << MANTISSA_BITS)
-    # adding half of the mantissa's range carries into the exponent from 1.5 * 2^k on, which gives
-    # the exponent of the nearest power of two
+    # adding half of the mantissa's range carries into the exponent at 1.5 * 2^k and above, which
+    # gives the exponent of the nearest power of two
     top_B.add_(1 << (MANTISSA_BITS - 1)).bitwise_right_shift_(MANTISSA_BITS)
 
     torch.index_select(workspace.scales, 0, top_B, out=scales_B)
@@ -163,7 +163,7 @@ def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
 
 
 def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> Tensor:
-    """Compute codes with fp16 arithmetic, by scaling 2^(E-6) to fp16's smallest normal, 2^-14.
+    """Compute codes in fp16 arithmetic, by scaling 2^(E-6) to 2^-14, the smallest normal fp16.
 
     fp16 has the sign in bit 15, the exponent in bits 10 to 14, and a linear range below 2^-14. So
     its exponent is the code m of 2^(E-7+m): adding half of a mantissa carries into it at 1.5 * 2^k,
@@ -178,9 +178,9 @@ def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> 
     half_bits_BV.add_(1 << 9).bitwise_right_shift_(10)
 
     codes_BV = workspace.buffer(torch.uint8, shape)
-    codes_BV.copy_(half_bits_BV)  # m; if negative, m - 32, which is m + 224 in uint8
+    codes_BV.copy_(half_bits_BV)  # m, or for negative values m - 32, which is m + 224 in uint8
     more_BV = workspace.buffer(torch.uint8, shape, slot=1)
-    torch.sub(codes_BV, 224 - 8, out=more_BV)  # if negative m + 8, else m + 40
+    torch.sub(codes_BV, 224 - 8, out=more_BV)  # m + 40, or for negative values m + 8
     return torch.minimum(codes_BV, more_BV, out=codes_BV).view(-1)
 
 
@@ -188,10 +188,10 @@ def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: 
     """Decode a chunk encoded by `encode_e3m0`.
 
     Args:
-        lift_codes: writes the chunk's codes to bits 12 to 15, and garbage to the lower bits, of an
-            int16 tensor of shape (B * V,).
+        lift_codes: fills an int16 tensor of shape (B * V,): bits 12 to 15 hold the chunk's codes;
+            the lower bits are garbage.
         scales_B: uint8.
-        out_BV: fp32, filled.
+        out_BV: fp32; receives the decoded values.
     """
     workspace = workspace_for(out_BV)
     half_BV = workspace.buffer(torch.float16, out_BV.shape)
@@ -208,8 +208,8 @@ def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
 
     Args:
         values_BV: fp32.
-        codes_BV: int8 in -127..127, filled; garbage in a block with NaN or Inf.
-        scales_B: fp32, filled; NaN for a block with NaN or Inf.
+        codes_BV: int8; receives the codes, -127 to 127; garbage in a block with NaN or Inf.
+        scales_B: fp32; receives the scales, NaN for a block with NaN or Inf.
     """
     workspace = workspace_for(values_BV)
     # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number
@@ -231,13 +231,13 @@ def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
 
 
 def encode_two_bits(values_BV: Tensor, low: int, high: int, scales_B: Tensor) -> Tensor:
-    """Encode a chunk of B blocks of V fp32 values, at most 256, as a sign and one of two levels.
+    """Encode each value in a chunk of B blocks of V fp32 values as a sign and one of two levels.
 
     Args:
-        values_BV: fp32.
+        values_BV: fp32; V is at most 256.
         low: smaller magnitude, in units of the scale.
         high: larger magnitude; at most 4.
-        scales_B: bf16, filled; NaN for a NaN block.
+        scales_B: bf16; receives the scales, NaN for a NaN block.
 
     Returns:
         The codes, uint8, shape (B * V,), valid until the next call: 0 to 3 for -high, -low, low and
@@ -245,7 +245,7 @@ def encode_two_bits(values_BV: Tensor, low: int, high: int, scales_B: Tensor) ->
     """
     workspace, shape = workspace_for(values_BV), values_BV.shape
     tops_B = _largest_bits(values_BV, workspace).bitwise_right_shift_(MANTISSA_BITS)
-    # the buffer that `_largest_bits` leaves filled with the magnitudes
+    # `_largest_bits` has left the magnitudes in this buffer
     rounded_BV = workspace.buffer(torch.float32, shape)
     rounded_BV.mul_(workspace.unit_factors.index_select(0, tops_B)).round_()
 
@@ -279,20 +279,20 @@ def decode_two_bits(codes_BV: Tensor, low: int, high: int, scales_B: Tensor, out
 
 
 def largest(values_BC: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Select the values with the largest magnitudes in every row, in descending order.
+    """Select the values with the largest magnitudes in each row, in descending order.
 
-    Of equal magnitudes, those at lower positions come first. Zeros are not selected: if a row has
-    fewer than `count` other values, its first selected value is repeated.
+    Ties are broken by position, lowest first. Zeros are not selected: if a row has fewer than
+    `count` nonzero values, its first selected value is repeated.
 
     Args:
-        values_BC: fp32, at most 4096 values in a row.
+        values_BC: fp32, at most 4096 values per row.
         count: K, number of values to select.
 
     Returns:
-        Positions, int64, and values, fp32, both of shape (B, K).
+        Positions (int64) and values (fp32), both of shape (B, K).
     """
     length = values_BC.shape[1]
-    # Unique keys, because devices break ties differently. Magnitudes have the order of their bits.
+    # Keys are unique, because devices break ties differently. Magnitudes sort like their bits.
     keys_BC = values_BC.view(torch.int32).bitwise_and(0x7FFF_FFFF).to(torch.int64)
     order_C = torch.arange(length - 1, -1, -1, device=values_BC.device)
     positions_BK = keys_BC.bitwise_left_shift_(12).add_(order_C).topk(count, dim=1).indices
@@ -306,8 +306,8 @@ def largest(values_BC: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _largest_bits(values_BV: Tensor, workspace: Workspace) -> Tensor:
     """Return the bits of every block's largest magnitude: int32, shape (B,).
 
-    Leaves the magnitudes in the workspace's first fp32 buffer.
+    The magnitudes remain in the workspace's first fp32 buffer.
     """
     magnitudes_BV = torch.abs(values_BV, out=workspace.buffer(torch.float32, values_BV.shape))
-    # magnitudes have the order of their bits, with Inf and then NaN at the top
+    # magnitudes sort like their bits, with Inf and then NaN at the top
     return magnitudes_BV.view(torch.int32).amax(dim=1)

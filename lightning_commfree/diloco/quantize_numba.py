@@ -5,7 +5,7 @@ in registers and the L1 cache, so encoding and decoding run at memory speed. Pay
 except for the codes of NaN blocks, which are garbage, so replicas with and without numba can train
 together.
 
-The loops take constants of other files as arguments (see `comm.compiled`).
+The loops take constants from other files as arguments (see `comm.compiled`).
 
 The loops release the GIL and use one thread. Every operation is wrapped in `i32`, because numba
 would otherwise use 64 bits, which halves the number of values per register.
@@ -24,7 +24,7 @@ from lightning_commfree.diloco.quantize import MAX_TOP, MIN_LARGEST, MIN_TOP
 
 i32, u8, f32 = np.int32, np.uint8, np.float32
 _SHIFT = i32(23)  # bits of an fp32's mantissa
-_HALF = i32(1 << 22)  # of the mantissa's range
+_HALF = i32(1 << 22)  # half of the mantissa's range
 _MAGNITUDE = i32(0x7FFF_FFFF)
 _INF = i32(0x7F80_0000)
 _NAN = i32(0x7FC0_0000)
@@ -37,8 +37,8 @@ def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> N
 
     Args:
         values: fp32, shape (N,), contiguous.
-        packed: uint8, shape (packed_size(N, 4),), filled.
-        scales: uint8, shape (num_blocks(N),), filled.
+        packed: uint8, shape (packed_size(N, 4),); receives the codes.
+        scales: uint8, shape (num_blocks(N),); receives the scales.
         block: number of values per block.
     """
     bits = values.view(torch.int32).numpy()
@@ -52,7 +52,7 @@ def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: 
         packed: codes of all values.
         start: index of the chunk's first value.
         scales: scales of the chunk's blocks.
-        out: fp32, shape (n,), filled.
+        out: fp32, shape (n,); receives the decoded values.
         block: number of values per block.
     """
     tops, bits = scales.numpy(), out.view(torch.int32).numpy()
@@ -66,12 +66,12 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> No
 
 
 def encode_int2(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
-    """Encode like `quantize.encode_two_bits` with levels of 1 and 3, and pack.
+    """Encode like `quantize.encode_two_bits` with levels of 1 and 3, and pack the codes.
 
     Args:
         values: fp32, shape (N,), contiguous.
-        packed: uint8, shape (packed_size(N, 2),), filled.
-        scales: bf16, shape (num_blocks(N),), filled.
+        packed: uint8, shape (packed_size(N, 2),); receives the codes.
+        scales: bf16, shape (num_blocks(N),); receives the scales.
         block: number of values per block, at most 256.
     """
     bits, halves = values.view(torch.int32).numpy(), scales.view(torch.int16).numpy()
@@ -79,7 +79,7 @@ def encode_int2(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> N
 
 
 def decode_int2(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
-    """Decode a chunk encoded by `encode_int2`; arguments as for `decode_e3m0`."""
+    """Decode a chunk encoded by `encode_int2`; arguments are as in `decode_e3m0`."""
     _decode_int2(packed.numpy(), start, scales.float().numpy(), out.numpy(), block)
 
 
@@ -110,7 +110,7 @@ def _codes(bits: Any, floor: Any, codes: Any) -> None:
     for i in range(bits.size):
         value = i32(bits[i])
         # adding half of a mantissa carries into the exponent at 1.5 * 2^k, which gives m; below
-        # 2^(E-6), where m would be 0, the code is 1 from the floor on
+        # 2^(E-6), where m would be 0, the code is 1 for magnitudes of at least the floor
         above = i32(i32(value & _MAGNITUDE) - floor)
         by_exponent = i32(i32(above + _HALF) >> _SHIFT)
         from_floor_on = i32(i32(1) + i32(above >> i32(31)))
@@ -224,7 +224,7 @@ def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, lea
 
 @compiled
 def _fit_two_bits(values: Any, factor: Any, units: Any, codes: Any) -> Any:
-    """Write a block's codes, and return their scale relative to 1 / factor; `units` is scratch."""
+    """Write a block's codes; return their scale relative to 1 / factor (`units` is scratch)."""
     total = square = i32(0)
     for i in range(values.size):
         unit = i32(np.rint(f32(abs(values[i]) * factor)))

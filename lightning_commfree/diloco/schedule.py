@@ -1,10 +1,10 @@
 """Schedule for launching and landing fragments (arXiv:2501.18512, Algorithm 2).
 
 All values are integers, and inner steps are counted from 1. With H = `sync_every`, P =
-`num_fragments` and tau = `overlap_steps`, fragment p (from 0) has the offset t_p = floor(p H / P).
-It launches after inner step t when t >= H + t_p and (t - t_p) mod H = 0, so that every fragment
-trains for a full cycle before its first launch, and lands after inner step t + tau. For H = 4,
-P = 2, tau = 1:
+`num_fragments` and tau = `overlap_steps`, fragment p = 0 ... P - 1 has the offset
+t_p = floor(p H / P). It launches after inner step t if t >= H + t_p and (t - t_p) mod H = 0, so
+that every fragment trains for a full cycle before its first launch, and lands after inner step
+t + tau. For H = 4, P = 2, tau = 1:
 
 ========  ==============  ==============
 fragment  launches        lands
@@ -24,12 +24,12 @@ class Schedule:
     """Launch and landing steps of all fragments.
 
     Args:
-        sync_every: H, inner steps between two launches of one fragment; at least 1.
+        sync_every: H, the number of inner steps between two launches of a fragment; at least 1.
         num_fragments: P, at least 1. If P > H, several fragments launch after the same step.
-        overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. With 0, a fragment
-            lands immediately.
-        joined: offsets, as inner steps, of fragments that joined during the fit. They are numbered
-            from P and first launch H steps after their offset.
+        overlap_steps: tau, the number of inner steps from launch to landing; 0 <= tau < H. If 0, a
+            fragment lands immediately.
+        joined: offsets, in inner steps, of the fragments that joined during the fit. They are
+            numbered from P on, and each first launches H steps after its offset.
     """
 
     sync_every: int

@@ -1,4 +1,4 @@
-"""Settings of Streaming DiLoCo, validated on creation."""
+"""Settings for Streaming DiLoCo, validated on creation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_commfree.diloco.codec import CODECS, Codec
 from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
 
 OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
-"""Takes fp32 parameters; returns the outer optimizer, or an (optimizer, scheduler) tuple."""
+"""Creates the outer optimizer, or an (optimizer, scheduler) tuple, for a list of parameters."""
 NONFINITE = ("raise", "abstain")
 
 
@@ -27,7 +27,7 @@ def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
 
 
 def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
-    """Return Nesterov SGD with the paper's learning rate, 0.4, and arXiv:2503.09799's momentum."""
+    """Return Nesterov SGD with the paper's learning rate and the momentum of arXiv:2503.09799."""
     return torch.optim.SGD(parameters, lr=0.4, momentum=0.9, nesterov=True)
 
 
@@ -55,7 +55,7 @@ def make_outer_optimizer(
 
 @dataclass(frozen=True)
 class DiLoCoSettings:
-    """Settings of the algorithm, documented in `StreamingDiLoCoStrategy`.
+    """Settings for the algorithm, documented in `StreamingDiLoCoStrategy`.
 
     Raises:
         ValueError: a value is out of range.
@@ -87,7 +87,7 @@ class DiLoCoSettings:
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return all settings as strings, to compare across ranks."""
+        """Return the settings as strings, to compare across ranks."""
         # functions cannot be compared
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
         values = {name: getattr(self, name) for name in names}

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -213,22 +213,45 @@ class StreamingDiLoCo:
                 fragment.subtract_from(outer, values)
                 if residual is not None:  # error feedback
                     values[: fragment.parameter_numel] += residual.mul_(self._feedback)
-                self.flights[p] = self._send(p, values, stop, residual, outer=outer)
+                decoding = Decoding(fragment.global_copy.device)
+                if decoding.device.type == "cpu":
+                    decoding.step = partial(self._step_ahead, p, values.device)
+                flight = self._send(p, values, stop, residual, outer=outer, decoding=decoding)
+                self.flights[p] = flight
 
     def land(self, p: int) -> bool:
         """Land a fragment: outer step and merge; return whether any replica requested a stop."""
         with record_function(f"land fragment #{p}"):
+            decoding = self.flights[p].decoding
             arrival = self._receive(p)
-            self._outer_step(p, arrival.mean)
+            landed: Tensor | None = None
+            if decoding is not None and decoding.land is not None:
+                landed = decoding.land()
+            else:
+                self._outer_step(p, arrival.mean)
             if self.view.rank in arrival.nonfinite:
                 self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
-                self.fragments[p].merge(self.settings.mix)
+                self.fragments[p].merge(self.settings.mix, shown=landed)
             return arrival.stop
 
     def _outer_step(self, p: int, mean: Tensor) -> None:
         self.fragments[p].outer_step(mean)
         self.fragments[p].average_buffers(mean)
+
+    def _step_ahead(self, p: int, device: torch.device, mean: Tensor) -> Callable[[], Tensor]:
+        """Take an outer step in host memory on the background thread, and begin to upload it.
+
+        Returns a function that lands it; the result is the new global copy on `device`.
+        """
+        stepped, replace_global_copy = self.fragments[p].outer_step_ahead(mean)
+        uploaded = self._background.staging.upload(stepped, device, lambda copy: (copy,))
+
+        def land() -> Tensor:
+            replace_global_copy()
+            return uploaded()[0]
+
+        return land
 
     # -- the end of a fit
 
@@ -279,6 +302,7 @@ class StreamingDiLoCo:
         residual: Tensor | None = None,
         tag: str = TAG,
         outer: Tensor | None = None,
+        decoding: Decoding | None = None,
     ) -> Flight:
         """Launch the exchange of a fragment's `values` (fp32, shape (S,)) with other replicas.
 
@@ -288,13 +312,19 @@ class StreamingDiLoCo:
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         hashed = self._digest(p, outer) if tag == TAG else 0
         header = Header(stop, self.step, hashed, nonfinite, self._joined_hash, self._weight(p))
-        return self._launch(p, values, header, residual, tag)
+        decoding = decoding or Decoding(self.fragments[p].global_copy.device)
+        return self._launch(p, values, header, residual, tag, decoding)
 
     def _launch(
-        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
+        self,
+        p: int,
+        values: Tensor,
+        header: Header,
+        residual: Tensor | None,
+        tag: str,
+        decoding: Decoding,
     ) -> Flight:
         exchange = self._exchange(p, residual)
-        decoding = Decoding(self.fragments[p].global_copy.device)
         pending = exchange.launch(values, header, residual, tag, decoding)
         return Flight(exchange, pending, decoding=decoding)
 
@@ -316,7 +346,7 @@ class StreamingDiLoCo:
         self._abstentions[p] += len(arrival.nonfinite)
         landing = partial(
             Landing,
-            outer_lr=float(fragment.optimizer.param_groups[0]["lr"]),
+            outer_lr=fragment.outer_lr,
             flight_s=flight.seconds(),
             waited_s=waited_s,
             num_bytes=flight.exchange.num_bytes,

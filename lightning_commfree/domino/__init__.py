@@ -13,8 +13,8 @@ B1, B2     `split="weight"`              outputs of a        --           sectio
 X, B       `split="hybrid"`              both                --           section 3: both
 --         `split="token"`               tokens              --           not in the paper: for
                                                                           batches of one row
---         `split="auto"`                --                  default      not in the paper: the
-                                                                          fastest, by timing
+--         `split="auto"`                --                  default      not in the paper: picks
+                                                                          the fastest by timing
 --         `num_micro_batches`           micro-batches       2            section 3
 A, M       `Sublayer`                    sublayers           2 per layer  attention, MLP
 =========  ============================  ==================  ===========  ==========================
@@ -23,13 +23,13 @@ Read the algorithm first: `layers` (the sharded modules), `sublayers` (the compu
 all-reduces), `splits` (how a batch is split), `schedule` (order of computation and all-reduces),
 `auto_split` (choice of the fastest split).
 
-Then how a model is prepared: `sharding` (of one tensor, one layer, LoRA adapters), `families` (the
-scheduled architectures), `plan` (other models, sharded by the plan in their config), `loss` (cross
-entropy without full logits), `parallel` (all of these applied to one model).
+Then read how a model is prepared: `sharding` (one tensor, one layer, LoRA adapters), `families`
+(the scheduled architectures), `plan` (other models, sharded by the plan in their config), `loss`
+(cross entropy without full logits), `parallel` (all of these applied to one model).
 
-Then the interface for strategies: `sharded_module` (states, batches, clipping), `gradients` (mean,
-norm, NaN), `data_parallel` (data parallelism across tensor groups), `forecast` (bytes per step),
-`settings`.
+Finally, read the interface for strategies: `sharded_module` (states, batches, clipping),
+`gradients` (mean, norm, NaN), `data_parallel` (data parallelism across tensor groups), `forecast`
+(bytes per step), `settings`.
 
 Departures from the paper:
 
@@ -38,7 +38,8 @@ Departures from the paper:
 - The backward pass does not run in autograd's order. Each sublayer of each micro-batch has its own
   autograd graphs, and the schedule runs them in the order that leaves each all-reduce the most
   time.
-- The query, key and value projections share one all-reduce in backward, and so do gate and up.
+- The query, key and value projections share one all-reduce in backward, and so do the gate and up
+  projections.
 """
 
 from __future__ import annotations

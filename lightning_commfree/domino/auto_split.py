@@ -31,9 +31,9 @@ from lightning_commfree.domino.schedule import ScheduleRun
 from lightning_commfree.domino.sublayers import Arguments
 
 WARM_UP = 1  # the first pass of a split allocates memory, and is not timed
-# The time of a pass varies by 10 to 20 %. In a simulation at 14 %, nine passes choose the slower of
-# two splits in 27 % of the cases if they differ by 5 %, in 12 % at 10 %, and in 2 % at 20 %: an
-# average loss of 1.4 % at most. More passes would delay the choice.
+# The time of a pass varies by 10 to 20%. In a simulation with 14% variation, nine passes choose the
+# slower of two splits in 27% of cases if the splits differ by 5%, in 12% at 10%, and in 2% at 20%:
+# an average loss of at most 1.4%. More passes would delay the choice.
 PASSES = 9
 MAX_SIZES = 8  # maximum number of sizes to time; other sizes use the choice of the nearest one
 
@@ -150,7 +150,7 @@ class SplitTrial:
 
 
 class TimedRun:
-    """`ScheduleRun` that reports the seconds from the start of forward to the end of backward."""
+    """A `ScheduleRun` that reports the time from the start of forward to the end of backward."""
 
     def __init__(
         self, run: ScheduleRun, now: Callable[[], float], report: Callable[[float], None]

@@ -8,9 +8,9 @@ and partly accumulated gradients.
 resumed on                   position in data     random number generators
 ===========================  ===================  ================================================
 the same ranks               restored             restored: the fit continues bit for bit
-as many tensor groups of     restored             the shared ones restored, each rank's own
-another size                                      (attention's dropout) new
-another number of groups     start of the epoch   new
+the same number of groups    restored             shared ones are restored; each rank's own
+of a different size                               (attention dropout) start afresh
+different number of groups   start of the epoch   start afresh
 ===========================  ===================  ================================================
 
 The second row needs the rank file of each group's first rank. Partly accumulated gradients are
@@ -91,7 +91,7 @@ class GradientMean:
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return a cycle of one step without bytes, which depend on tokens (`bytes_per_step`)."""
+        """Return a one-step cycle without bytes, which depend on the batch (`bytes_per_step`)."""
         return {}, 1
 
     def bytes_per_step(
@@ -119,7 +119,7 @@ class GradientMean:
         return {"tensor_parallel_size": str(size), **split}
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return no state; each rank's state is in `ShardedModule.own_state`."""
+        """Return two empty dicts; each rank's state is in `ShardedModule.own_state`."""
         return {}, {}
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -132,7 +132,7 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume on different ranks: keep the data position and, if possible, the RNG state."""
+        """Resume on other ranks than before; keep the data position and, if possible, RNG state."""
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
         if ranks // size != world.size // within.size:

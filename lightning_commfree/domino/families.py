@@ -1,12 +1,12 @@
 """The model architectures that Domino schedules.
 
 =====================  ========================================================================
-class in transformers  what differs from Llama
+class in transformers  differences from Llama
 =====================  ========================================================================
 `GPT2LMHeadModel`      learned positions, `Conv1D` linears of shape (in, out) with packed query,
-                       key and value, dropout after both sums: a class of its own, `GPT2`
-`LlamaForCausalLM`     (rotary positions, RMS norms, SwiGLU, grouped key heads)
-`MistralForCausalLM`   nothing: the mask from transformers contains the sliding window
+                       key and value, dropout after both sums; it has its own class, `GPT2`
+`LlamaForCausalLM`     none: rotary positions, RMS norms, SwiGLU, grouped key heads
+`MistralForCausalLM`   none: the mask from transformers contains the sliding window
 `Qwen2ForCausalLM`     biases of query, key and value, sharded with their weights
 `Qwen3ForCausalLM`     per-head norms of queries and keys
 `GemmaForCausalLM`     a scaled embedding
@@ -16,9 +16,9 @@ class in transformers  what differs from Llama
 
 To add an architecture, add a line to `FAMILIES`, and a subclass of `Family` if its modules are not
 Llama's. Models are recognized by class name, because the library does not import transformers.
-Phi and GPT-NeoX, whose attention and MLP are added to the residual stream in one sum, are sharded
-by the plan in their config instead (`plan`): a `Sublayer` has one row-parallel layer, and theirs
-would need two.
+Phi and GPT-NeoX, whose attention and MLP outputs are added to the residual stream in one sum, are
+sharded by the plan in their config instead (`plan`): a `Sublayer` has one row-parallel layer, and
+theirs would need two.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Family(ABC):
 
     @abstractmethod
     def sublayers(self, name: str, block: Any) -> Sequence[Sublayer]:
-        """Return the attention and MLP sublayers of a sharded block. `name` is for traces."""
+        """Return a sharded block's attention and MLP sublayers; traces show the block as `name`."""
 
     def can_be_scheduled(self, model: Any) -> bool:
         """Return whether the blocks consist only of sublayers, so that a schedule can run them."""
@@ -81,12 +81,12 @@ class Family(ABC):
         return True
 
     def returns_tensor(self, block: nn.Module) -> bool:
-        """Return whether a block returns a tensor; in older transformers it returns a tuple."""
+        """Return whether a block returns a tensor; in older transformers, it returns a tuple."""
         returned = inspect.signature(type(block).forward).return_annotation
         return "tuple" not in str(returned).lower()
 
     def blocks_in(self, model: Any) -> tuple[nn.Module, str]:
-        """Return the parent module of the list of blocks, and the list's name in it."""
+        """Return the module that contains the list of blocks, and the list's attribute name."""
         return getattr(model, self.base), self.blocks_name
 
     def blocks(self, model: Any) -> Any:
@@ -210,7 +210,7 @@ class Llama(Family):
 
 
 def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpec:
-    """Return the spec of key and value projections; ranks share heads if there are too few."""
+    """Return the spec for key and value projections; ranks share heads if there are too few."""
     if key_heads % ranks == 0:
         return ShardSpec.even(0, key_heads * head_dim, ranks)
 

@@ -10,8 +10,8 @@ tag                 payload
 `tensor_norm`       one number, if gradients are clipped by their norm
 ==================  ==================================================================
 
-Under autocast, activations in forward are sent in the autocast dtype. Everything else is sent in
-the dtype of the parameters.
+Under autocast, forward activations are sent in the autocast dtype. Everything else is sent in the
+dtype of the parameters.
 """
 
 from __future__ import annotations

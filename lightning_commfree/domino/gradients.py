@@ -139,7 +139,7 @@ def gradient_norm(
 
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
-        # each of several ranks with the same shard counts an equal part of its powers
+        # ranks that hold the same shard each count an equal part of it
         values = p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32))
         power = values.square() if norm_type == 2 else values.abs().pow(norm_type)
         share = power.sum() / holders
@@ -162,7 +162,7 @@ def looks_finite(parameters: Iterable[nn.Parameter], peers: PeerWatch | None = N
     """Return whether the norm of this rank's gradients is finite; synchronizes the device once.
 
     Raises:
-        PeerLostError: the device waits for one of `peers` that is lost.
+        PeerLostError: the device is waiting for one of `peers`, which is lost.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
@@ -181,7 +181,7 @@ def refuse_nonfinite(
     Args:
         channel: connects all ranks of the fit.
         module: the module, with this rank's gradients before averaging.
-        loss: this rank's latest loss, one element.
+        loss: this rank's latest loss, a single element.
         step: number of the upcoming step, counted from 1.
         group_size: number of consecutive ranks that share a model.
 

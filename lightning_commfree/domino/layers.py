@@ -1,4 +1,4 @@
-"""Sharded linear layers, embedding and head, with the same parameter names as the originals.
+"""Sharded linear layers, embedding and head, with the parameter names of the original modules.
 
 t is the number of ranks in the tensor group. While a schedule runs a module
 (`TensorGroup.under_schedule`), the schedule performs the module's all-reduces. Otherwise, for
@@ -39,11 +39,11 @@ Trace = Callable[[str, str, int], None]  # called with event, sublayer, micro-ba
 
 
 class TensorGroup:
-    """The ranks that share a model, with state that its sharded modules have in common.
+    """The ranks that share a model, and the state that its sharded modules have in common.
 
     Args:
         channel: connects the ranks of the group, for tensors on the model's device.
-        seed: seed for random numbers that must differ between ranks, such as attention dropout.
+        seed: seed for random numbers that must differ between ranks, as in attention dropout.
 
     Attributes:
         scheduled: whether a schedule performs the all-reduces. If so, `RowLinear` returns partial
@@ -104,7 +104,7 @@ class TensorGroup:
             set_random_state(device, (shared, on_device))
 
     def own_state(self) -> tuple[Tensor, Tensor | None]:
-        """Return the state of this rank's own generators: CPU's and, if used, the device's."""
+        """Return the state of this rank's own generators: the CPU's and, if used, the device's."""
         return self._own_random, self._own_device_random
 
     def load_own_state(self, state: tuple[Tensor, Tensor | None]) -> None:
@@ -112,12 +112,12 @@ class TensorGroup:
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the state of the generators that all ranks share, and of this rank's own."""
+        """Return the states of the generators that all ranks share and of this rank's own."""
         return random_state(device), self.own_state()
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """In a `with` block, repeat the random draws that followed `states` (`random_states`)."""
+        """In a `with` block, repeat the random draws made after `random_states` saved `states`."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -131,7 +131,7 @@ class TensorGroup:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of torch's default CPU generator and a CUDA device's (else None)."""
+    """Return the states of torch's generators for the CPU and for a CUDA `device` (else None)."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 
@@ -246,7 +246,7 @@ def gathered(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 class _Linear(nn.Module):
-    """Base of the sharded linear layers.
+    """Base class of the sharded linear layers.
 
     Args:
         weight: this rank's shard.
@@ -291,7 +291,7 @@ class RowLinear(_Linear):
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
         """In a `with` block, make `forward` compute its output in slices and launch each one.
 
-        Yields a list, which `forward` fills with the slices and their autograd graphs.
+        Yields a list to which `forward` appends the slices, with their autograd graphs.
         """
         self._launch, self._num_slices, self._made = launch, num_slices, []
         try:
@@ -356,7 +356,7 @@ class VocabEmbedding(nn.Module):
     """Word embedding sharded along the vocabulary.
 
     Args:
-        weight: this rank's rows, shape (V / t, H) with V padded.
+        weight: this rank's rows, shape (V / t, H), where V is padded.
         first: this rank's first token id.
         group: the tensor group.
         padding_idx: token id whose row gets no gradient, as in `nn.Embedding`.
@@ -380,8 +380,8 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         """Return the embeddings of integer token ids, shape (..., H)."""
-        # look up row 0 for words of other ranks and zero it: in the sum over ranks, each word has
-        # the row of the one rank that holds it
+        # look up row 0 for words of other ranks and zero it: in the sum over ranks, each word gets
+        # its row from the one rank that holds it
         local = words - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
 
@@ -405,7 +405,7 @@ class VocabHead(nn.Module):
     """Language model head sharded along the vocabulary.
 
     Args:
-        weight: this rank's rows, shape (V / t, H) with V padded.
+        weight: this rank's rows, shape (V / t, H), where V is padded.
         bias: this rank's shard of the bias, or None.
         words: size of the vocabulary without padding.
         group: the tensor group.
@@ -418,7 +418,7 @@ class VocabHead(nn.Module):
         self.weight, self.bias, self.words, self.group = weight, bias, words, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all logits, shape (..., V), or with `local_logits`, this rank's, (..., V / t)."""
+        """Return all logits, (..., V); if `local_logits`, only this rank's logits, (..., V / t)."""
         local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             local = local + self.bias

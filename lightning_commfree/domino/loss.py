@@ -69,7 +69,7 @@ def vocab_cross_entropy(
 
     Args:
         logits: logits of this rank's part of the vocabulary, floating point, shape (N, V / t).
-        targets: token ids, int64, shape (N,); the same on all ranks. They are not checked: an id
+        targets: token ids, int64, shape (N,); the same on all ranks. They are not checked: one
             outside the vocabulary gives a meaningless result.
         first: this rank's first token id.
         words: size of the vocabulary without padding.

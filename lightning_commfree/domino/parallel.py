@@ -1,4 +1,4 @@
-"""Shard a transformers model in place and run its blocks by Domino's schedule.
+"""Shard a transformers model in place and run its blocks on Domino's schedule.
 
 A causal language model from transformers loops over its list of blocks. While the schedule is
 active, the list yields stand-ins for the blocks, and the last stand-in runs all blocks as one
@@ -41,7 +41,7 @@ _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cach
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Raise a `ValueError` if a model cannot be sharded among `ranks` ranks; it is not changed."""
+    """Raise a `ValueError` if a model cannot be sharded among `ranks` ranks; do not change it."""
     family = family_of(model)
     if family is not None:
         check_adapters(model, family.vocabulary(model))
@@ -50,10 +50,10 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
         check_plan(model, ranks)
     else:
         raise ValueError(
-            f"Tensor parallelism of `{type(model).__name__}` is not supported: its config has no"
+            f"Tensor parallelism is not supported for `{type(model).__name__}`: its config has no"
             f" tensor-parallel plan. Use one of {', '.join(FAMILIES)}, which run with Domino's"
             " schedule, or another transformers model whose config has a `base_model_tp_plan` of"
-            " column- and row-wise linear layers, which runs without it."
+            " column- and row-wise linear layers, which runs without that schedule."
         )
 
 
@@ -64,7 +64,7 @@ class ParallelModel:
         model: the model, with the same weights on every rank. A model in `FAMILIES` may also be on
             the `meta` device, and is then initialized one layer at a time (`model.meta_init`).
         channel: the tensor group.
-        settings: split and number of micro-batches.
+        settings: the split and the number of micro-batches.
         seed: seed for random numbers that must differ between ranks.
         init_seed: seed for initializing a model that is on `meta`; the same on all ranks.
 
@@ -186,7 +186,7 @@ class ParallelModel:
         Returns:
             The residual stream before the last norm. It supports one backward pass.
         """
-        # block kinds have masks that differ only by a window, which matters to no split
+        # the masks of different block kinds differ only by a window, which does not affect splits
         run = self._run(hidden, given[0], _checkpointed(block))
         if not hidden.requires_grad:  # frozen embeddings: backward must still reach the node
             hidden = hidden.detach().requires_grad_()
@@ -256,7 +256,7 @@ class ParallelModel:
         if not local or output is None:
             return output
 
-        # drop the logits: callers would take this rank's for those of the full vocabulary
+        # drop the logits: callers would mistake this rank's logits for the full vocabulary's
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         return type(output)(**{k: v for k, v in output.items() if k != "logits"})

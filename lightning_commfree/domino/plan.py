@@ -51,7 +51,7 @@ _SHARED_STYLE = "replicated_with_grad_allreduce"
 
 
 def plan_of(model: nn.Module) -> Mapping[str, str]:
-    """Return the tensor-parallel plan in a model's config; empty if there is none."""
+    """Return the tensor-parallel plan in a model's config, or {} if there is none."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     return plan or {}
 
@@ -147,7 +147,7 @@ def apply_plan(sharding: Sharding) -> None:
 
 
 def _shard_vocabulary(sharding: Sharding) -> None:
-    """Shard embedding and head along the vocabulary, if both are plain layers used once."""
+    """Shard the embedding and the head along the vocabulary, if both are plain layers used once."""
     # otherwise every rank keeps both in full: a subclass may scale its output, and with several
     # parents other code may read the weight
     model: Any = sharding.model

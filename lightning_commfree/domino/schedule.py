@@ -1,22 +1,23 @@
 """Domino's schedule: interleave the sublayers of multiple micro-batches, forward and backward.
 
-K sublayers, micro-batches i = 0 .. M - 1. Forward, for each sublayer k, for each i:
+There are K sublayers and M micro-batches. The forward pass does the following for each sublayer k
+and each micro-batch i:
 
 1. *land*: wait for the sum of sublayer k - 1 of micro-batch i,
-2. *enter*: compute residual stream and norm of sublayer k,
-3. *body*: compute its partial sum,
+2. *enter*: compute the residual stream and the norm of sublayer k,
+3. *body*: compute the partial sum,
 4. *launch* its all-reduce, which is in flight while the other micro-batches compute sublayer k.
 
 If the embedding enters the first block unchanged, its all-reduces are launched first, and the first
 sublayer waits for them.
 
-Backward, for k from the last, for i from the last:
+The backward pass does the following for each k and each i, both from last to first:
 
 1. *land*: wait for dx of sublayer k + 1 of micro-batch i,
-2. *enter*, backward: through norm and residual stream to d(partial) of sublayer k,
-3. *body*, backward: this rank's dx and the gradients of the weights,
-4. *launch* the all-reduce of dx, which is in flight during the other micro-batches' backward of
-   sublayer k.
+2. *enter*, backward: compute d(partial) of sublayer k, through the norm and the residual stream,
+3. *body*, backward: compute this rank's dx and the gradients of the weights,
+4. *launch* the all-reduce of dx, which is in flight while the other micro-batches run backward
+   through sublayer k.
 
 By itself, autograd would run backward in the reverse order of forward and wait for each all-reduce
 right after launching it. So each micro-sublayer (one sublayer of one micro-batch) has its own

@@ -1,4 +1,4 @@
-"""Settings of Domino, validated on creation."""
+"""Settings for Domino, validated on creation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ SPLITS = (AUTO, "batch", "token", "weight", "hybrid", "none")
 
 @dataclass(frozen=True)
 class DominoSettings:
-    """Settings of Domino.
+    """Settings for Domino.
 
     Args:
-        tensor_parallel_size: number of ranks that share a model; None: all ranks of a node. With
+        tensor_parallel_size: number of ranks that share a model; if None, all ranks of a node. With
             `inside=`, it is the size of a replica.
-        split: how to split a batch into micro-batches (`splits`); "auto": the fastest, by timing.
+        split: how to split a batch into micro-batches (`splits`); "auto" picks the fastest split by
+            timing.
         num_micro_batches: number of micro-batches, 2 or more.
 
     Raises:

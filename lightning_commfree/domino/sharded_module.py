@@ -1,4 +1,4 @@
-"""A LightningModule with sharded transformers models: the interface for strategies."""
+"""Interface through which strategies use a LightningModule with sharded transformers models."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     "validate".
 
     Raises:
-        ValueError: the batches differ; the same error on all ranks.
+        ValueError: the batches differ; raised on all ranks.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     # compare hashes as text: they are much smaller than the batches
@@ -138,19 +138,19 @@ STATE_TAG = "tensor_state"
 
 
 class OptimizerShards:
-    """Gather and shard the optimizer states of a tensor group, during a fit and after it.
+    """Gathers and shards a tensor group's optimizer states, during and after a fit.
 
     `specs` contains the specs of the sharded parameters.
     """
 
     # After a fit every rank has the full models again, but optimizer states stay sharded: AdamW's
-    # is twice the size of the model, and few users save it then.
+    # state is twice the size of the model, and few users save it then.
     def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
         # with the shapes, because parameters have their full shapes again after the fit
         self._sharded = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def full_state_dict(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory; {} if not `keep`; collective."""
+        """Gather an optimizer's full state in CPU memory, or {} if not `keep`; collective."""
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
@@ -187,7 +187,7 @@ class OptimizerShards:
 
 
 def gather_to_host(shard: Tensor, spec: ShardSpec, channel: Channel, keep: bool) -> Tensor:
-    """Gather a full tensor in CPU memory; an empty tensor if not `keep`; collective."""
+    """Gather a full tensor in CPU memory, or an empty one if not `keep`; collective."""
     full = gather_full_tensor(shard, spec, channel, STATE_TAG)
     return full.cpu() if keep else full.new_empty(0)
 
@@ -198,7 +198,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class ShardedModule:
-    """A module with models that are sharded across a tensor group; created by `prepare`.
+    """A module whose models are sharded across a tensor group; created by `prepare`.
 
     Attributes:
         models: the sharded models.
@@ -273,7 +273,7 @@ class ShardedModule:
     # -- states
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
-        """Return the module's full state in CPU memory; {} if not `keep`; collective."""
+        """Return the module's full state in CPU memory, or {} if not `keep`; collective."""
         # by address: the tensors in a state dict are not the parameters themselves
         specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
         gathered: dict[int, Tensor] = {}  # tied parameters are gathered once
@@ -310,7 +310,7 @@ class ShardedModule:
             model.trial.load_state_dict(split)
 
     def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory; {} if not `keep`; collective."""
+        """Gather an optimizer's full state in CPU memory, or {} if not `keep`; collective."""
         return self.optimizer_shards.full_state_dict(optimizer, self._channel, keep)
 
     def shard_optimizer_state(

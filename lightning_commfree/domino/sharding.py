@@ -125,7 +125,7 @@ class Sharding:
     restore: list[Callable[[], None]] = field(default_factory=list)
 
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
-        """Replace a child module; `restore` undoes it."""
+        """Replace a child module, and record in `restore` how to undo this."""
         old = getattr(parent, name)
         new.train(old.training)  # a module in eval mode must not start to apply dropout
         setattr(parent, name, new)
@@ -135,7 +135,7 @@ class Sharding:
         self.restore.append(lambda: _put_back(parent, name, old, new))
 
     def set(self, owner: nn.Module, name: str, value: Any) -> None:
-        """Change a plain attribute; `restore` undoes it."""
+        """Change a plain attribute, and record in `restore` how to undo this."""
         old = getattr(owner, name)
         setattr(owner, name, value)
         self.restore.append(lambda: setattr(owner, name, old))
@@ -148,9 +148,9 @@ class Sharding:
         return mine
 
     def mark_partial_gradients(self, module: nn.Module) -> None:
-        """Mark a replicated module whose gradients are partial sums, to be added across ranks."""
+        """Mark a replicated module whose gradients are partial sums, to be summed across ranks."""
         # Each rank's gradient covers only its own heads or outputs. With the full dimension as the
-        # range of every rank, `sum_shared` adds them up, as for a key head of several ranks.
+        # range of every rank, `sum_shared` adds them up, as for a key head that several ranks hold.
         for parameter in module.parameters():
             size = parameter.shape[0]
             self.specs[parameter] = ShardSpec(0, ((0, size),) * self.group.size, size)
@@ -210,7 +210,7 @@ def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
 def vocabulary(
     sharding: Sharding, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
 ) -> None:
-    """Shard embedding and head along the vocabulary; a tied weight stays tied.
+    """Shard the embedding and the head along the vocabulary; a tied weight stays tied.
 
     Both are given as (parent, name).
     """
@@ -238,8 +238,8 @@ def experts(sharding: Sharding, module: Any) -> None:
     """Shard the hidden layer of every expert, so that routing needs no communication.
 
     `module` has the parameters `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, shape
-    (experts, H, I). It is called with the hidden states, and with indices and weights of the chosen
-    experts.
+    (experts, H, I). It is called with the hidden states and with the indices and weights of the
+    chosen experts.
     """
     group, width = sharding.group, module.down_proj.shape[2]
     gate_up = ShardSpec.even(1, 2 * width, group.size, blocks=2)
@@ -267,8 +267,8 @@ def experts(sharding: Sharding, module: Any) -> None:
 # ======  ===================  ===================  ==============================
 # linear  A, (in, r)           B, (r, out)          gradient summed over the group
 # ======  ===================  ===================  ==============================
-# column  full on every rank   sharded by outputs   of A
-# row     sharded by inputs    full on every rank   of B
+# column  full on every rank   sharded by outputs   A
+# row     sharded by inputs    full on every rank   B
 # ======  ===================  ===================  ==============================
 #
 # In a row linear, a rank's base output and its adapter output are both partial sums. They are added
@@ -309,7 +309,7 @@ def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
 
 
 def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> None:
-    """Shard the adapters of a column-parallel linear; `spec` shards dimension 0, the outputs."""
+    """Shard the adapters of a column-parallel layer; `spec` shards dimension 0, the outputs."""
     group = sharding.group
 
     def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
@@ -323,7 +323,7 @@ def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> No
 
 
 def _shard_lora_of_row(sharding: Sharding, layer: Any) -> None:
-    """Shard the adapters of a row-parallel linear layer."""
+    """Shard the adapters of a row-parallel layer."""
     group = sharding.group
 
     def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:

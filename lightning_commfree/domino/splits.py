@@ -1,14 +1,14 @@
 """Split a batch into micro-batches, so that one is computed during the all-reduce of another.
 
 =========  ======================  ================================================================
-split      micro-batches           dependence between them
+split      micro-batches           dependencies between them
 =========  ======================  ================================================================
 batch      rows of the batch       none; they may have different sizes
-token      chunks of the sequence  a later chunk attends to the keys and values of the earlier
-                                   ones, so its attention's backward runs before theirs
+token      chunks of the sequence  a later chunk attends to the keys and values of earlier ones,
+                                   so its attention runs backward before theirs
 weight     one                     each slice of a row linear's outputs has its own all-reduce,
                                    which overlaps only with the next slice of the same sublayer
-hybrid     rows of the batch       as batch, with each micro-batch's sums sliced as under weight
+hybrid     rows of the batch       as for batch; each micro-batch's sums are sliced as for weight
 none       one                     --
 =========  ======================  ================================================================
 
@@ -33,7 +33,7 @@ Launch = Callable[[Tensor], None]
 
 
 class Split:
-    """No split (one micro-batch, one all-reduce per sublayer); also the base class of the others.
+    """No split: one micro-batch, one all-reduce per sublayer; also the base class of other splits.
 
     Args:
         num_slices: number of slices of each row-parallel linear's outputs, each with its own
@@ -44,7 +44,7 @@ class Split:
         self._num_slices = num_slices
 
     def micro_batches(self, hidden: Tensor) -> Sequence[Tensor]:
-        """Split a tensor of shape (B, T, H)."""
+        """Split a tensor of shape (B, T, H) into micro-batches."""
         return [hidden]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -52,7 +52,7 @@ class Split:
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
-        """Split a block's other arguments, such as masks, and return those of each micro-batch.
+        """Split a block's other arguments, such as masks; return the arguments per micro-batch.
 
         `hidden` is the full input of the first block, shape (B, T, H).
         """
@@ -77,7 +77,7 @@ class Split:
             launch(micro.outputs[0])
 
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
-        """Return the gradients of `micro.outputs`, given that of the all-reduced sum."""
+        """Return the gradients of `micro.outputs`, given the gradient of the all-reduced sum."""
         return list(torch.split(d_total, [output.shape[-1] for output in micro.outputs], -1))
 
 
@@ -214,7 +214,7 @@ def cache_argument(attention: type[nn.Module]) -> str | None:
 
 
 class _KeyCache:
-    """Stand-in for transformers' cache: prepends the keys and values of earlier chunks."""
+    """Stand-in for transformers' cache that prepends the keys and values of earlier chunks."""
 
     def __init__(self, earlier: Sequence[Sequence[LentTensor]]) -> None:
         self._earlier = earlier
@@ -236,7 +236,7 @@ def choose_split(
     config: Any,
     on_fallback: Callable[[str], None],
 ) -> Split:
-    """Choose the split of one batch.
+    """Choose the split for a batch.
 
     Args:
         settings: the user's settings, with "auto" replaced by the split that `auto_split` chose.
@@ -281,7 +281,7 @@ def choose_split(
 def legal_splits(
     hidden: Tensor, arguments: Mapping[str, Any], attention: nn.Module | None
 ) -> list[str]:
-    """Return which of the splits "none", "batch" and "token" are possible for a batch.
+    """Return the possible splits for a batch, out of "none", "batch" and "token".
 
     Args:
         hidden: the batch's hidden state, shape (B, T, H).
@@ -313,7 +313,7 @@ def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
 
 
 def is_packed(arguments: Mapping[str, Any]) -> bool:
-    """Return whether rows contain multiple packed examples, marked by their starts or positions."""
+    """Return whether rows contain packed examples, as indicated by example starts or positions."""
     if arguments.get("cu_seq_lens_q") is not None:
         return True
     positions = arguments.get("position_ids")  # start at 0 in each example

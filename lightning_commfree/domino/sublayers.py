@@ -44,8 +44,8 @@ class Sublayer:
         dropout: dropout applied to the sum, or None.
         post_norm: norm applied to the sum before dropout, or None.
         attention: the attention module; None for an MLP.
-        draws_own: returns whether the body uses random numbers that must differ between ranks, such
-            as attention dropout.
+        draws_own: returns whether the body uses random numbers that must differ between ranks, as
+            attention dropout does.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Inflow:
 
 @dataclass(frozen=True)
 class MicroInput:
-    """Inputs of a micro-sublayer, all that activation checkpointing keeps.
+    """Inputs of a micro-sublayer; activation checkpointing keeps nothing else.
 
     Attributes:
         sublayer: the sublayer to compute.
@@ -211,11 +211,11 @@ class MicroSublayer:
         return take_gradient(self.x)
 
     def backward_entry(self, d_entered: Tensor, d_normed: Tensor) -> list[Tensor]:
-        """Run backward through norm and residual sum; return the gradients of h and y.
+        """Run backward through the norm and the residual sum; return the gradients of h and y.
 
         Args:
             d_entered: gradient of `entered` from the sublayers that follow.
-            d_normed: gradient of `x`, summed over the tensor group.
+            d_normed: gradient of `x`, the output of the norm, summed over the tensor group.
         """
         # in one call, because both paths share the graph of the residual stream
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])

@@ -53,7 +53,7 @@ def register_strategies() -> None:
 def _refuse_in(registry: Any, message: str) -> None:
     """Register every strategy name in a registry so that using it raises a `TypeError`.
 
-    For the registries of Fabric and of the other Lightning package, which cannot use the
+    Used for the registries of Fabric and of the other Lightning package, which do not support the
     strategies. `message` is the error's text; its field `{name!r}` is replaced with the name.
     """
     for name in product(_NAMES, _START_METHODS):

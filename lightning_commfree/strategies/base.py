@@ -57,7 +57,7 @@ from lightning_commfree.strategies.unwrappable import Unwrappable
 # set to a level above INFO by users who do not want the summary at the end of a fit
 _logger = logging.getLogger("lightning_commfree")
 
-# what to do about errors of torch, by a part of their text
+# advice for errors from torch, by a part of their text
 _ADVICE = {
     "data is not allocated yet": (
         "A hook reads the values of a sharded tensor (`DTensor`) as if it were a plain one, as"
@@ -84,8 +84,8 @@ class ReplicaStrategy(DDPStrategy):
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
-        group_ledger: bytes sent within a replica, by tag; FSDP's are computed by formula, and DDP's
-            are not counted.
+        group_ledger: bytes sent within a replica, by tag; FSDP's bytes are computed by formula, and
+            DDP's are not counted.
         session: the current fit.
         ddp_kwargs: the arguments of `DDPStrategy` that differ from its defaults.
         patches: wrappers around Lightning's methods during a fit.
@@ -107,7 +107,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
-        self._prepared: list[Optimizer] = []  # for which `inside` and the algorithm are prepared
+        self._prepared: list[Optimizer] = []  # those that `inside` and the algorithm know
         self._log: FitLog | None = None
         self._evaluation: SharedEvaluation
         self._drift: DriftCheck | None = None
@@ -134,18 +134,18 @@ class ReplicaStrategy(DDPStrategy):
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Create the algorithm, after model and optimizers are set up and all settings agree."""
+        """Create the algorithm; called once everything is set up and all ranks' settings agree."""
 
     def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
-        """Return what decides when the fit stops."""
+        """Create the object that decides when the fit stops."""
         return Stopping(trainer, self.ranks, clock, self.patches)
 
     def equal_weights(self) -> tuple[int, Channel]:
-        """Return the steps between weight comparisons (0: never), and the ranks to compare."""
+        """Return the number of steps between weight checks (0: never), and the ranks to compare."""
         return 0, self.channels.world
 
     def not_restored(self) -> list[str]:
-        """Return messages about what resuming this fit would not restore."""
+        """Return messages about state that resuming this fit would not restore."""
         return self.inside.not_restored(self)
 
     @property
@@ -154,14 +154,14 @@ class ReplicaStrategy(DDPStrategy):
         module: pl.LightningModule | None = self.lightning_module
         if module is None:
             raise RuntimeError(
-                f"This `{type(self).__name__}` has no LightningModule yet. It gets one in `fit`,"
-                " `validate`, `test` or `predict` of its Trainer."
+                f"This `{type(self).__name__}` has no LightningModule yet. It gets one when its"
+                " Trainer runs `fit`, `validate`, `test` or `predict`."
             )
         return module
 
     @property
     def channels(self) -> ReplicaChannels:
-        """The channels to all ranks, across replicas and within this replica."""
+        """The channels between all ranks, between replicas and within this replica."""
         return self.ranks.channels
 
     @property
@@ -201,8 +201,9 @@ class ReplicaStrategy(DDPStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        # Set by every Trainer that gets this strategy. Devices and launcher of the first one would
-        # be kept. Lightning's own attribute remains empty, because its check names accelerators.
+        # Every Trainer that gets this strategy sets this, but the devices and launcher of the first
+        # one would be kept. Lightning's own attribute remains empty; otherwise its check would
+        # complain about accelerators.
         if self._trainers_accelerator is not None:
             raise RuntimeError(
                 f"This `{type(self).__name__}` was already passed to another Trainer. Create a"
@@ -297,7 +298,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without sync in a `with` block; called by Lightning."""
+        """Accumulate gradients without synchronization in a `with` block; Lightning calls it."""
         no_sync = self.inside.accumulating() or super().block_backward_sync()
         with self.session.accumulating(), no_sync:
             yield
@@ -429,7 +430,7 @@ class ReplicaStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all ranks; in a training step, over the ranks of this replica only.
 
-        Otherwise every metric logged per step with `sync_dist=True` would take a round trip over
+        Otherwise every metric logged per step with `sync_dist=True` would cost a round trip over
         the slow link.
         """
         if self.session.computing:

@@ -1,4 +1,4 @@
-"""Checks of arguments, Trainer settings and callbacks."""
+"""Checks for arguments, Trainer settings and callbacks."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def why_gradients_change(
 
 
 def compiled_as_a_whole(module: pl.LightningModule) -> str | None:
-    """Return the name of a compiled submodule with most of the trained parameters; None if none.
+    """Return the name of a compiled submodule that has most of the trained parameters, or None.
 
-    All gradients of a compiled module are ready only when its backward ends.
+    No gradient of a compiled module is ready before its backward ends.
     """
 
     def numel(part: nn.Module) -> int:
@@ -112,7 +112,7 @@ REFUSED_IF_SHARDED = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Raise a `ValueError` if the Trainer has a callback of a class in `reasons` or a subclass.
+    """Raise a `ValueError` if the class of a Trainer's callback, or a base class, is in `reasons`.
 
     Callbacks that `Tuner` adds are included.
     """
@@ -142,7 +142,7 @@ def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
 
 
 def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
-    """Raise a `ValueError` if the LightningModule, which is to be sharded, is compiled."""
+    """Raise a `ValueError` if a LightningModule that is about to be sharded is compiled."""
     if is_compiled(module):
         raise ValueError(
             f"`{strategy}` does not support a LightningModule compiled with `torch.compile`: a"
@@ -173,9 +173,9 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
 
 
 def refuse_muon(strategy: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise a `ValueError` for Muon with a sharded model: it would orthogonalize each shard apart.
+    """Raise a `ValueError` for Muon, which would orthogonalize each shard of a model separately.
 
-    Muon is any optimizer with "ns_steps" above 0 in a group, such as `torch.optim.Muon`.
+    Any optimizer with "ns_steps" above 0 in a group counts as Muon, such as `torch.optim.Muon`.
     """
     for optimizer in optimizers:
         if any(group.get("ns_steps") for group in optimizer.param_groups):
@@ -192,7 +192,7 @@ def check_ddp_kwargs(
 ) -> dict[str, Any]:
     """Return the arguments that differ from DDP's defaults; reject those that do not apply.
 
-    `with_ddp`: whether DDP averages gradients within replicas, so that its own arguments apply.
+    `with_ddp` is whether DDP averages gradients within replicas, so that its arguments apply.
 
     Raises:
         TypeError: an argument does not exist or does not apply.

@@ -29,7 +29,7 @@ class Clock:
         self._stepped = False  # whether any optimizer has stepped in the current batch
 
     def tick(self, optimizer: Optimizer | None) -> bool:
-        """Count a step if one has just ended; return whether it has.
+        """Count a step if one has just ended; return whether one has.
 
         `optimizer` is the one that has just stepped; None at the end of a `training_step`.
         """

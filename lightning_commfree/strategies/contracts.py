@@ -62,7 +62,7 @@ class Inside(Protocol):
         ...
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check the optimizers, newly created or replaced during a fit.
+        """Check optimizers that were just created, or replaced during a fit.
 
         Raises:
             ValueError: they cannot train the prepared model's parameters.
@@ -70,7 +70,7 @@ class Inside(Protocol):
         del optimizers
 
     def accumulating(self) -> AbstractContextManager[None] | None:
-        """Return a context for accumulating gradients without sync; None: use Lightning's."""
+        """Return a context manager that accumulates without sync, or None to use Lightning's."""
         return None
 
     def train_begins(self) -> None:
@@ -90,7 +90,7 @@ class Inside(Protocol):
     def after_backward(self, steps: bool) -> None:
         """Combine gradients after backward; collective within the replica.
 
-        `steps`: whether an optimizer step follows; otherwise gradients accumulate.
+        `steps` is whether an optimizer step follows; otherwise gradients accumulate.
         """
         del steps
 
@@ -104,7 +104,7 @@ class Inside(Protocol):
         return get_total_norm(gradients, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state for an exact resume, except weights and optimizer states."""
+        """Return this rank's own state for an exact resume, without weights or optimizer states."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ class Inside(Protocol):
         del state
 
     def not_restored(self, strategy: Any) -> list[str]:
-        """Return messages about state or rounding that a resumed fit would not restore."""
+        """Return messages about state or rounding that a resumed fit would not reproduce."""
         del strategy
         return []
 
@@ -121,7 +121,7 @@ class Inside(Protocol):
         return
 
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
-        """Set up the module for evaluation or prediction; by default with Lightning's `setup`."""
+        """Set up the module for evaluation or prediction. By default, call Lightning's `setup`."""
         setup(trainer)
 
     # -- states of a sharded model
@@ -153,7 +153,7 @@ class Inside(Protocol):
         return state
 
     def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of `checkpoint` with this rank's shards of the module's full state."""
+        """Return a copy of `checkpoint` with the module's state replaced by this rank's shards."""
         return checkpoint
 
     def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -168,7 +168,7 @@ class Inside(Protocol):
 class Between(Resumable, Protocol):
     """A cross-replica algorithm; one object per fit.
 
-    It is created once model and optimizers are set up and all ranks hold the same weights. Its
+    It is created once the model and optimizers are set up and all ranks hold the same weights. Its
     methods run on all ranks after the same step, so any of them may be collective.
     """
 
@@ -179,7 +179,7 @@ class Between(Resumable, Protocol):
     def after_step(self, stop: bool) -> bool:
         """Run the algorithm's communication after a step, as counted by `Clock`.
 
-        `stop` tells the other ranks whether this rank requests a stop of training. Returns whether
+        `stop` is whether this rank requests a stop; it is sent to the other ranks. Returns whether
         all ranks stop now; the result is the same on every rank.
         """
         ...
@@ -233,20 +233,20 @@ class LocalUpdates(Between, Protocol):
         return None
 
     def unready(self, what: str) -> str | None:
-        """Return why shared weights are not yet meaningful for a "validation" or "checkpoint"."""
+        """Return a warning if a "validation" or "checkpoint" would come too early, else None."""
         return None
 
     def refuse_to_save(self, world: Channel) -> None:
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
 
     def average_moved(self) -> None:
-        """Average frozen weights that hooks have made differ across replicas; collective."""
+        """Average the frozen weights that hooks have made different across replicas; collective."""
 
 
 class EveryStep(Between, Protocol):
     """An algorithm that communicates in every step, so that all replicas hold the same weights."""
 
-    stream_ended: bool = False  # any rank's stream ended with the latest step; same on all ranks
+    stream_ended: bool = False  # whether any rank's stream ended with the latest step, on all ranks
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
         """Set the functions that return this rank's flags, which are sent in every step.

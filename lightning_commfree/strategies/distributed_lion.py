@@ -33,7 +33,7 @@ class DistributedLionStrategy(ReplicaStrategy):
 
     Each worker keeps its gradient and momentum local. It sends one bit per parameter up (its vote)
     and receives about one bit per parameter down (the result). With N parameters and an odd number
-    n of workers, a worker sends N (n - 1) / 4 n bytes per step; fp32 DDP sends 8 N (n - 1) / n.
+    n of workers, a worker sends N (n - 1) / (4 n) bytes per step; fp32 DDP sends 8 N (n - 1) / n.
     The parameters remain bit-identical on all ranks. `configure_optimizers` must return a
     `DistributedLion`.
 
@@ -41,17 +41,17 @@ class DistributedLionStrategy(ReplicaStrategy):
     cannot be computed without sending gradients. Clipping changes the weight of the gradient
     relative to the momentum, not the size of the step, which is `lr` for every parameter.
     Accumulated gradients are voted on once per optimizer step. A metric that `training_step` logs
-    per step with `sync_dist=True` is the worker's own; logged per epoch, it is averaged over all
-    ranks.
+    per step with `sync_dist=True` covers only that worker; a metric logged per epoch is averaged
+    over all ranks.
 
     Args:
-        vote: "majority": the sign of the sum of votes; "average": the mean of the votes, which
-            takes ceil(log2(n + 1)) bits per parameter down.
-        ties: "zero": no update on a tie, which takes a second bit down where ties are possible;
-            "random": a random sign, the same on all workers, with one bit down. A parameter for
-            which all workers have an exact zero is never updated.
+        vote: "majority": the sign of the sum of the votes; "average": the mean of the votes, so
+            that the result uses ceil(log2(n + 1)) bits per parameter.
+        ties: "zero": no update on a tie, so that the result uses a second bit per parameter if ties
+            are possible; "random": a random sign, the same on all workers, so that the result uses
+            one bit. A parameter whose update is exactly zero on every worker is never updated.
         momentum_sync_every: number of steps between averages of the workers' momentum buffers,
-            which take 64 / `momentum_sync_every` bits per parameter and step; 0: never, as in the
+            which cost 64 / `momentum_sync_every` bits per parameter per step; 0: never, as in the
             paper.
         nonfinite: how to handle NaN or Inf in a worker's gradient. "raise": all ranks stop with an
             error that names the worker. "abstain": that worker votes 0 on the affected bucket of
@@ -59,18 +59,18 @@ class DistributedLionStrategy(ReplicaStrategy):
         node_size: k, the number of consecutive ranks that average their gradients in full precision
             and vote as one worker; each rank sends 1/k of the vote.
         inside: the layout of the model across these k ranks. "ddp": the full model on every rank.
-            "fsdp" or an `FSDPSettings`: each rank holds 1/k of parameters, gradients and momentum
-            (FSDP2), votes on this shard and logs metrics for it; a unit is a transformer block by
-            default. "domino" or a `DominoSettings`: tensor parallelism of a transformers model; the
-            k ranks get the same batch.
-        overlap: start the vote on a bucket during backward, when its last gradient is ready.
-            Disabled with a warning if gradients change after backward: clipping, fp16 scaling,
-            `node_size` above 1, hooks between backward and step.
+            "fsdp" or an `FSDPSettings`: each rank holds 1/k of the parameters, gradients and
+            momentum (FSDP2), votes on its shard and logs metrics for it; by default, a unit is a
+            transformer block. "domino" or a `DominoSettings`: tensor parallelism for a transformers
+            model; the k ranks get the same batch.
+        overlap: whether to start the vote on a bucket during backward, when its last gradient is
+            ready. Disabled with a warning if gradients may change after backward: through clipping,
+            fp16 scaling, `node_size` above 1, or hooks between backward and step.
         check_drift_every: number of steps between comparisons of the ranks' parameters, by a hash
             sent with the votes; a difference ends the fit. 0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
-            and of about 15 minutes at most, after which Linux drops the connections.
+            but no more than about 15 minutes, because Linux then drops the connections.
 
     Attributes:
         settings: the arguments above except `overlap`.

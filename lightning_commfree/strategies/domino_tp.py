@@ -28,7 +28,7 @@ class DominoSession(FitSession[GradientMean]):
     batch, whether its gradient contains NaN or Inf, and whether it requests a stop.
     """
 
-    _stops = False  # some rank wants to stop after the current step
+    _stops = False  # whether some rank requests a stop after the current step
 
     @override
     def batch_begins(self) -> None:
@@ -79,7 +79,7 @@ class DominoSession(FitSession[GradientMean]):
 
 
 class DominoTPStrategy(ReplicaStrategy):
-    """Tensor parallelism of an unmodified Hugging Face model, with overlapped all-reduces.
+    """Tensor parallelism for an unmodified Hugging Face model, with overlapped all-reduces.
 
     When `fit` begins, before the optimizer is created, the `GPT2LMHeadModel` or Llama-like model
     (Llama, Mistral, Qwen2, Qwen3, Gemma) anywhere inside the LightningModule is sharded in place:
@@ -88,20 +88,21 @@ class DominoTPStrategy(ReplicaStrategy):
     computation of the others, in forward and backward passes. Any other model whose config has a
     tensor-parallel plan is sharded according to that plan, without overlap.
 
-    Checkpoints contain the full model and optimizer state. They load at any tensor-parallel size,
-    in a plain Trainer and (the model's weights) with `from_pretrained`. After `fit` the module is
-    the plain Hugging Face model again, with all weights; `trainer.optimizers` keep this rank's
-    shards, which `trainer.save_checkpoint` gathers if all ranks call it. The world is data parallel
-    times tensor parallel: all ranks of a tensor group must get the same batch, which Lightning's
-    own sampler ensures. A fit resumed on the same number of ranks continues bit for bit. With a
-    different number of ranks it continues from the same weights and optimizer state, and a warning
-    says what is reset.
+    Checkpoints contain the full model and optimizer state. They can be loaded at any
+    tensor-parallel size, in a plain Trainer and, for the model's weights, with `from_pretrained`.
+    After `fit`, the module contains the plain Hugging Face model again, with full weights;
+    `trainer.optimizers` keep this rank's shards, which `trainer.save_checkpoint` gathers if all
+    ranks call it. The world size is the data-parallel size times the tensor-parallel size. All
+    ranks of a tensor group must get the same batch, which Lightning's own sampler ensures. A fit
+    resumed on the same number of ranks continues bit for bit. With a different number of ranks, it
+    continues from the same weights and optimizer state, and a warning lists everything that is
+    reset.
 
     NaN or Inf in a gradient ends the fit on all ranks before the step, with an error that names the
     rank and parameter. `trainer.should_stop` on any rank and SIGTERM stop all ranks after the same
     step.
 
-    A model of these classes may be on the `meta` device when `fit` begins (built in
+    A model of the classes above may be on the `meta` device when `fit` begins (built in
     `configure_model`, under `torch.device("meta")`): each rank then allocates only its shards, with
     values from a checkpoint (`ckpt_path`) or initialized layer by layer by the model's own
     `_init_weights`.
@@ -110,21 +111,21 @@ class DominoTPStrategy(ReplicaStrategy):
     gathered, and the model's output has no logits; without `labels` it has all of them.
 
     Args:
-        tensor_parallel_size: number of consecutive ranks that share one model; None: all ranks of a
-            node. The rest of the world is data parallel.
+        tensor_parallel_size: number of consecutive ranks that share one model; if None, all ranks
+            of a node. The groups train with data parallelism.
         split: how a batch is split into micro-batches. "batch": by rows (a batch of one row is
             split by tokens instead); "token": by chunks of the sequence, under causal attention;
             "weight": by outputs of row-parallel linear layers, which hides less communication;
-            "hybrid": by rows and outputs; "none": wait for every all-reduce. "auto": the fastest of
+            "hybrid": by rows and outputs; "none": wait for every all-reduce; "auto": the fastest of
             "batch", "token" and "none", chosen by timing the first 30 batches of each size
             (`domino.auto_split`).
         num_micro_batches: number of micro-batches, 2 or more.
         check_drift_every: number of steps between comparisons of the parameters that several ranks
-            hold, by a hash; a difference ends the fit with an error that names parameter and ranks.
-            0: never.
+            hold, by a hash; a difference ends the fit with an error that names the parameters and
+            ranks. 0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
-            and of about 15 minutes at most, after which Linux drops the connections.
+            but no more than about 15 minutes, because Linux then drops the connections.
 
     Attributes:
         settings: the arguments above except `check_drift_every`.
@@ -165,9 +166,9 @@ class DominoTPStrategy(ReplicaStrategy):
     def traffic(self, tokens_per_step: int) -> Traffic:  # type: ignore[override]
         """Forecast the bytes that this rank sends per optimizer step, by ledger tag.
 
-        Call it in `on_fit_start` or later. The ledger's phase `STEPS` has the measured bytes. The
-        forecast assumes that a model that can compute its loss (`labels=`) does so. A module that
-        computes the loss itself needs full logits, and sends more than the forecast.
+        Call it in `on_fit_start` or later. The ledger's phase `STEPS` contains the measured bytes.
+        The forecast assumes that a model that can compute its loss (`labels=`) does so. A module
+        that computes the loss itself needs full logits and sends more than the forecast.
 
         Args:
             tokens_per_step: number of tokens that a tensor group trains on per optimizer step.

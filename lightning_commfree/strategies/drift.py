@@ -1,4 +1,4 @@
-"""Detect ranks whose weights have drifted apart although they must be equal.
+"""Detect ranks whose weights have drifted apart although they must be identical.
 
 The check does not depend on what an algorithm sends, so it also detects an optimizer or hook that
 bypasses the strategy.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 TAG = "drift"
-_NAMED = 3  # parameters that an error names at most
+_NAMED = 3  # maximum number of parameters to name in an error
 
 
 class DriftCheck:
@@ -28,8 +28,8 @@ class DriftCheck:
     Args:
         strategy: the strategy of the fit.
         every: number of optimizer steps between checks, at least 1.
-        channel: connects the ranks whose weights must be equal. Shards are compared with ranks that
-            hold the same shards in other replicas, if the channel includes these.
+        channel: connects the ranks whose weights must be equal. Shards are compared with the same
+            shards in other replicas, if the channel includes these.
     """
 
     def __init__(self, strategy: ReplicaStrategy, every: int, channel: Channel) -> None:
@@ -47,7 +47,7 @@ class DriftCheck:
             return
         self._period = step // self._every
         session = self._strategy.session
-        # steps that bypassed the strategy, so that the algorithm compared nothing
+        # number of steps that bypassed the strategy, in which the algorithm compared nothing
         missed, self._missed = self._missed, step - session.clock.steps
         if session.compares_weights and missed == self._missed:
             return

@@ -2,14 +2,15 @@
 
 If each rank of a replica holds a shard of the model, the ranks compute every batch together. A rank
 with more batches than the others would wait for them until the timeout. For `validate` and `test`,
-Lightning's own sampler gives every rank the same number; a user's sampler or a stream may not.
+Lightning's own sampler gives every rank the same number, but a user's sampler or a stream may give
+different numbers.
 
 - *Loaders with a length*: before the first batch, the ranks of a replica agree on the smallest
   length. A warning says so, because metrics then cover fewer batches.
 - *Streams*, and loaders that yield fewer batches than their length: the ranks exchange one byte per
   batch, and stop together as soon as one of them runs out.
 - *Predict*: an error is raised instead, because rows would be missing from the result. Lightning's
-  sampler for `predict` gives some ranks one more batch if rows cannot be divided equally.
+  sampler for `predict` gives some ranks one more batch if the rows cannot be divided evenly.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class SharedEvaluation:
             yield
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
-        """Wrap the setup of the loaders, and limit each to its smallest length in the replica."""
+        """Wrap the loaders' setup, and limit each loader to its shortest length in the replica."""
         before = batch_limits(self._loop)
         set_up()
         limits = batch_limits(self._loop)
@@ -92,7 +93,7 @@ class SharedEvaluation:
         self._tell_uneven(uneven, self._ranks.rank == 0)
 
     def _reset(self, reset: Callable[[], None]) -> None:
-        """Wrap the start of the loop, which may already fetch the first batch."""
+        """Wrap the start of the loop, because it may fetch the first batch."""
         reset()
         if not self._inside.shares_model:
             return
@@ -115,7 +116,7 @@ class SharedEvaluation:
         found = within.all_gather(flag, TAG).wait().flatten().tolist()
         without = [rank for rank, has in zip(within.ranks, found, strict=True) if not has]
         if 0 < len(without) < within.size:
-            ended = [f"the data of rank {rank} end first" for rank in without]
+            ended = [f"the data of rank {rank} ends first" for rank in without]
             self._tell_uneven(ended, within.rank == 0)
         return not without
 

@@ -1,7 +1,7 @@
 """State and hooks of one fit, from a strategy's `setup` to its `teardown`.
 
 `FitSession` has the parts that all strategies share. Its subclasses differ in how ranks depend on
-each other. Ranks train independently (`local_weights`), exchange something in every optimizer step
+each other: they train independently (`local_weights`), exchange something in every optimizer step
 (`lockstep`), or share a model and communicate in every batch (`domino_tp`).
 """
 
@@ -46,11 +46,11 @@ class FitSession(Generic[B]):
         ValueError: the ranks have different algorithms; raised on all ranks.
     """
 
-    least_ranks = 1  # in a job of DDP with which traffic is compared
+    least_ranks = 1  # minimum size of the DDP job with which traffic is compared
     trains_independently = False  # ranks exchange nothing at most steps
     compares_weights = False  # the exchange of a step compares the ranks' weights
     computing = False  # whether a training step is running
-    accumulates = False  # whether no optimizer step follows it
+    accumulates = False  # whether no optimizer step follows the training step
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class FitSession(Generic[B]):
         patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
 
     def begin(self, resumed: bool) -> None:
-        """Prepare for the first training step; weights may have been changed by hooks until here.
+        """Prepare for the first training step; hooks may have changed the weights before this.
 
-        `resumed`: whether the algorithm's state was restored from a checkpoint.
+        `resumed` is whether the algorithm's state was restored from a checkpoint.
         """
         del resumed
         self.clock.steps = self.steps_before()
@@ -90,7 +90,7 @@ class FitSession(Generic[B]):
         return self._trainer.global_step
 
     def batch_begins(self) -> None:
-        """Called with a new batch, before training on it."""
+        """Called before training on a new batch."""
         self._stopping.share_last_batch(self._channels.within)
 
     @contextmanager
@@ -138,7 +138,7 @@ class FitSession(Generic[B]):
 
         `optimizer` is the one that is stepped; None for a `training_step`.
         """
-        if self.clock.spans_batch != (optimizer is None):  # a part of a step, or ahead of one
+        if self.clock.spans_batch != (optimizer is None):  # only part of a step, or before one
             yield
             self.clock.tick(optimizer)
             return
@@ -159,7 +159,7 @@ class FitSession(Generic[B]):
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Called before the first step of optimizers that have replaced the original ones."""
-        # with manual optimization every rank has already begun the step, so positions tell nothing
+        # with manual optimization, every rank has already begun the step, so positions show nothing
         if not (self.trains_independently or self.clock.spans_batch):
             self._stopping.check_replaced()
         self.between.follow_optimizers(optimizers)
@@ -168,10 +168,10 @@ class FitSession(Generic[B]):
         """Called after all ranks have taken a step and know whether to stop after it."""
 
     def stops_after(self) -> int | None:
-        """Return the step after which all ranks would know of a SIGTERM received now.
+        """Return the step after which all ranks would know of a SIGTERM received now, or None.
 
-        None if unknown. By default ranks exchange something in every step, and the current step may
-        already have sent its flags.
+        By default, ranks exchange something in every step, and the current step may already have
+        sent its flags.
         """
         return self.clock.steps + 2
 
@@ -242,9 +242,9 @@ class FitLog:
 
     They appear only in those rows, not in `callback_metrics`, `logged_metrics` or the results of
     `validate`, and no logger is called for them alone. They are means over the latest complete
-    cycles, at least `log_every_n_steps` steps, and cover only training steps, not the start,
-    validation, checkpoints or the last exchange. `more` returns the algorithm's own metrics; it is
-    called only when a row needs them.
+    cycles, which span at least `log_every_n_steps` steps, and cover only training steps, not the
+    start, validation, checkpoints or the last exchange. `more` returns the algorithm's own metrics;
+    it is called only when a row needs them.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class FitLog:
         return self._means.steps
 
     def figures(self) -> dict[str, float]:
-        """Return a dict of the current metrics, or after the fit, of its last ones."""
+        """Return a dict of the current metrics or, after the fit, of the last ones."""
         if self._last is not None:
             return dict(self._last)
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
@@ -300,7 +300,7 @@ class FitLog:
         self._last, self._more = self.figures(), dict
 
     def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics to add to a loggers' row; {} if no step followed the last row."""
+        """Return the metrics to add to a row for the loggers; {} if no step followed the last."""
         logs = self._trainer.loggers and self._trainer.training
         if not logs or self._means.steps == self._steps_in_rows:
             return {}

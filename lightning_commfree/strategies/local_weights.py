@@ -67,11 +67,11 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         differ = any(self._ranks.all_flags(not self._swap.local_equals_shared()))
         if differ and not resumed:
             # a hook has changed the weights, maybe on one rank only: as under DDP, all ranks
-            # continue from rank 0's
+            # continue from rank 0's weights
             broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
             self._swap.take_local()
         if resumed and not differ:
-            # it may have been saved at the end of a fit: finishing again is a no-op
+            # the checkpoint may be from the end of a fit, where finishing again is a no-op
             self._finished_at = self.between.step
         self._trains = True
         super().begin(resumed)
@@ -143,7 +143,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @contextmanager
     def _with_shared_weights(self) -> Iterator[bool]:
-        """Swap the shared weights in for a `with` block, with no exchange in flight.
+        """Swap in the shared weights for the duration of a `with` block; no exchange is in flight.
 
         Yields whether they were already in the module; if so, they remain there afterwards.
         """
@@ -180,7 +180,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         patches.put(self._trainer, "save_checkpoint", save_shared)
 
     def _shown(self) -> Sequence[Tensor] | None:
-        """Return weights to use instead of the shared weights, or None to use these."""
+        """Return weights to use instead of the shared weights, or None to use the shared ones."""
         if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
             return None
         return self.between.shown()

@@ -1,8 +1,7 @@
-"""Fit session for ranks that communicate in every optimizer step and then hold equal weights.
+"""Fit session for ranks that communicate in every step and hold identical weights afterwards.
 
-With each exchange, every rank sends two flags: whether it requests a stop of all ranks
-(`Stopping.wanted`), and whether its data stream of unknown length ends with this step
-(`Stopping.stream_ends`).
+With each exchange, every rank sends two flags: whether it requests a stop (`Stopping.wanted`), and
+whether its data stream of unknown length ends with this step (`Stopping.stream_ends`).
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class LockstepSession(FitSession[EveryStep]):
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if self._ranks.interrupted:
             return read()
-        # a checkpoint has the means, but a fit that saves must train like one that does not
+        # a checkpoint contains the means, but saving must not change how a fit trains
         buffers = common_buffers(self._module)
         own = [buffer.clone() for buffer in buffers]
         self.between.average_buffers()
@@ -87,10 +86,10 @@ class LockstepSession(FitSession[EveryStep]):
     def _compare_order(self, optimizer: Optimizer | None) -> None:
         """With manual optimization, check that all ranks step the same optimizer next; collective.
 
-        `optimizer` is the next one to be stepped; None: no further step in this batch.
+        `optimizer` is the next one to be stepped; None if no further step follows in this batch.
 
         Raises:
-            AgreedError: they do not; raised on all ranks.
+            AgreedError: the ranks step different ones; raised on all ranks.
         """
         # with different orders, ranks would wait for each other until the timeout
         world, trainer = self._world, self._trainer

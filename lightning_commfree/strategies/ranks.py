@@ -29,7 +29,8 @@ T = TypeVar("T")
 class Ranks:
     """All ranks of a job from this rank's point of view, during and outside a fit.
 
-    `backend` is the user's `process_group_backend`, and `mesh` lays out a number of ranks.
+    `backend` is the user's `process_group_backend`, and `mesh` returns the mesh for a number of
+    ranks.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Ranks:
         """The open channels.
 
         Raises:
-            RuntimeError: they are not open.
+            RuntimeError: the channels are not open.
         """
         if self._channels is None:
             raise RuntimeError(
@@ -120,9 +121,9 @@ class Ranks:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C or an error is ending the fit: collectives may hang, nothing is saved.
+        """Whether Ctrl-C or an error is ending the fit: collectives may hang, and nothing is saved.
 
-        SIGTERM stops all ranks after the same step.
+        SIGTERM does not count, because it stops all ranks after the same step.
         """
         module, error = self._strategy.lightning_module, sys.exc_info()[1]
         if module is None or error is None or isinstance(error, SIGTERMException):
@@ -135,7 +136,7 @@ class Ranks:
         in_fit = trainer.state.stage is not None and trainer.world_size > 1
         return in_fit and trainer.state.status == TrainerStatus.INTERRUPTED
 
-    # -- collectives of Lightning, over all ranks
+    # -- Lightning's collectives, over all ranks
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
         """Context manager that names the lost ranks if a Lightning collective fails in it."""
@@ -178,7 +179,7 @@ class Ranks:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Context manager: if it fails on any rank, raise an error on all ranks; collective.
+        """Context manager that raises an error on all ranks if it fails on any; collective.
 
         Ranks on which the block succeeds raise an error with the text from the first rank on which
         it failed.

@@ -9,13 +9,13 @@ SIGTERM becomes a request to stop (`stopping`), which is sent with the next exch
    after this step Lightning raises `SIGTERMException`, runs the `on_exception` hooks, which may
    save checkpoints, and tears down.
 
-Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every batch instead: a round trip
-per batch on a slow link. The delay here is at most a launch interval plus the overlap, or before
-the first launch a full cycle plus the overlap. A job scheduler's grace period must be longer. The
-terminal shows the step after which all ranks will have stopped.
+Instead, Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every batch, which costs a
+round trip per batch on a slow link. The delay here is at most a launch interval plus the overlap,
+or before the first launch, a full cycle plus the overlap. A job scheduler's grace period must be
+longer. The terminal shows the step after which all ranks will have stopped.
 
-Ctrl-C, or an error on one rank, stops the ranks in different steps, so no checkpoint can be saved
-any more (`save_on_sigterm_only`).
+Ctrl-C, or an error on one rank, stops the ranks at different steps, so no checkpoint can be saved
+(`save_on_sigterm_only`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_unsaved(why: str) -> None:
-    """Warn at the end of a fit that no checkpoint was saved."""
+    """Warn, at the end of a fit, that no checkpoint was saved."""
     rank_zero_warn(
         f"No checkpoint was saved: {why}. Earlier checkpoints are unchanged. To stop and save a"
         " checkpoint, send SIGTERM instead: all ranks then stop after the same step."
@@ -50,8 +50,8 @@ def warn_unsaved(why: str) -> None:
 def save_on_sigterm_only(trainer: pl.Trainer, ranks: Ranks, patches: Patches) -> None:
     """Prevent callbacks from saving on an exception unless all ranks stop after the same step.
 
-    SIGTERM stops all ranks together. After other exceptions the ranks may be in different steps, so
-    nothing can be saved, but Lightning's `ModelCheckpoint` would report a file anyway.
+    SIGTERM stops all ranks together. After any other exception, ranks may be at different steps, so
+    nothing can be saved, but Lightning's `ModelCheckpoint` would still report a saved file.
     """
     for callback in trainer.checkpoint_callbacks if ranks.size > 1 else []:
         saves = getattr(callback, "save_on_exception", False)  # Lightning 2.6 and later
@@ -70,7 +70,7 @@ def _save_unless_interrupted(
     if not ranks.interrupted:
         save(trainer, module, error)
     elif not isinstance(error, KeyboardInterrupt):  # for which the strategy warns
-        warn_unsaved("an error has ended the fit, and the ranks may be in different steps")
+        warn_unsaved("an error has ended the fit, and the ranks may be at different steps")
 
 
 class DeferredSigterm:
@@ -95,7 +95,7 @@ class DeferredSigterm:
         set_sigterm_received(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        """Treat the signal that SLURM sends before a time limit like SIGTERM."""
+        """Treat the signal that SLURM sends before a time limit as if it were SIGTERM."""
         # Lightning would save immediately, in the middle of a step and of collectives
         if self._trainer.local_rank == 0 and not self.requested:
             _write_now(
@@ -132,7 +132,7 @@ class DeferredSigterm:
 
 
 def _write_now(text: str) -> None:
-    """Write text from a signal handler, where `print` is not safe: the signal may interrupt it."""
+    """Write text from a signal handler, where `print` is unsafe because it is not reentrant."""
     try:
         file = sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):  # in a notebook, stderr is not a file

@@ -7,16 +7,16 @@ other.
 
 *Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent as a
 flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
-(`agree_in_step`). Where all ranks are at the same point anyway (after a validation, at the end of
-an epoch and before a checkpoint), they agree immediately on `should_stop` (`agree_here`). SIGTERM
+(`agree_in_step`). When all ranks are at the same point anyway (after a validation, at the end of an
+epoch and before a checkpoint), they agree immediately on `should_stop` (`agree_here`). SIGTERM
 takes effect only after the next step: at these points Lightning would exit the fit without calling
 another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` first.
 
 *Streams* have no length to agree on in advance. Ranks that communicate in every batch or step also
 send whether their data ends (`share_last_batch`, `end_epoch`), and the epoch ends on all of them as
 soon as any rank runs out. Ranks that train independently cannot report it in time. If their data
-ends after different steps, all ranks raise an error that names the rank (`EpochEnds`). The
-same happens if a loader yields fewer batches than its length, or a hook ends the epoch on only some
+ends after different steps, all ranks raise an error that names the rank (`EpochEnds`). The same
+happens if a loader yields fewer batches than its length, or a hook ends the epoch on only some
 ranks.
 """
 
@@ -64,7 +64,7 @@ class Stopping:
         self._several = trainer.world_size > 1  # a single rank has no others to agree with
         self._requested = self._agreed = self._trains = False
         self._unsized = self._warned_uneven = self._independent_streams = False
-        self._step = 0  # steps begun, or batches where a step spans one
+        self._step = 0  # number of steps begun, or of batches if a step spans one
         self._ends: EpochEnds | None = None
         self.sigterm = DeferredSigterm(trainer, clock, patches)
         if self._several:
@@ -75,8 +75,8 @@ class Stopping:
     def begin(self, trains_independently: bool) -> None:
         """Prepare for the first training step.
 
-        `trains_independently`: whether ranks do not communicate in most steps, so that they cannot
-        report the end of their data.
+        `trains_independently` is whether ranks skip communication in most steps, so that they
+        cannot report the end of their data.
         """
         self._trains, self._step = True, self._trainer.global_step
         if self._several:
@@ -120,7 +120,7 @@ class Stopping:
         With `in_step`, the step is still running, so the Trainer has not fully counted it yet.
         """
         # When Lightning calls the last hook of a fit (`on_train_end`), callbacks have already
-        # written their last checkpoint. So the end is predicted here, by the decisions of
+        # written their last checkpoint. So the end is predicted here, by the same rules as in
         # Lightning's loops.
         trainer, loop = self._trainer, self._trainer.fit_loop
         uncounted = self.clock.uncounted if in_step else 0
@@ -135,7 +135,7 @@ class Stopping:
         epoch: Any = loop.epoch_progress.current
         if loop.max_epochs in (None, -1):
             return False
-        if epoch.started < epoch.ready:  # it begins; the batch counter is still the last epoch's
+        if epoch.started < epoch.ready:  # it is beginning; the batch counter is the last epoch's
             return False
         if in_step:  # the current epoch is not counted as processed yet
             return epoch.processed >= loop.max_epochs - 1 and data_used_up(trainer)
@@ -178,7 +178,7 @@ class Stopping:
             self._ends.end(self._epoch, self._step, out_of_data)
 
     def check_replaced(self) -> None:
-        """Check that a hook has replaced the optimizers of all ranks, as it has of this one.
+        """Check that a hook has replaced the optimizers on all ranks, as it has on this one.
 
         Raises:
             AgreedError: a rank takes the next step with its old optimizers.
@@ -189,8 +189,8 @@ class Stopping:
     def share_stream_end(self) -> None:
         """End the epoch on all ranks if it ends on any; called in the last training step.
 
-        With `max_steps`, some streams may end with the last step, and Lightning then runs
-        validation.
+        With `max_steps`, some ranks' streams may end with the last step, after which Lightning runs
+        validation on these ranks.
         """
         if self._independent_streams:
             self.check_epoch_ends()
@@ -249,8 +249,8 @@ class Stopping:
 
     @property
     def _exiting_by_sigterm(self) -> bool:
-        """Whether all ranks exit after this step because of SIGTERM, and train independently."""
-        # Lightning would first validate where a stream ends, maybe on some ranks only
+        """Whether ranks that train independently exit after this step because of SIGTERM."""
+        # Lightning would first validate where a stream ends, perhaps on only some ranks
         return self._independent_streams and self._trainer.received_sigterm
 
     @property
@@ -281,10 +281,10 @@ class Stopping:
         )
 
     def _check_first_batch(self) -> None:
-        """Check that in this epoch either all ranks' streams have a batch or none has.
+        """Check that in this epoch, either all ranks' streams have a batch or none of them does.
 
         Raises:
-            RuntimeError: only some have one; raised on all ranks.
+            RuntimeError: only some have a batch; raised on all ranks.
         """
         if not self._unsized:
             return
@@ -318,7 +318,7 @@ class Stopping:
     def _agree(self, flags: int) -> None:
         """Stop after the latest step if any rank requests it; collective over all ranks.
 
-        Bit 0 of `flags`: this rank requests a stop; bit 1: it received SIGTERM.
+        Bit 0 of `flags` is set if this rank requests a stop, and bit 1 if it received SIGTERM.
         """
         if self._agreed:
             return
@@ -345,12 +345,12 @@ def _named(ranks: list[int]) -> str:
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"
 
 
-# An `EpochEnds` position is (epoch, steps begun, state, how often optimizers were replaced). It
-# only advances, so an old one is still valid.
+# An `EpochEnds` position is (epoch, steps begun, state, number of times optimizers were replaced).
+# It only advances, so an old one is still valid.
 _TRAINS = "trains"
-_HAS_MORE = "has more"  # the rank is done with that step, and its data continue
+_HAS_MORE = "has more"  # the rank is done with that step and has more data
 _ENDED = "ended"
-_UNKNOWN = (-1, 0, _TRAINS, 0)  # of a rank that has not published one yet
+_UNKNOWN = (-1, 0, _TRAINS, 0)  # position of a rank that has not published one yet
 
 
 class EpochEnds:
@@ -395,7 +395,7 @@ class EpochEnds:
         Args:
             epoch: counted from 0.
             step: number of steps in the fit so far.
-            out_of_data: this rank has run out of data, so all ranks must have.
+            out_of_data: whether this rank has run out of data, in which case all ranks must have.
 
         Raises:
             AgreedError: a rank ends the epoch after a different step.

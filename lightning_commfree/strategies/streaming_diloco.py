@@ -30,17 +30,17 @@ from lightning_commfree.strategies.inside import FSDPSettings, choose_layout, la
 class StreamingDiLoCoStrategy(ReplicaStrategy):
     """Replicas train independently and exchange outer gradients in the background.
 
-    Each replica takes optimizer steps on its own share of the data. After `sync_every`
-    steps, a fragment of the model is launched: the difference between the parameters on which all
-    replicas last agreed and the local parameters is sent while training continues. `overlap_steps`
-    steps later it lands: the mean difference is the gradient for an outer optimizer, whose result
-    is mixed into the local parameters. Nothing is sent between exchanges.
+    Each replica takes optimizer steps on its own share of the data. After `sync_every` steps, a
+    fragment of the model is launched: the difference between the parameters on which all replicas
+    last agreed and the local parameters is sent while training continues. `overlap_steps` steps
+    later, it lands: the mean difference is the gradient for an outer optimizer, whose result is
+    mixed into the local parameters. Nothing is sent between exchanges.
 
     Validation and checkpoints (`state_dict`) use the *outer* weights, on which all replicas agree.
     At the end of `fit`, all ranks have the mean of all replicas' weights. `WeightAveraging`
     averages the outer weights. Gradient clipping, weight decay and learning-rate schedules act
-    within a replica. A metric that `training_step` logs per step with `sync_dist=True` is the
-    replica's own; logged per epoch, it is averaged over all ranks.
+    within a replica. A metric that `training_step` logs per step with `sync_dist=True` covers only
+    that replica; a metric logged per epoch is averaged over all ranks.
 
     Frozen parameters are never sent. Parameters that a callback unfreezes during the fit
     (`BackboneFinetuning`) become a new fragment. Frozen parameters that hooks change differently
@@ -48,49 +48,50 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     `fit`. The forecast by `traffic()` includes neither.
 
     Args:
-        sync_every: H, inner (optimizer) steps between two syncs of a fragment. The paper uses 30 to
-            100; 1 gives the worst quality.
-        num_fragments: P, the number of fragments. None: 3 transformer blocks per fragment, plus one
-            fragment for everything else.
+        sync_every: H, the number of inner (optimizer) steps between two syncs of a fragment. The
+            paper uses 30 to 100; 1 gives the worst quality.
+        num_fragments: P, the number of fragments. If None, 3 transformer blocks per fragment, plus
+            one fragment for everything else.
         fragment_pattern: "strided" (block i in fragment i mod P), "sequential" (consecutive blocks)
             or "balanced" (tensors, equal bytes; for models without blocks).
-        overlap_steps: tau, inner steps from launch to landing; 0 blocks. Several fragments may be
-            in flight. At most 5 is recommended.
+        overlap_steps: tau, the number of inner steps from launch to landing; 0 blocks training.
+            Several fragments may be in flight. At most 5 is recommended.
         mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
             them with the global parameters, 1 keeps them.
         wire_dtype: the number format in which outer gradients are sent: "fp32", "bf16", "int8",
-            "fp4"; with error feedback, which takes 4 bytes of memory per parameter, "int2" or
+            "fp4"; with error feedback, which uses 4 bytes of memory per parameter, "int2" or
             "topk"; or your own codec; see `lightning_commfree.diloco.codec`.
         outer_optimizer: a factory that takes a list of fp32 parameters and returns a
             `torch.optim.Optimizer`; None for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may
             also return a tuple of an optimizer and a learning-rate scheduler, which is stepped
-            whenever the fragment lands. With `start_method="spawn"` it must be picklable: use
+            whenever the fragment lands. With `start_method="spawn"`, it must be picklable: use
             `functools.partial`, not a lambda.
         replica_size: k, the number of consecutive ranks that form a replica, with data parallelism
             inside it; with `devices=k, num_nodes=M`, one replica per node. Each of the k ranks
             holds and exchanges 1/k of the outer state.
         inside: the layout of the model across these k ranks. "ddp": the full model on every rank.
-            "fsdp" or an `FSDPSettings`: 1/k of parameters, gradients and optimizer state per rank
-            (FSDP2), in units of a transformer block by default. "domino" or a `DominoSettings`:
-            tensor parallelism of a transformers model, as in `DominoTPStrategy`; the k ranks get
-            the same batch.
+            "fsdp" or an `FSDPSettings`: each rank holds 1/k of the parameters, gradients and
+            optimizer state (FSDP2); by default, a unit is a transformer block. "domino" or a
+            `DominoSettings`: tensor parallelism for a transformers model, as in `DominoTPStrategy`;
+            the k ranks get the same batch.
         nonfinite: how to handle NaN or Inf in a replica's weights when a fragment is launched.
             "raise": all ranks stop with an error that names the replica, and no checkpoint with
             such weights is written. "abstain": the replica is left out of that fragment's mean and
             continues from the global copy; see `lightning_commfree.diloco.nonfinite`.
         evaluate: the weights to use for validation and for checkpoints saved with it. "outer": the
             outer weights, which are the initial weights until a fragment first lands, and later up
-            to `sync_every` steps old. "mean": the mean of the replicas' local weights, which takes
-            an extra exchange (N/2 bytes in fp4) but makes early stopping and best checkpoints
-            meaningful in short runs. A checkpoint without validation at the same step takes its own
-            exchange. The choice does not affect training.
+            to `sync_every` steps old. "mean": the mean of the replicas' local weights, which costs
+            an extra exchange (half a byte per parameter in fp4) but makes early stopping and best
+            checkpoints meaningful in short runs. A checkpoint without validation at the same step
+            needs an exchange of its own. The choice does not affect training.
         check_drift_every: number of cycles between comparisons of the replicas' global copies, by a
             hash sent with the exchange; a difference ends the fit. 0: never.
-        outer_device: "cpu" keeps global copies and outer optimizer in (pinned) host memory, which
-            saves 8 bytes per parameter on the device. None: they are on the parameters' device.
+        outer_device: "cpu" keeps the global copies and the outer optimizer's state in (pinned) host
+            memory, which saves 8 bytes per parameter on the device. If None, they are on the
+            parameters' device.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
-            and of about 15 minutes at most, after which Linux drops the connections.
+            but no more than about 15 minutes, because Linux then drops the connections.
 
     Attributes:
         settings: the arguments above.
@@ -155,7 +156,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Swap the outer weights into the LightningModule for a `with` block.
+        """Swap the outer weights into the LightningModule for the duration of a `with` block.
 
         Validation and checkpoints do this automatically; callbacks that inspect the model may use
         it too. With `replica_size` above 1, all ranks must call it, because each holds a shard.

@@ -6,13 +6,13 @@ from typing import Any
 
 
 class Unwrappable:
-    """A LightningModule with an attribute `module`, which is the LightningModule itself.
+    """Stand-in for a LightningModule that adds the attribute `module`: the LightningModule itself.
 
     Scripts for the `ddp` strategy read `trainer.model.module`. A LightningModule that had itself as
-    an attribute would break those that unwrap in a loop (`while hasattr(model, "module")`), so
+    an attribute would break scripts that unwrap in a loop (`while hasattr(model, "module")`), so
     `trainer.model` is this object. All other attributes, `isinstance`, calls, `==`, copies and
-    pickles are the LightningModule's own, as if `trainer.model` were that. Only the special methods
-    of Python that a class defines itself (`__len__`, `__getitem__`) need `.module`.
+    pickles behave as if `trainer.model` were the LightningModule. Only special methods that its
+    class defines (`__len__`, `__getitem__`) need `.module`.
     """
 
     __slots__ = ("__weakref__", "module")
@@ -35,7 +35,7 @@ class Unwrappable:
 
     @property
     def __call__(self) -> Any:
-        """The module's own method, which `torch.compile` can trace."""
+        """The module's own `__call__`, which `torch.compile` can trace."""
         return self.module.__call__
 
     def __eq__(self, other: object) -> bool:

@@ -119,6 +119,9 @@ class Plan(Section):  # noqa: D101 - the planner checks sizes against each other
     step_time: PositiveFloat
     bandwidth: Annotated[float, Field(gt=0, allow_inf_nan=True)]
     latency: NonNegativeFloat
+    loss: NonNegativeFloat
+    bbr: bool
+    sync_time: NonNegativeFloat
     tokens_per_step: PositiveInt | None
     num_replicas: PositiveInt
     replica_size: PositiveInt

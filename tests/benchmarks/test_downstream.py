@@ -8,7 +8,14 @@ import pytest
 
 from benchmarks.downstream import training
 from benchmarks.downstream.__main__ import Losses, table, verdict
-from benchmarks.downstream.training import CONTEXT, RUNS, SIZE, Pretrained, overrides
+from benchmarks.downstream.training import (
+    BLOCKS_PER_STEP,
+    CONTEXT,
+    DILOCO_STEPS,
+    RUNS,
+    Pretrained,
+    overrides,
+)
 
 STAGES = ("pretrained", "untuned", "tuned")
 
@@ -39,7 +46,7 @@ def test_the_configurations_compose(compose_config: Any) -> None:
     for name in RUNS:
         config = compose_config(*overrides(name, 7, 30))
         assert config["data"]["block_size"] == config["model"]["n_positions"] == CONTEXT
-        assert config["data"]["batch_size"] == SIZE.blocks_per_step
+        assert config["data"]["batch_size"] == BLOCKS_PER_STEP
         assert (config["trainer"]["max_steps"], config["seed"]) == (30, 7)
 
 
@@ -53,5 +60,5 @@ def test_ddp_is_trained_until_its_loss_is_diloco_s(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(training, "pretrain", pretrain)
     found = training.pretrain_both(1, "")
-    assert tried == [SIZE.steps, 500, 350, 275, 312, 293]
+    assert tried == [DILOCO_STEPS, 500, 350, 275, 312, 293]
     assert found["ddp"].loss == pytest.approx(3.7, rel=0.005)

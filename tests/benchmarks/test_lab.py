@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,10 +17,12 @@ import pytest
 from benchmarks.lab import LaboratoryUnavailable, NetLab, interface_counters, netlab
 from benchmarks.lab.__main__ import main as command_main
 from benchmarks.lab.nodes import parse_counters
+from benchmarks.lab.wan import Wire
 
 UNAVAILABLE = netlab.why_unavailable()
 needs_networks = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 PAYLOAD = 3_000_000
+PROBE = [sys.executable, "-m", "benchmarks.grid.probe"]
 TRANSFER = f"""
 import os, socket, time
 if os.environ["RANK"] == "1":
@@ -64,6 +67,40 @@ def test_the_interface_counts_a_known_transfer_and_the_rate_is_kept(lab: NetLab)
             assert float(sender.output) > 8 * (PAYLOAD - 2 * 256 * 1024) / bits
     finally:
         lab.set_rate("100mbit")
+
+
+@needs_networks
+def test_a_wide_area_delays_and_loses_what_it_says() -> None:
+    """A datagram there and back: 40 ms, and 10 % are lost on each way. TCP arrives all the same."""
+    with NetLab(nodes=2, rate="100mbit", round_trip_s=0.04, loss=0.1, congestion="reno") as wide:
+        echo, _ = wide.run([[*PROBE, "echo", "300"]] * 2, timeout_s=60)
+        assert echo.returncode == 0, echo.output
+        found = json.loads(echo.output)
+        assert 40 <= found["median_ms"] < 60
+        assert 0.1 < found["lost"] < 0.3
+        both = wide.run([[*PROBE, "exchange", "30000"]] * 2, timeout_s=60)
+        assert [result.returncode for result in both] == [0, 0], both[0].output
+        control = ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
+        assert wide.run([control, ["true"]], timeout_s=20)[0].output == "reno\n"
+
+
+def test_packets_arrive_in_order_after_the_delay() -> None:
+    def packet(node: int, number: int) -> bytes:
+        return bytes([0x45, *[0] * 18, node + 1, number])
+
+    wire = Wire(2, delay_s=0.5, loss=0.0)
+    assert wire.next_arrival() is None
+    for number, now in enumerate((1.0, 1.1)):
+        wire.send(packet(number, number), now)
+    wire.send(packet(2, 9), 1.2)  # no such node
+    wire.send(bytes([0x60]) + packet(0, 9)[1:], 1.2)  # IPv6
+    assert wire.next_arrival() == 1.5
+    assert list(wire.arrived(1.5)) == [(0, packet(0, 0))]
+    assert list(wire.arrived(9.9)) == [(1, packet(1, 1))]
+    lossy = Wire(1, delay_s=0.0, loss=0.001)
+    for _ in range(100_000):
+        lossy.send(packet(0, 0), 0.0)
+    assert 70 < 100_000 - len(list(lossy.arrived(0.0))) < 130
 
 
 @needs_networks
@@ -167,7 +204,7 @@ def test_a_failed_setup_removes_what_it_created(
 ) -> None:
     before = set(namespaces())
     broken = NetLab(nodes=2)
-    monkeypatch.setattr(broken, "_plug_in", lambda node: netlab.command_output("ip", "nonsense"))
+    monkeypatch.setattr(broken, "_configure", lambda node: netlab.command_output("ip", "nonsense"))
     with pytest.raises(LaboratoryUnavailable, match="`ip nonsense` failed: "), broken:
         pass
     assert set(namespaces()) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.bandwidth.window import Window
 from benchmarks.lab import NetLab, why_unavailable
 from benchmarks.layouts import __main__ as layouts
 from benchmarks.layouts import large, link, memory, ranks
+from benchmarks.layouts.job import WORK
 from tests.world import run_ranks
 
 TOY_MODEL = {"layers": 2, "width": 32}
@@ -110,8 +112,29 @@ def test_ranks_that_fail_or_exceed_a_limit_are_ended(
     assert time.monotonic() - begun < 20
 
 
+def test_every_part_asks_for_work_that_the_job_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def started(*words: Any) -> None:
+        asked.extend(word for word in words if isinstance(word, str))
+        raise ranks.RanksFailed("enough")
+
+    monkeypatch.setattr(link, "NetLab", lambda *_: nullcontext())
+    for part, module in layouts.PARTS.items():
+        for name in {"run_here", "run_in_lab"} & vars(module).keys():
+            monkeypatch.setattr(module, name, started)
+        results, more = Results(tmp_path / f"{part}.json", {}), [1] * (part == "link")
+        with suppress(ranks.RanksFailed):
+            module.measure(results, module.TOY, *more, 1.0)
+    assert set(asked) == WORK.keys()
+
+
 def test_the_committed_page_matches_its_results(tmp_path: Path) -> None:
     for part in layouts.PARTS:
-        (tmp_path / f"{part}.json").write_text(layouts.PAGE.with_name(f"{part}.json").read_text())
+        measured = layouts.PAGE.with_name(f"{part}.json")
+        if measured.exists():
+            (tmp_path / measured.name).write_text(measured.read_text())
     layouts.write(layouts.parse(["link", "--page", str(tmp_path / "result.md")]))
     assert (tmp_path / "result.md").read_text() == layouts.PAGE.read_text()

@@ -14,11 +14,9 @@ from recipes.training import provenance as source
 BLOCK = ["- command: `python -m benchmarks.wire`", "- commit: `abc`", "- hardware: one core"]
 
 
-def test_commits_with_uncommitted_changes_are_labelled() -> None:
-    dirty = [BLOCK[0], "- commit: `def-dirty`", BLOCK[2]]
-    lines = one_block([BLOCK, dirty])
-    assert lines[1:3] == ["- commit: `abc`", f"- {page.UNCOMMITTED}: `def`"]
-    assert not any(label in line for line in one_block([dirty]) for label in ("dirty", "- commit"))
+def test_several_calls_share_one_block() -> None:
+    later = [BLOCK[0], "- commit: `def`", BLOCK[2]]
+    assert one_block([BLOCK, later]) == [BLOCK[0], "- commit: `abc`; `def`", BLOCK[2]]
 
 
 @pytest.fixture

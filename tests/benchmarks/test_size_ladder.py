@@ -18,8 +18,7 @@ import torch.distributed as dist
 from hydra.utils import instantiate
 from torch import Tensor
 
-from benchmarks.common.pretraining import batches
-from benchmarks.last_round.simulated import take_steps
+from benchmarks.common.pretraining import batches, take_steps
 from benchmarks.size_ladder import __main__ as size_ladder
 from benchmarks.size_ladder import corpus
 from benchmarks.size_ladder.cells import (

@@ -12,6 +12,7 @@ What the walk does not see, and what stands there (`tests.cuda_seams`):
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,8 +129,11 @@ class Training:
         memory(patch)
         tasks_at_once(patch, self.walk)
 
-    def run(self, **changes: Any) -> Questions:
-        """Take some steps and finish; return what was asked."""
+    def run(self, waits: bool = False, **changes: Any) -> Questions:
+        """Take some steps and finish; return what was asked.
+
+        `waits` is whether what is in flight arrives between steps, as the step "arrival".
+        """
         with self.walk:
             self.walk.on_cuda(self.module)
             self._start(**changes)
@@ -141,6 +145,9 @@ class Training:
                 optimizer.step()
                 with self.walk.during("after step"):
                     self.diloco.after_step()
+                if waits:
+                    with self.walk.during("arrival"):
+                        self.diloco.wait_in_flight()
 
             with self.walk.during("finish"):
                 self.diloco.finish()
@@ -190,12 +197,31 @@ def test_gathers_beside_shards_leave_from_the_device(monkeypatch: pytest.MonkeyP
     assert training.two_phase() == {False, True}
 
 
-def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(monkeypatch, 2, CPU)
-    asked = training.run(outer_device="cpu", wire_dtype="fp4")
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    training, stepped_in = Training(monkeypatch, size, CPU), []
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            stepped_in.append(training.walk._step)
+            return super().step(closure)
+
+    changes = {"wire_dtype": "fp4", "outer_optimizer": partial(Outer, lr=0.4, momentum=0.9)}
+    asked = training.run(outer_device="cpu", **changes)
     waits = {q for step in ("after step", "finish") for q in on_host(step) if q.kind == "wait"}
     assert asked == waits | OFFLOADED
+    assert set(stepped_in) == {"thread"}, "never where training waits"
     assert not any(is_walked(f.global_copy) for f in training.diloco.fragments)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("outer_device", [None, "cpu"])
+def test_a_landing_of_what_has_arrived_asks_nothing(
+    monkeypatch: pytest.MonkeyPatch, outer_device: str | None, size: int
+) -> None:
+    asked = Training(monkeypatch, size, CPU).run(waits=True, outer_device=outer_device)
+    assert {question.step for question in asked} >= {"arrival", "thread"}
+    assert not {question for question in asked if question.step == "after step"}
 
 
 @pytest.mark.filterwarnings("ignore:This replica was left out of the mean of fragment")

@@ -90,6 +90,17 @@ def world(rank: int, size: int) -> Channel:
     return Channel.open([list(range(size))], rank, Ledger())
 
 
+def elsewhere(make: Callable[..., Channel]) -> Callable[..., Channel]:
+    """Return `make` with another name of the device: CPU tensors then take the way of CUDA's."""
+
+    def made(*args: int) -> Channel:
+        channel = make(*args)
+        channel.device = torch.device("cpu", 0)
+        return channel
+
+    return made
+
+
 def state_of(module: nn.Module) -> State:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 

@@ -82,7 +82,7 @@ def test_a_model_without_a_plan() -> None:
     small = {"ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes = {"vocab_size": 9, "hidden_size": 8, "word_embed_proj_dim": 8}
     model = OPTForCausalLM(OPTConfig(**sizes, **small, max_position_embeddings=8))
-    text = "Tensor parallelism of `OPTForCausalLM` is not supported: its config has no"
+    text = "Tensor parallelism is not supported for `OPTForCausalLM`: its config has no"
     with pytest.raises(ValueError, match=text) as refusal:
         divided(model, 2)
     assert all(name in str(refusal.value) for name in (*FAMILIES, "base_model_tp_plan"))

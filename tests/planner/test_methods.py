@@ -27,7 +27,8 @@ from lightning_commfree.lion.ballot import cheaper_ballot_exchange
 from lightning_commfree.lion.vote import Majority
 from tests.planner.trainings import TRAINING
 
-GB = 1e9
+MB, GB = 1e6, 1e9
+MB_PER_S = 8e-3
 GB_PER_S = 8.0  # Gbit/s: a message of n GB is n seconds on the link
 TWO_LAYERS = [3.0, 3.0]
 
@@ -41,18 +42,46 @@ def named(training, name):
 
 def test_latency_delays_an_awaited_message_by_hand() -> None:
     """Layer 0's message is on the link from 6 to 7 and arrives at 7.5, when its forward starts."""
-    messages = (Message(1, 1, 1 * GB, rounds=2), Message(0, 0, 1 * GB, rounds=2))
+    messages = (Message(1, 1, 1 * MB, rounds=2), Message(0, 0, 1 * MB, rounds=2))
     exchange = Exchange(1, 0, (messages,))
-    assert utilization(TWO_LAYERS, exchange, GB_PER_S) == pytest.approx(6 / 7)
-    assert utilization(TWO_LAYERS, exchange, GB_PER_S, 0.25) == pytest.approx(6 / 7.5)
+    assert utilization(TWO_LAYERS, exchange, MB_PER_S) == pytest.approx(6 / 7)
+    assert utilization(TWO_LAYERS, exchange, MB_PER_S, 0.25) == pytest.approx(6 / 7.5)
 
 
 def test_an_infinite_bandwidth_leaves_the_latency() -> None:
+    """26 MB are 17,956 segments: windows of 10 to 2,560 in 9 round trips, then 2,897 in each."""
     training = replace(TRAINING, latency_s=0.05)
     blocking = training.diloco(1, 0, "fp32")
-    assert training.utilization(blocking, math.inf) == pytest.approx(10 / 10.05)
+    round_trips = 9 + (17_956 - 5_110) / 2_897
+    expected = 10 / (10 + 2 * 0.05 + 0.1 * round_trips)
+    assert training.utilization(blocking, math.inf) == pytest.approx(expected, rel=1e-3)
     assert training.needed_gbit_per_s(training.data_parallel(), 0.9) == math.inf
-    assert training.utilization(training.diloco(3, 1, "fp4"), math.inf) == 1.0, "a step hides it"
+    nearby = replace(TRAINING, latency_s=0.005)
+    assert nearby.utilization(nearby.diloco(3, 1, "fp4"), math.inf) == 1.0, "a step hides it"
+
+
+def test_losses_cost_more_the_longer_the_round_trip() -> None:
+    def reached(latency_s, loss):
+        training = replace(TRAINING, num_replicas=4, latency_s=latency_s, loss=loss)
+        return training.utilization(training.diloco(3, 1, "fp4"), 0.05)
+
+    assert reached(0.0, 0.001) == reached(0.0, 0.0), "without latency, losses cost nothing"
+    assert reached(0.1, 0.001) < reached(0.025, 0.001) < reached(0.025, 0.0)
+    far = replace(TRAINING, num_replicas=4, latency_s=0.1, loss=0.001, bbr=True)
+    assert far.utilization(far.diloco(3, 1, "fp4"), 0.05) > reached(0.1, 0.0)
+
+
+def test_the_work_of_a_sync_is_added_to_a_cycle() -> None:
+    """Cycles of DiLoCo compute for 10 s; methods that exchange in every step have none."""
+    training = replace(TRAINING, sync_seconds=2.5)
+    assert training.utilization(training.diloco(3, 1, "fp4"), math.inf) == pytest.approx(0.8)
+    assert training.utilization(training.data_parallel(), math.inf) == 1.0
+    assert (
+        replace(training, num_replicas=1).utilization(
+            replace(training, num_replicas=1).diloco(1, 0, "fp32"), 1.0
+        )
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("latency_s", [-1.0, math.inf, math.nan])
@@ -61,9 +90,22 @@ def test_invalid_latencies_are_refused(latency_s) -> None:
         replace(TRAINING, latency_s=latency_s)
 
 
-def test_an_exchange_by_shards_has_twice_the_rounds() -> None:
-    assert [exchange_rounds(m) for m in (1, 2, 3, 4)] == [0, 1, 4, 6]
-    assert [exchange_rounds(m, gather=True) for m in (1, 2, 3, 4)] == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("loss", 0.5, "`loss=0.5` must be a share of packets, at least 0 and below 0.5"),
+        ("loss", -0.1, "`loss=-0.1` must be a share"),
+        ("sync_seconds", math.nan, "`sync_time=nan` must be a number of seconds of at least 0"),
+    ],
+)
+def test_invalid_losses_and_sync_times_are_refused(name, value, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(TRAINING, **{name: value})
+
+
+def test_an_exchange_by_shards_has_twice_the_latencies() -> None:
+    assert [exchange_rounds(m) for m in (1, 2, 3, 4)] == [0, 2, 4, 4]
+    assert [exchange_rounds(m, gather=True) for m in (1, 2, 3, 4)] == [0, 2, 2, 2]
 
 
 # Messages

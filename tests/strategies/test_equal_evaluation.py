@@ -166,7 +166,7 @@ def test_a_warning_names_ranks_and_numbers(replicas: Any) -> None:
     assert "rank 0 has 5, another rank of its replica 3" in replicas[0]["said"]
     assert "Metrics cover only the batches that all of them have" in replicas[0]["said"]
     assert [rank["said"] for rank in replicas[1:]] == ["", "", ""]
-    assert "the data of rank 1 end first" in replicas[0]["stream, said"]
+    assert "the data of rank 1 ends first" in replicas[0]["stream, said"]
     assert [rank["stream, said"] for rank in replicas[1:]] == ["", "", ""]
 
 
@@ -177,7 +177,7 @@ def test_predict_leaves_out_no_rows(replicas: Any, pair: Any) -> None:
         assert "rank 0 has 5, another rank of its replica 3" in found["refused"]
     for found in pair:
         assert "`predict` would leave out rows" in found["predicted stream"]
-        assert "the data of rank 0 end first" in found["predicted stream"]
+        assert "the data of rank 0 ends first" in found["predicted stream"]
 
 
 @pytest.mark.parametrize("name", ["domino", "domino, stream", "lion"])
@@ -194,7 +194,7 @@ def test_a_stream_without_any_batch_ends_at_once_on_all_ranks(pair: Any) -> None
     for found in pair:
         assert found["empty"] == {}
         assert found["empty, limited"] == {}
-    assert "the data of rank 0 end first" in pair[0]["empty, said"]
+    assert "the data of rank 0 ends first" in pair[0]["empty, said"]
 
 
 def test_a_stream_that_is_shorter_than_a_limit_counts(pair: Any) -> None:

@@ -1,4 +1,4 @@
-"""Layouts of a model across the ranks of a replica: DDP; `fsdp` and `domino` have the others."""
+"""Layouts of a model across the ranks of a replica: DDP here, the others in `fsdp` and `domino`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DataParallel(Inside):
         self.size, self.uses_ddp = size, size > 1
         self._argument = argument
         self._ddp: Any = None  # from `prepare` to `release`, with several ranks
-        self._order: BucketOrder | None = None  # where it can change a sum
+        self._order: BucketOrder | None = None  # only if it can change a sum
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
@@ -68,7 +68,7 @@ class DataParallel(Inside):
     def state_dict(self) -> dict[str, Any]:
         if self._ddp is None:
             return {}
-        # whether DDP broadcasts buffers in the next forward: not while gradients accumulate
+        # whether DDP broadcasts buffers in the next forward; it does not while accumulating
         state = {"syncs_buffers": self._ddp.require_forward_param_sync}
         return state if self._order is None else {**state, "order": self._order.names}
 
@@ -112,14 +112,14 @@ _SETTINGS = {"fsdp": FSDPSettings(), "domino": DominoSettings()}
 
 
 def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
-    """Return the layout's name for exact resume; FSDP's settings do not affect results."""
+    """Return the layout as exact resume compares it: without FSDP's settings, which may change."""
     return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 
 def choose_layout(
     strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
 ) -> Inside:
-    """Return the layout inside a replica that a strategy's argument `inside` selects.
+    """Return the layout that a strategy's argument `inside` selects.
 
     `size` is the number of ranks in a replica, and `argument` is the name of the strategy's
     argument that sets it, for error messages.

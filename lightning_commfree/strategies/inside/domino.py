@@ -86,7 +86,7 @@ class TensorParallel(ShardedReplica):
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.mesh(self._strategy.world_size)
-            if not _may_change(self._strategy.module):  # else only `check` can, on the ranks
+            if not _may_change(self._strategy.module):  # else the ranks check it after launch
                 self.check(self._strategy, trainer)
 
     @override

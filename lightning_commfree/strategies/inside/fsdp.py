@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # tags in the group's ledger; bytes are computed, because FSDP itself does the communication
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
-NORM_TAG = "fsdp_norm"  # exchanged here, so measured
+NORM_TAG = "fsdp_norm"  # exchanged in this file, so its bytes are measured
 
 _WHY_NOT_MANUAL = (
     "FSDP (`inside='fsdp'`) treats `training_step` as the model's forward and expects backward"
@@ -67,14 +67,15 @@ class FullyShard(ShardedReplica):
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
         self._sharded: nn.Module | None = None
-        self._kept: Channel | None = None  # of `_sharded`: forked workers close its sockets
+        # channel of `_sharded`, kept so that forked workers close its sockets
+        self._kept: Channel | None = None
         self._step_bytes, self._in_fit = (0, 0), False
 
     @property
     @override
     def states(self) -> RowShards | None:
         sharded = self._sharded
-        here = sharded is self._strategy.lightning_module  # not a module of an earlier fit
+        here = sharded is self._strategy.lightning_module  # not a module from an earlier fit
         return RowShards(sharded) if sharded is not None and here else None
 
     @property

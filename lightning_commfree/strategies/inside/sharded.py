@@ -1,4 +1,4 @@
-"""Base class of the layouts that shard a model within a replica: FSDP and Domino.
+"""Base class for the layouts that shard a model within a replica: FSDP and Domino.
 
 The model is sharded before the optimizer is created. Checkpoints contain full tensors, which rank 0
 gathers in CPU memory. If they are too large for that, the ranks of the first replica write their
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """Interface for gathering full states, and for extracting this rank's shards from full states.
+    """Interface for gathering full states and for extracting this rank's shards from them.
 
     Gathering is collective within a replica. Ranks with `keep=False` get {}.
     """
@@ -113,7 +113,7 @@ class ShardedReplica(Inside):
 
     @override
     def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's full state in CPU memory on rank 0, {} on other ranks.
+        """Return the module's full state in CPU memory on rank 0, and {} on other ranks.
 
         Collective within the first replica.
         """
@@ -124,7 +124,7 @@ class ShardedReplica(Inside):
 
     @override
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's full state on rank 0, as `full_module_state` does."""
+        """Return an optimizer's full state on rank 0, like `full_module_state`."""
         states = self.states
         if states is None:
             return state
@@ -166,5 +166,5 @@ class ShardedReplica(Inside):
         return self._strategy.is_global_zero
 
     def _takes_part(self) -> bool:
-        """Return whether this rank participates in gathering on rank 0; none does after Ctrl-C."""
+        """Return whether this rank helps gather states on rank 0; no rank does after Ctrl-C."""
         return self._strategy.global_rank < self.size and not self._strategy.ranks.interrupted

@@ -135,7 +135,9 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "## Other settings of the outer step",
         "",
         "Percent above the run with the default outer step, of the same seed; below 0, the trial is"
-        " better. The inner learning rate is the one that is best with the default.",
+        " better. The inner learning rate is the one that is best with the default. The library's"
+        " default has not been changed: so far one model decides, at M = 4 only, and the best trial"
+        " changes mix, too.",
         "",
         *_outer(losses),
         "",

@@ -272,6 +272,10 @@ def opening(losses: Losses, picture: str) -> list[str]:
         *_disagreement(losses),
     ]
     lines += [_finding(losses, m) for m in REPLICAS]
+    if all(trend(losses, m) is None for m in REPLICAS):
+        lines.append(
+            "- **Whether the gap shrinks with size is open:** only one size has three seeds."
+        )
     lines += [*_wire_findings(losses), *_muon(losses), *_outer_findings(losses)]
     s = pooled_deviation(losses)
     if s is not None:

@@ -280,6 +280,8 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     few = "\n".join(page_lines(filled(tmp_path / "few.jsonl", ("0.04M",), 31), "r.png"))
     assert "+1.99 ± 0.00 % at 0.04M (7 cycles of H; 2 of 6 runs, no verdict) from DDP." in few
     assert "Target" not in few.split("## Provenance")[0]
+    assert "Whether the gap shrinks with size is open" in few
+    assert "is open" not in page
     assert records.made_by == [["- commit: `abc`"]]
 
 

@@ -43,9 +43,8 @@ help:
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m recipes.pretrain experiment=demo $(DEMO_ARGS)
 
-# The page in benchmarks/ names the commit that made it; this one is a trial. torchft is not part of the set-up.
+# The page in benchmarks/ names the commit that made it; this one is a trial.
 elastic-demo: $(STAMP)
-	@$(PY) -c 'import torchft' 2>/dev/null || $(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[elastic]'
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.elastic_demo --page build/elastic_demo.md $(ELASTIC_DEMO_ARGS)
 
 # The settings fit a run this short, as the demo's do.

@@ -411,6 +411,17 @@ def set_step(trainer: pl.Trainer, step: int) -> None:
         loop._batches_that_stepped = step
 
 
+def skip_steps(trainer: pl.Trainer, count: int) -> None:
+    """Count optimizer steps that were not taken, for loops and loggers."""
+    loop = trainer.fit_loop.epoch_loop
+    progress: Any = loop.automatic_optimization.optim_progress.optimizer.step
+    for tracker in (progress.total, progress.current):
+        tracker.ready += count
+        tracker.completed += count
+    if MID_EPOCH.works(trainer):
+        loop._batches_that_stepped += count
+
+
 def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
     """Make the loops continue from a batch in the middle of an epoch."""
     loop = trainer.fit_loop

@@ -54,7 +54,6 @@ longest such time of the undisturbed run, which contains a quorum, an exchange a
 slowest replica.
 *Validation loss*: nats per token over the whole validation split, with the final weights of replica
 a. While a replica is away, its share of the data is not trained on, so the losses are not equal.
-No replica is stopped while another one joins: SIGTERM at that moment is not tried.
 All processes share one machine and loopback: the seconds do not apply to slow links."""
 
 

@@ -24,7 +24,7 @@ _POLL_S = 0.1
 
 
 class Act(NamedTuple):
-    """What the script does to a replica when replica "a" has reached a step, and nobody joins."""
+    """What the script does to a replica when replica "a" has reached a step."""
 
     step: int
     kind: str  # "SIGKILL", "SIGTERM" or "start"
@@ -107,8 +107,7 @@ class _Job:
             for name in [n for n in alive if not self._processes[n].is_alive()]:
                 alive.remove(name)
                 self._note(f"{name} exits with code {self._processes[name].exitcode}")
-            # not while another one joins: a fit with SIGTERM at that moment has once stood still
-            while acts and acts[0].step <= self._last.step and joined >= alive:
+            while acts and acts[0].step <= self._last.step:
                 alive |= self._do(acts.pop(0))
         for act in acts:
             self._note(f"too late for {act.kind} {act.name}")

@@ -15,6 +15,8 @@ decisions without further messages:
 - *No split views.* A restarted rendezvous has forgotten the members and may answer any subset of
   them. So a view must contain more than half of the members of the last one. Fewer are enough if
   the quorum's number is the next in sequence: the rendezvous then knows that all others are dead.
+- *Too few.* With fewer than `min_replicas`, the members wait. If some are known to be dead then,
+  the others count as the last view from then on.
 
 Members ask on a background thread, and only a landing waits for the answer. Two parts can be
 replaced: the rendezvous (`Rendezvous`) and the transfer of state to joiners (`StateTransfer`).
@@ -170,6 +172,7 @@ class Decision(NamedTuple):
     restarted: bool = False  # the reason is that the rendezvous has restarted
     missed: bool = False  # there was a quorum without these replicas, which may have been stopped
     is_same: bool = False  # the next view is the current one, whose channel still works
+    left: int = 0  # size to which the last view has shrunk, if that is too small for the next one
 
 
 def decide(quorum: Quorum, limits: Limits) -> Decision:
@@ -206,7 +209,8 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
     entering = [m._replace(slot=slot) for m, slot in zip(ready, slots, strict=False)]
     members = tuple(sorted([*staying, *entering], key=lambda m: m.slot))
     if len(members) < limits.min_replicas:
-        return no_view._replace(reason=_too_few(len(members), limits))
+        left = len(staying) if len(staying) < leader.view_size else 0
+        return no_view._replace(reason=_too_few(len(members), limits), left=left)
     is_same = len(members) == leader.view_size and all(
         m.view == leader.view and not m.broken for m in members
     )
@@ -233,6 +237,7 @@ _ASK_AGAIN_S = 0.2
 _CONNECT = timedelta(seconds=15)  # time for the members of a new view to connect to each other
 _LEAVE_S = 5.0  # how long a replica waits for the others to ask before it leaves
 _NEVER = 2**62  # higher than the number of any quorum
+_LAUNCHED = "launched/{}"  # key for a flight, in the store of every replica
 TOO_LATE = (
     "The other replicas are finishing their fit, so this one is too late to join. Their last"
     " checkpoint contains the result."
@@ -260,6 +265,7 @@ class ElasticMembership:
         heartbeat_timeout_s: time without a heartbeat after which an exchange with a member is
             abandoned.
         ranks: the ranks of this replica; None means a single rank.
+        by_time: whether members tell each other when they launch a flight (`announce`).
 
     Attributes:
         record: this replica's record, which it sends to the others.
@@ -277,6 +283,7 @@ class ElasticMembership:
         timeout: timedelta = timedelta(minutes=5),
         heartbeat_timeout_s: float = 5.0,
         ranks: ReplicaRanks | None = None,
+        by_time: bool = False,
     ) -> None:
         self.rendezvous, self.transfer, self.ledger = rendezvous, transfer, ledger
         self.limits, self._timeout = limits, timeout
@@ -293,6 +300,9 @@ class ElasticMembership:
         self.view_members: tuple[Member, ...] = ()
         self._view = View(0, (0,), Channel([0], 0, ledger))
         self._agreed: View | None = None  # for the next flight, set by `start` or `enter`
+        self.by_time = by_time
+        self._announced = -1  # the latest flight
+        self._others: list[Any] = []  # clients of the other members' stores
         self._lock, self._closed = threading.Lock(), False
 
     def view(self) -> View:
@@ -363,8 +373,9 @@ class ElasticMembership:
     def enter(self, flights: int) -> int | None:
         """Ask to take part in flight number `flights`.
 
-        Return None if this replica is in the flight's view. Otherwise, the members have begun the
-        flight without this replica; return the number of the next flight to ask for.
+        Return None if this replica is in the flight's view. Otherwise, return the number of the
+        next flight to ask for: the members have completed all earlier ones, or are about to
+        complete them without this replica.
 
         Raises:
             RuntimeError: the job has ended, all slots are taken, or no member is left.
@@ -378,14 +389,23 @@ class ElasticMembership:
                 self._agreed = self._open(quorum, decision)
                 if self._agreed is not None:
                     return None
-            elif decision.members:
-                return max(m.flights for m in decision.established) + 1
+            else:
+                completed = max((m.flights for m in decision.established), default=-1)
+                after = completed + bool(decision.members)
+                if after > flights:
+                    return after
             time.sleep(_ASK_AGAIN_S)
 
     @property
     def is_joined(self) -> bool:
         """Whether another replica is about to join."""
         return any(m.status in (NEW, JOINING) for m in self._quorum.members)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the members complete no flight until more replicas are there."""
+        decision = decide(self._quorum, self.limits)
+        return not decision.members and decision.ahead is None
 
     def donor(self, gone: set[str]) -> Member:
         """Return a member from which to fetch the state.
@@ -451,13 +471,36 @@ class ElasticMembership:
                 if (view := self._open(quorum, decision)) is not None:
                     return view
                 continue
-            if decision.restarted:
-                self._tell(number=_NEVER)
-            self._wait_until(end_s, decision.reason)
+            self._wait_for_more(quorum, decision, end_s)
+
+    def _wait_for_more(self, quorum: Quorum, decision: Decision, end_s: float) -> None:
+        if decision.left:
+            # later quorums have the same number, so they do not show that the others are dead
+            self._tell(view=_name_of(quorum), view_size=decision.left, broken=True)
+        if decision.restarted:
+            self._tell(number=_NEVER)
+        self._wait_until(end_s, decision.reason)
 
     def failed(self) -> None:
         """Report that an exchange in the current view has failed."""
         self._tell(broken=True)
+
+    # -- launches, by time
+
+    def announce(self, flight: int) -> None:
+        """Tell the other members that this replica has launched a flight; waits for nobody."""
+        self._announced = flight
+        self._tell_others(flight)
+
+    def is_launched(self, flight: int) -> bool:
+        """Return whether another member has announced a flight."""
+        found: bool = self._store.check([_LAUNCHED.format(flight)])
+        return found
+
+    def _tell_others(self, flight: int) -> None:
+        for store in self._others:
+            with suppress(RuntimeError):  # that replica has died; its next exchange will show it
+                store.set(_LAUNCHED.format(flight), "")
 
     # -- the end
 
@@ -534,7 +577,7 @@ class ElasticMembership:
             self._tell(number=quorum.number)
             return self._view
 
-        name = hashlib.sha256(repr(quorum).encode()).hexdigest()[:16]
+        name = _name_of(quorum)
         status = ENDING if self.record.status == ENDING else MEMBER
         self._tell(
             status=status,
@@ -553,6 +596,10 @@ class ElasticMembership:
         if not self.ranks.all(channel is not None) or channel is None:
             return None
         channel.peers = MemberWatch(self.rendezvous, names, self._heartbeat_timeout_s)
+        if self.by_time:
+            self._others = self._connect_others(decision.members)
+            for flight in range(self.record.flights, self._announced + 1):
+                self._tell_others(flight)  # a joiner has not heard of those in flight
         self._view = View(quorum.number, slots, channel)
         self._tell(broken=False)
         return self._view
@@ -561,11 +608,8 @@ class ElasticMembership:
         """Open a view's channel; its members connect through a store that the first one hosts."""
         if size == 1:
             return Channel([0], 0, self.ledger)
-        host, _, port = store.rpartition(":")
         with self._sockets.opening():
-            client = dist.TCPStore(  # type: ignore[attr-defined]
-                host, int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT
-            )
+            client = _client_of(store)
             # two groups, as in `Channel.open` with `full_duplex`
             up, down = (
                 _gloo_group(
@@ -574,6 +618,16 @@ class ElasticMembership:
                 for way in ("up", "down")
             )
         return Channel(range(size), rank, self.ledger, up, downward=down)
+
+    def _connect_others(self, members: Sequence[Member]) -> list[Any]:
+        """Return clients of the other members' stores."""
+        found = []
+        with self._sockets.opening():
+            for member in members:
+                with suppress(RuntimeError):  # it has just died
+                    if member.replica != self.record.replica:
+                        found.append(_client_of(member.store))
+        return found
 
     # -- refusals
 
@@ -625,12 +679,25 @@ class ElasticMembership:
             )
 
 
+def _name_of(quorum: Quorum) -> str:
+    """Return the name of the view that begins with a quorum."""
+    return hashlib.sha256(repr(quorum).encode()).hexdigest()[:16]
+
+
 def _store_on(host: str) -> Any:
     """Create a store that listens on `host` only; by default, it would use every interface."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _client_of(store: str) -> Any:
+    """Connect to the store at "host:port"."""
+    host, _, port = store.rpartition(":")
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT
     )
 
 

@@ -46,7 +46,6 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
-from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
@@ -99,7 +98,6 @@ class StateServer:
         self.sent_bytes = 0
         self._patience_s = patience_s
         self._lock = threading.Lock()
-        self._folder = tempfile.TemporaryDirectory(prefix="commfree-state-")
         self._snapshots: dict[str, _Snapshot] = {}  # by download, least recently used first
         self._active = 0  # answers in progress
         self._serving: tuple[Callable[[], Any], Callable[[int], Any]] | None = None
@@ -124,7 +122,9 @@ class StateServer:
     def close(self) -> None:
         """Stop serving; joiners must ask another member."""
         self._server.close()
-        self._folder.cleanup()
+        with self._lock:
+            while self._snapshots:
+                self._snapshots.popitem()[1].remove()
 
     @contextmanager
     def answering(self) -> Iterator[bool]:
@@ -142,9 +142,7 @@ class StateServer:
         """Return the snapshot for a download; the first request creates it."""
         assert self._serving is not None
         with self._lock:
-            found = self._snapshots.pop(download, None) or _Snapshot(
-                Path(self._folder.name) / download, self._serving[0]
-            )
+            found = self._snapshots.pop(download, None) or _Snapshot(self._serving[0])
             found.used_s = time.monotonic()
             self._snapshots[download] = found
             if len(self._snapshots) > MAX_SNAPSHOTS:
@@ -217,7 +215,9 @@ class StateServer:
             except (OSError, http.client.HTTPException) as error:
                 now = time.monotonic()
                 progress_s = now if into.tell() > start else progress_s
-                if now - progress_s > self._patience_s:
+                # a server that has closed its port does not open it again
+                refused = isinstance(error, ConnectionRefusedError)
+                if refused or now - progress_s > self._patience_s:
                     raise ConnectionError(
                         f"The state server at {public_address(address)} is not responding"
                         f" ({error}): its replica has exited, or a firewall blocks the port."
@@ -236,11 +236,15 @@ class _RefusedError(ConnectionError):
 
 
 class _Snapshot:
-    """A copy of the state, written to a file once and served to one joiner."""
+    """A copy of the state for one joiner, in a file without a name.
 
-    def __init__(self, path: Path, state: Callable[[], dict[str, Any]]) -> None:
-        self.path, self.num_bytes, self.sha256 = path, 0, ""
+    The file is written once. A process that is killed leaves nothing behind.
+    """
+
+    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
+        self.num_bytes, self.sha256 = 0, ""
         self.used_s = 0.0
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `remove`
         self._state = state
         self._lock = threading.Lock()
 
@@ -248,13 +252,18 @@ class _Snapshot:
         """Write the file, unless another request has already done so."""
         with self._lock:
             if not self.sha256:
-                with self.path.open("w+b") as file:
-                    torch.save(self._state(), file)
-                    self.num_bytes, self.sha256 = file.tell(), _sha256(file)
+                self._file.seek(0)  # an earlier attempt may have failed
+                self._file.truncate()
+                torch.save(self._state(), self._file)
+                self.num_bytes, self.sha256 = self._file.tell(), _sha256(self._file)
+
+    def open(self) -> IO[bytes]:
+        """Open the file for one answer, which may continue after `remove`."""
+        return os.fdopen(os.dup(self._file.fileno()), "rb")
 
     def remove(self) -> None:
-        """Remove the file; answers in progress keep it open."""
-        self.path.unlink(missing_ok=True)
+        """Close the file, which frees its space when no answer is in progress."""
+        self._file.close()
 
 
 class _Server:
@@ -396,7 +405,7 @@ class _Handler(BaseHTTPRequestHandler):
         if asked is None or int(asked[1]) >= snapshot.num_bytes:
             return self._answer(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
         first, end = int(asked[1]), snapshot.num_bytes
-        with snapshot.path.open("rb") as body:
+        with snapshot.open() as body:
             self.send_response(HTTPStatus.PARTIAL_CONTENT)
             self.send_header("Content-Length", str(end - first))
             self.send_header("Content-Range", f"bytes {first}-{end - 1}/{end}")

@@ -13,8 +13,14 @@ A replica that joins takes the outer state from a member (`snapshot`) and replay
 it has missed from the kept messages. It then takes part from the next launch on, in place of the
 inner steps before. All this takes the members no time.
 
-A replica's values count in proportion to its steps since the fragment's last landing on it, or
+A replica's values count in proportion to its own steps since the fragment's last landing on it, or
 since it joined. So a new replica's first message, which contains only zeros, has no weight.
+
+*By time.* All replicas share one schedule, and `step` is their place in it. Normally every replica
+takes every step. By time (`sync="time"`), the fastest replica does, and tells the others when it
+launches a flight. After its current step, a slower replica then advances to that place in the
+schedule without training, launches, and continues from there. So nobody waits longer than one step
+of another replica, and given the steps that each has taken, the result is exact.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +89,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
         landed: number of flights that have landed here, in the order of their launches.
         joined: the flight with which this replica joined the job; None for a founder.
         inner_steps: number of inner steps that this replica has taken itself; `step` is its
-            position in the schedule, which is the same on all replicas.
+            place in the schedule, which is the same on all replicas at a launch.
+        skipped: number of steps of the schedule that were skipped after the latest inner step.
+        last_step: the step after which the fit ends. A replica skips none beyond it.
         views: flight and slots of each view in which this replica took part.
         weight_per_step: weight of an inner step, such as its number of samples.
     """
@@ -103,10 +112,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._outer_lock = threading.Lock()  # the state server reads the outer state
         self._kept: dict[int, dict[str, Any]] = {}  # messages, by flight
         self._deliveries: dict[int, Pending[Delivery]] = {}  # by fragment
-        self._trained_since = [0] * len(fragments)  # the step of a fragment's last landing here
-        self.launched = self.landed = self.inner_steps = 0
+        self._trained_since = [0] * len(fragments)  # own steps at a fragment's last landing
+        self.launched = self.landed = self.inner_steps = self.skipped = 0
         self.views: list[tuple[int, tuple[int, ...]]] = []
-        self.weight_per_step = 1
+        self.weight_per_step, self.last_step = 1, math.inf
         self.joined: int | None = None
         super().__init__(module, fragments, settings, membership, within)
         self._frozen_digests = self._frozen.digests()
@@ -143,7 +152,18 @@ class ElasticDiLoCo(StreamingDiLoCo):
     @override
     def after_step(self, stop: bool = False) -> bool:
         self.inner_steps += 1
-        return super().after_step(stop)
+        stops, self.skipped = super().after_step(stop), 0
+        while self._is_behind and not stops:
+            stops = super().after_step(stop)
+            self.skipped += 1
+        return stops
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether another replica has launched this one's next flight, by time."""
+        membership = self._membership
+        by_time = membership.by_time and self.step < self.last_step
+        return by_time and membership.is_launched(self.launched)
 
     @override
     def finish(self, stop: bool = False) -> bool:
@@ -184,6 +204,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
     ) -> Flight:
         del decoding  # decoded at the landing, because a failed exchange is repeated
         flight, self.launched = self.launched, self.launched + 1
+        if self._membership.by_time:
+            self._membership.announce(flight)
         self._deliveries[p] = self._thread.submit(
             lambda: self._fly(flight, p, values, header, residual), tag, device=values.device
         )
@@ -244,7 +266,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def _weight(self, p: int) -> int:
-        steps = self.step - self._trained_since[p]
+        steps = self.inner_steps - self._trained_since[p]
         return min(steps * self.weight_per_step, MAX_WEIGHT)
 
     @override
@@ -252,14 +274,14 @@ class ElasticDiLoCo(StreamingDiLoCo):
         with self._outer_lock:
             super()._outer_step(p, mean)
             self.landed += 1
-        self._trained_since[p] = self.step
+        self._trained_since[p] = self.inner_steps
 
     @override
     def _take_mean(self, p: int, mean: Tensor | None) -> None:
         with self._outer_lock:
             super()._take_mean(p, mean)
             self.landed += 1
-        self._trained_since[p] = self.step
+        self._trained_since[p] = self.inner_steps
 
     def _codec(self, is_last: bool) -> Codec:
         """Return the codec of values without error feedback, or with it."""
@@ -272,7 +294,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     @property
     def has_landed(self) -> bool:
         """Whether a fragment has landed after the latest step."""
-        return self.step in self._trained_since
+        return self.inner_steps in self._trained_since
 
     @property
     def slot(self) -> int:
@@ -398,22 +420,21 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self._try(fetch)
 
     def _replay(self, donor: Member, least: int) -> bool:
-        """Apply all landings that this replica has missed; wait for at least `least` of them.
+        """Apply all landings that this replica has missed.
 
+        Wait until there are at least `least`, unless the members in turn wait for more replicas.
         Returns whether the donor had them.
 
         Raises:
             RuntimeError: the other replicas are about to stop.
         """
-        messages: list[dict[str, Any]] = []
+        membership, messages = self._membership, list[dict[str, Any]]()
 
         def fetch(least: int) -> int:
             while True:
-                messages[:] = self._membership.transfer.fetch_messages(
-                    self._address(donor), self.landed
-                )
+                messages[:] = membership.transfer.fetch_messages(self._address(donor), self.landed)
                 done = max((m["flight"] + 1 for m in messages), default=self.landed)
-                if done >= least:
+                if done >= least or (not membership.ranks.rank and membership.waits):
                     return done
                 time.sleep(_POLL_S)
 
@@ -423,11 +444,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
             except (ConnectionError, LookupError):
                 return -1
 
-        target = self._membership.ranks.share(fetch_on_first_rank)
+        target = membership.ranks.share(fetch_on_first_rank)
         if target < 0 or not self._try(lambda: messages or fetch(target)):
             return False
         stops = [self._replay_one(m) for m in messages if m["flight"] < target]
-        if any(self._membership.ranks.gather(any(stops))):
+        if any(membership.ranks.gather(any(stops))):
             raise RuntimeError(TOO_LATE)
         return True
 
@@ -443,7 +464,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _take_outer(self, step: int) -> None:
         """Begin at a step of the schedule with the outer weights."""
         self.step = step
-        self._trained_since = [step] * len(self.fragments)
+        self._trained_since = [self.inner_steps] * len(self.fragments)
         for fragment in self.fragments:
             fragment.merge(mix=0.0)
             fragment.clear_residual()

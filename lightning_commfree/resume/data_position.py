@@ -438,6 +438,14 @@ def continue_at(trainer: pl.Trainer, step: int) -> None:
             loader.batch_sampler.sampler = _Skipping(sampler, batches * loader.batch_size)
     if batches:
         iter(data_fetcher(trainer))
+    step_schedulers(trainer, step, epoch)
+
+
+def step_schedulers(trainer: pl.Trainer, step: int, epoch: int) -> None:
+    """Step the learning-rate schedulers as often as `step` steps and `epoch` epochs would have.
+
+    Those that monitor a metric are left as they are.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         for config in trainer.lr_scheduler_configs:

@@ -7,6 +7,8 @@ replicas share:
   position of the others, in the middle of an epoch.
 - *Data.* There are `max_replicas` slots, each with a share of the training data. A replica takes
   the share of its slot, from the position on that belongs to the step.
+- *Unequal speed.* With `sync="time"`, slower replicas skip steps of the schedule: `global_step` and
+  learning rates advance as on the others, but they read their data without gaps.
 - *Validation and checkpoints* are left to the first member of the view. If the fit depends on a
   monitored metric, every replica validates, with the same weights and so the same result.
 - *Stopping.* `trainer.should_stop` on one replica stops all after the same step. SIGTERM stops only
@@ -45,9 +47,14 @@ from lightning_commfree.host import TrainerFn, pl
 from lightning_commfree.lightning_internals import (
     Patches,
     forget_loaders,
+    skip_steps,
     validate_if,
 )
-from lightning_commfree.resume.data_position import continue_at, training_loaders
+from lightning_commfree.resume.data_position import (
+    continue_at,
+    step_schedulers,
+    training_loaders,
+)
 from lightning_commfree.strategies.checks import (
     REFUSED_IF_LOCAL,
     refuse_callbacks,
@@ -83,6 +90,11 @@ class ElasticSession(LocalWeightsSession):
         # all ranks of this replica land at the same steps
         if several and diloco.has_landed and any(self._ranks.all_flags(sigterm.requested)):
             sigterm.agree()
+        if diloco.skipped:
+            trainer = self._trainer
+            skip_steps(trainer, diloco.skipped)
+            step_schedulers(trainer, trainer.global_step, trainer.current_epoch)
+            self.clock.steps += diloco.skipped
         super().after_step()
 
 
@@ -128,7 +140,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         heartbeat_timeout: in seconds; if a member sends no heartbeat for longer, an exchange with
             it is given up. Use the same value as for the lighthouse.
         sync: "steps": every replica takes `sync_every` steps between two exchanges of a fragment;
-            faster ones wait.
+            faster ones wait. "time": the fastest one does. The others contribute to its exchanges
+            after their current step, with as many steps as they have taken, and skip the rest.
         **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
             ranks of this Trainer, and `evaluate` "outer".
 
@@ -168,10 +181,11 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         if not heartbeat_timeout > 0:
             raise ValueError(f"`heartbeat_timeout={heartbeat_timeout}` must be above 0 seconds.")
         check_choice("sync", sync, ("steps", "time"))
-        if sync == "time":
+        if sync == "time" and self.settings.replica_size > 1:
             raise ValueError(
-                "`sync='time'` is not implemented yet. With `sync='steps'` faster replicas wait;"
-                " give slower ones a smaller batch size to balance them."
+                f"`sync='time'` does not support `replica_size={self.settings.replica_size}` yet:"
+                " after every step, the ranks of a replica would have to agree which ones to skip."
+                " Use `sync='steps'`."
             )
         if self.settings.evaluate != "outer":
             raise ValueError(
@@ -179,7 +193,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 " only one elastic replica runs validation. Use `evaluate='outer'`."
             )
         LighthouseRendezvous(self.rendezvous)  # raises an error without torchft
-        self._limits = Limits(min_replicas, max_replicas)
+        self._limits, self._sync = Limits(min_replicas, max_replicas), sync
         self._heartbeat_timeout_s = heartbeat_timeout
         self._started_s = self._waited_s = 0.0  # when training starts
         self.slot = 0
@@ -237,6 +251,13 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         name, settings = type(self).__name__, self.settings
         refuse_callbacks(trainer, name, REFUSED_IF_LOCAL)
         refuse_manual(name, self.module, "a joiner could not find its position in the data")
+        by_time = self._sync == "time"
+        if by_time and (trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)):
+            raise ValueError(
+                "`sync='time'` needs `Trainer(max_steps=...)` without `max_epochs`: replicas of"
+                " different speeds end an epoch at different times, so the fit can only end at a"
+                " common step."
+            )
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern
         )
@@ -252,6 +273,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             timeout,
             self._heartbeat_timeout_s,
             self._replica_ranks(),
+            by_time,
         )
         self._diloco = diloco = ElasticDiLoCo(
             self.module, fragments, settings, membership, self.channels.within
@@ -293,6 +315,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             self._elastic.weight_per_step = size * trainer.accumulate_grad_batches * ranks
         self._started_s, self._waited_s = time.monotonic(), self.ledger.seconds_waited
         super().on_train_start()
+        if trainer.max_steps != -1:
+            self._elastic.last_step = self._elastic.step + trainer.max_steps - trainer.global_step
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -339,6 +363,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             "min_replicas": str(self._limits.min_replicas),
             "max_steps": str(trainer.max_steps),
             "max_epochs": str(trainer.max_epochs),
+            "sync": self._sync,
             "model": self._elastic.model_hash(),
         }
         return {

@@ -136,3 +136,15 @@ def test_a_pair_whose_job_went_on_or_ended_without_it_does_not_continue() -> Non
     pair = [m._replace(view_size=4) for m in (A, B)]
     assert decided(*pair, number=9).missed
     assert slots(decided(*pair, number=8)) == {"a": 0, "b": 1}
+
+
+def test_members_that_are_too_few_count_as_a_view_while_they_wait() -> None:
+    """Otherwise a second quorum of the same number would look like a restarted rendezvous."""
+    limits = Limits(2, 4)
+    first = decided(A, number=8, limits=limits)
+    assert (first.left, first.members) == (1, ())
+    assert decided(A, B, C, number=8, limits=Limits(4, 4)).left == 0, "none is missing"
+    waiting = A._replace(view="w", view_size=first.left, number=8, broken=True)
+    again = decided(waiting, number=8, limits=limits)
+    assert (again.left, again.restarted) == (0, False)
+    assert slots(decided(waiting, joiner("d", 5), number=11, limits=limits)) == {"a": 0, "d": 1}

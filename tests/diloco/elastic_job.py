@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.membership import (
+    JOINING,
     ElasticMembership,
     Limits,
     Member,
@@ -189,11 +190,13 @@ class ScriptedRendezvous:
 
 
 class LocalTransfer:
-    """A socket that answers with pickles; `delay_s` makes a slow joiner."""
+    """A socket that answers with pickles; delays, before a joiner has the answer, make it slow."""
 
-    def __init__(self, folder: Path, replica: str, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, replica: str, delay_s: float = 0.0, messages_delay_s: float = 0.0
+    ) -> None:
         self.address = str(folder / f"state_{replica}")
-        self.delay_s = delay_s
+        self.delay_s, self.messages_delay_s = delay_s, messages_delay_s
         self.listener = Listener(self.address, backlog=64)
 
     def serve(self, snapshot: Callable[[], Any], messages: Callable[[int], Any]) -> None:
@@ -229,7 +232,9 @@ class LocalTransfer:
         return found
 
     def fetch_messages(self, address: str, first: int) -> Any:
-        return self.fetch(address, first)
+        found = self.fetch(address, first)
+        time.sleep(self.messages_delay_s)
+        return found
 
     def close(self) -> None:
         pass
@@ -248,6 +253,8 @@ class Job:
     step_s: float = 0.01
     limits: Limits = Limits()
     weights: tuple[int, ...] = (1,) * 8  # of an inner step, by slot
+    pace: tuple[int, ...] = (1,) * 8  # times `step_s`, by slot
+    by_time: bool = False
     before_step: Callable[[ElasticDiLoCo, int], None] = lambda diloco, step: None
 
 
@@ -275,16 +282,17 @@ def settings_of(job: Job) -> DiLoCoSettings:
     return DiLoCoSettings(**{**DEFAULTS, **job.changes})
 
 
-def replica(job: Job, address: str, name: str, folder: Path, delay_s: float = 0.0) -> Result:
+def replica(job: Job, address: str, name: str, folder: Path, *delays_s: float) -> Result:
     """Play one replica from its begin to its end."""
     ledger = Ledger()
     membership = ElasticMembership(
         ScriptedRendezvous(address),
-        LocalTransfer(folder, name, delay_s),
+        LocalTransfer(folder, name, *delays_s),
         name,
         ledger,
         limits=job.limits,
         timeout=timedelta(seconds=30),
+        by_time=job.by_time,
     )
     module, settings = job.make_module(), settings_of(job)
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
@@ -295,12 +303,16 @@ def replica(job: Job, address: str, name: str, folder: Path, delay_s: float = 0.
         result.joined = diloco.joined
         slot = result.slot = membership.record.slot
         diloco.weight_per_step = job.weights[slot]
-        optimizer = ADAMW(module.parameters())
-        for step in range(diloco.step + 1, job.steps + 1):
+        diloco.last_step = job.steps
+        optimizer, taken = ADAMW(module.parameters()), folder / f"steps_{name}"
+        while diloco.step < job.steps:
+            step = diloco.step + 1
             job.before_step(diloco, step)
             train(module, slot, step)
             optimizer.step()
-            time.sleep(job.step_s)
+            with taken.open("a") as file:  # also of a replica that is killed
+                file.write(f"{slot} {step}\n")
+            time.sleep(job.step_s * job.pace[slot])
             start_s = time.monotonic()
             diloco.after_step()
             result.waits_s.append(time.monotonic() - start_s)
@@ -314,9 +326,9 @@ def replica(job: Job, address: str, name: str, folder: Path, delay_s: float = 0.
     return result
 
 
-def _play(job: Job, address: str, name: str, folder: Path, delay_s: float) -> None:
+def _play(job: Job, address: str, name: str, folder: Path, *delays_s: float) -> None:
     torch.set_num_threads(1)
-    result = replica(job, address, name, folder, delay_s)
+    result = replica(job, address, name, folder, *delays_s)
     torch.save(result, folder / f"writing_{name}")
     (folder / f"writing_{name}").rename(folder / f"result_{name}")
     time.sleep(0.05)
@@ -333,14 +345,23 @@ class Replicas:
         for name in founders:
             self.start(name)
 
-    def start(self, name: str, delay_s: float = 0.0) -> None:
-        arguments = self.job, self.server.address, name, self.folder, delay_s
+    def start(self, name: str, delay_s: float = 0.0, messages_delay_s: float = 0.0) -> None:
+        arguments = self.job, self.server.address, name, self.folder, delay_s, messages_delay_s
         self.processes[name] = _FORK.Process(target=_play, args=arguments, daemon=True)
         self.processes[name].start()
 
     def wait_dead(self, name: str) -> None:
         self.processes[name].join(30)
         assert self.processes[name].exitcode == -signal.SIGKILL
+
+    def taken(self) -> dict[int, set[int]]:
+        """Return the steps of the schedule that were trained, by slot."""
+        found: dict[int, set[int]] = {}
+        for path in self.folder.glob("steps_*"):
+            for line in path.read_text().splitlines():
+                slot, step = map(int, line.split())
+                found.setdefault(slot, set()).add(step)
+        return found
 
     def results(self, limit_s: float = 40.0) -> dict[str, Result]:
         """Wait for all processes; return the results of those that were not killed, by name."""
@@ -365,21 +386,32 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclass(frozen=True)
+@dataclass
 class At:
-    """Calls `act(diloco)` in the founder in `slot`, before a step."""
+    """Calls `act(diloco)` in the founder in `slot`, before a step or the next one that it takes."""
 
     slot: int
     step: int
     act: Callable[[ElasticDiLoCo], object]
+    is_done: bool = False
 
     def __call__(self, diloco: ElasticDiLoCo, step: int) -> None:
-        if step == self.step and diloco.slot == self.slot and diloco.inner_steps == step - 1:
+        due = step >= self.step and diloco.slot == self.slot and diloco.joined is None
+        if due and not self.is_done:
+            self.is_done = True
             self.act(diloco)
 
 
 def killing(slot: int, step: int) -> At:
     return At(slot, step, lambda diloco: die())
+
+
+def each(acts: Sequence[At]) -> Callable[[ElasticDiLoCo, int], None]:
+    def act(diloco: ElasticDiLoCo, step: int) -> None:
+        for one in acts:
+            one(diloco, step)
+
+    return act
 
 
 def before(owner: Any, name: str, act: Callable[[], object]) -> None:
@@ -405,6 +437,40 @@ def die_in_message(diloco: ElasticDiLoCo, name: str) -> None:
 
 def die_in_last_round(diloco: ElasticDiLoCo) -> None:
     before(diloco, "_finish_fragment", die)
+
+
+def die_in_configure(diloco: ElasticDiLoCo) -> None:
+    before(diloco._membership, "_connect", die)
+
+
+def die_after_landing(diloco: ElasticDiLoCo) -> None:
+    land = diloco.land
+
+    def land_and_die(p: int) -> bool:
+        land(p)
+        die()
+        return False
+
+    diloco.land = land_and_die  # type: ignore[method-assign]
+
+
+def die_when_a_joiner_is_behind(diloco: ElasticDiLoCo) -> None:
+    """Die in an exchange that a joiner has asked to be part of, one or more exchanges too late."""
+    membership = diloco._membership
+
+    def act() -> None:
+        joiners = [m for m in membership._quorum.members if m.status == JOINING]
+        if any(0 <= m.flights < membership.record.flights for m in joiners):
+            die()
+
+    before(membership.view().channel, "all_gather", act)
+
+
+def leave(diloco: ElasticDiLoCo) -> None:
+    """Leave the job as after SIGTERM."""
+    diloco.drain(5.0)
+    diloco.close()
+    os._exit(0)
 
 
 def die_as_donor(diloco: ElasticDiLoCo) -> None:

@@ -18,17 +18,20 @@ from torch import Tensor, nn
 class Replica:
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    since: list[int]  # by fragment, the step of the last landing
+    since: list[int]  # by fragment, the inner steps until the last landing
+    taken: int = 0  # inner steps
     residuals: dict[int, Tensor] = field(default_factory=dict)  # by fragment
     in_flight: dict[int, tuple[int, list[Tensor]]] = field(default_factory=dict)  # by fragment
 
 
 @dataclass
 class Log:
-    """What decides a run: the slots in every flight, and the flights at which slots joined."""
+    """What decides a run: the slots in every flight, the flights at which slots joined, and by time
+    the steps of the schedule that a slot has trained; None: all."""
 
     views: Mapping[int, Sequence[int]]
     joins: Mapping[int, Sequence[int]] = field(default_factory=dict)  # slot: flights
+    taken: Mapping[int, set[int]] | None = None  # slot: steps
 
 
 @dataclass
@@ -61,62 +64,62 @@ class ElasticTwin:
     def play(self, log: Log, steps: int) -> dict[int, nn.Module]:
         """Return the modules of the replicas that finish, by slot."""
         for slot in log.views[0]:
-            self.add(slot, 0)
+            self.add(slot)
         for step in range(1, steps + 1):
             for slot, replica in self.replicas.items():
-                self.inner_step(replica, slot, step)
+                if log.taken is None or step in log.taken[slot]:
+                    self.inner_step(replica, slot, step)
             for p in range(len(self.fragments)):
                 offset = p * self.sync_every // len(self.fragments)
                 cycles, rest = divmod(step - offset, self.sync_every)
                 if cycles >= 1 and not rest:
                     self.launch(log, p, step)
-            self.land_due(step, step)
-        self.land_due(steps + self.overlap_steps, steps)
+            self.land_due(step)
+        self.land_due(steps + self.overlap_steps)
         for p, names in enumerate(self.fragments):
             self.feedback, self.through = 0.0, self.through_last or self.through
-            mean = self.mean(log, p, steps)
+            mean = self.mean(log, p)
             for replica in self.replicas.values():
                 put(replica.module, names, self.split(p, joined(self.outer[p]) - mean))
         return {slot: replica.module for slot, replica in self.replicas.items()}
 
-    def land_due(self, latest: int, step: int) -> None:
+    def land_due(self, latest: int) -> None:
         for replica in self.replicas.values():
             for p in [p for p, (due, _) in replica.in_flight.items() if due <= latest]:
-                self.land(replica, p, step)
+                self.land(replica, p)
 
-    def add(self, slot: int, step: int) -> None:
+    def add(self, slot: int) -> None:
         module = self.make_module()
         for outer, names in zip(self.outer, self.fragments, strict=True):
             put(module, names, outer)
-        since = [step] * len(self.fragments)
-        self.replicas[slot] = Replica(module, self.make_inner(list(module.parameters())), since)
+        inner = self.make_inner(list(module.parameters()))
+        self.replicas[slot] = Replica(module, inner, [0] * len(self.fragments))
 
     def inner_step(self, replica: Replica, slot: int, step: int) -> None:
         self.train(replica.module, slot, step)
         replica.optimizer.step()
+        replica.taken += 1
 
     def launch(self, log: Log, p: int, step: int) -> None:
         flight = self.flight
-        for outer, gradient in zip(
-            self.outer[p], self.split(p, self.mean(log, p, step)), strict=True
-        ):
+        for outer, gradient in zip(self.outer[p], self.split(p, self.mean(log, p)), strict=True):
             outer.grad = gradient
         self.optimizers[p].step()
         landed = [outer.detach().clone() for outer in self.outer[p]]
         for slot in log.views[flight]:
             self.replicas[slot].in_flight[p] = step + self.overlap_steps, landed
 
-    def mean(self, log: Log, p: int, step: int) -> Tensor:
+    def mean(self, log: Log, p: int) -> Tensor:
         """Return the mean over the members of the next flight."""
         members = log.views[self.flight]
         for slot in members:
             if self.flight in log.joins.get(slot, ()):
-                self.add(slot, step)
+                self.add(slot)
         self.replicas = {slot: self.replicas[slot] for slot in sorted(members)}
         rows, weights = [], []
         for slot, replica in self.replicas.items():
             rows.append(self.delta(p, replica))
-            weights.append((step - replica.since[p]) * self.weight_of(slot))
+            weights.append((replica.taken - replica.since[p]) * self.weight_of(slot))
         counted = [m for m, weight in enumerate(weights) if weight] or [*range(len(rows))]
         rows, weights = [rows[m] for m in counted], [weights[m] for m in counted]
         if len(set(weights)) == 1:
@@ -148,12 +151,12 @@ class ElasticTwin:
         return [piece.view_as(o) for piece, o in zip(pieces, self.outer[p], strict=True)]
 
     @torch.no_grad()
-    def land(self, replica: Replica, p: int, step: int) -> None:
+    def land(self, replica: Replica, p: int) -> None:
         _, outers = replica.in_flight.pop(p)
         for name, outer in zip(self.fragments[p], outers, strict=True):
             local = replica.module.get_parameter(name)
             local.copy_(torch.lerp(local, outer, 1.0 - self.mix))
-        replica.since[p] = step
+        replica.since[p] = replica.taken
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm import membership
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import FixedMembership, View
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.membership import Limits
 from lightning_commfree.diloco import CODECS, StreamingDiLoCo, split_into_fragments
 from lightning_commfree.diloco.codec import decode_all
+from lightning_commfree.diloco.elastic import ElasticDiLoCo
 from lightning_commfree.diloco.exchange import TAG, cheaper_exchange
 from tests.diloco.elastic_job import (
     At,
     Job,
     Replicas,
     Result,
+    die_after_landing,
     die_as_donor,
     die_before_asking,
+    die_in_configure,
     die_in_last_round,
     die_in_message,
+    die_when_a_joiner_is_behind,
+    each,
     killing,
+    leave,
     lose_a_result,
     settings_of,
     train,
@@ -98,10 +106,11 @@ def play_twin(job: Job, log: Log) -> dict[int, State]:
     return {slot: state_of(module) for slot, module in twin.play(log, job.steps).items()}
 
 
-def assert_equal_the_twin(job: Job, results: dict[str, Result]) -> Log:
+def assert_equal_the_twin(job: Job, results: dict[str, Result], taken: Any = None) -> Log:
     errors = {name: result.error for name, result in results.items() if result.error}
     assert not errors, errors
     log = log_of(results)
+    log.taken = taken
     states = play_twin(job, log)
     assert states.keys() == {result.slot for result in results.values()}
     for name, result in results.items():
@@ -114,6 +123,10 @@ def assert_equal_the_twin(job: Job, results: dict[str, Result]) -> Log:
 
 
 CHANGES: dict[str, Any] = {"sync_every": 6, "num_fragments": 2, "overlap_steps": 2}
+
+
+def skip_none(diloco: ElasticDiLoCo, step: int) -> None:
+    diloco._membership.is_launched = lambda flight: False  # type: ignore[method-assign]
 
 
 def fixed(rank: int, size: int, job: Job) -> tuple[State, int]:
@@ -132,12 +145,14 @@ def fixed(rank: int, size: int, job: Job) -> tuple[State, int]:
 
 
 @pytest.mark.parametrize(
-    ("wire", "make_module"), [("fp32", SMALL), ("int8", LARGE), ("fp4", LARGE)]
+    ("wire", "make_module", "by_time"),
+    [("fp32", SMALL, False), ("int8", LARGE, False), ("fp4", LARGE, False), ("fp4", LARGE, True)],
 )
 def test_a_fixed_view_equals_streaming_diloco_in_bits_and_bytes(
-    wire: str, make_module: Any, tmp_path: Path
+    wire: str, make_module: Any, by_time: bool, tmp_path: Path
 ) -> None:
-    job = Job(20, {**CHANGES, "wire_dtype": wire}, make_module, step_s=0.0)
+    changes = {**CHANGES, "wire_dtype": wire}
+    job = Job(20, changes, make_module, step_s=0.0, by_time=by_time, before_step=skip_none)
     results = Replicas(job, tmp_path, "abc").results()
     expected = run_ranks(fixed, 3, tmp_path, job)
     for result, (state, num_bytes) in zip(results.values(), expected, strict=True):
@@ -213,6 +228,29 @@ def test_survivors_of_a_kill_at_any_phase_equal_the_twin(end: Any, tmp_path: Pat
     assert max(results["a"].waits_s) < 3
 
 
+def test_survivors_of_a_kill_while_a_view_connects_equal_the_twin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "_CONNECT", timedelta(seconds=2))
+    ends = [killing(1, 14), At(2, 14, die_in_configure)]
+    job = Job(24, {**CHANGES, "wire_dtype": "int8"}, LARGE, before_step=each(ends))
+    results = Replicas(job, tmp_path, "abcd").results()
+    assert results.keys() == {"a", "d"}
+    log = assert_equal_the_twin(job, results)
+    assert log.views[0] == (0, 1, 2, 3)
+    assert log.views[max(log.views)] == (0, 3)
+
+
+def test_survivors_repeat_a_flight_that_only_a_dead_member_has_completed(tmp_path: Path) -> None:
+    ends = [At(0, 15, lose_a_result), At(1, 15, lose_a_result), At(2, 15, die_after_landing)]
+    job = Job(24, {**CHANGES, "wire_dtype": "int8"}, LARGE, before_step=each(ends))
+    results = Replicas(job, tmp_path, "abc").results()
+    assert results.keys() == {"a", "b"}
+    log = assert_equal_the_twin(job, results)
+    assert log.views[2] == (0, 1, 2)
+    assert log.views[3] == (0, 1), "launched after step 15"
+
+
 def test_a_member_fetches_the_result_that_it_alone_has_lost(tmp_path: Path) -> None:
     job = Job(24, {**CHANGES, "wire_dtype": "int8"}, LARGE, before_step=At(1, 14, lose_a_result))
     results = Replicas(job, tmp_path, "abc").results()
@@ -227,6 +265,35 @@ def test_a_joiner_whose_donor_dies_asks_another_member(tmp_path: Path) -> None:
     replicas.start("d")
     results = replicas.results()
     assert results.keys() == {"b", "c", "d"}
+    assert_equal_the_twin(job, results)
+    assert results["d"].joined is not None
+
+
+def test_a_member_that_is_left_alone_waits_for_min_replicas(tmp_path: Path) -> None:
+    job = Job(60, CHANGES, SMALL, step_s=0.02, limits=Limits(2, 8), before_step=killing(1, 16))
+    replicas = Replicas(job, tmp_path, "ab")
+    replicas.wait_dead("b")
+    time.sleep(0.5)  # it asks several times
+    replicas.start("d")
+    results = replicas.results(20.0)
+    assert results.keys() == {"a", "d"}
+    log = assert_equal_the_twin(job, results)
+    assert set(log.views.values()) == {(0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("step", "end", "delay_s"), [(45, leave, 1.5), (6, die_when_a_joiner_is_behind, 0.3)]
+)
+def test_members_that_wait_for_a_joiner_get_it_although_it_is_behind(
+    step: int, end: Any, delay_s: float, tmp_path: Path
+) -> None:
+    """Its messages are old when it has them, and the members cannot complete another flight."""
+    job = Job(100, CHANGES, SMALL, step_s=0.02, limits=Limits(2, 8), before_step=At(1, step, end))
+    replicas = Replicas(job, tmp_path, "ab")
+    time.sleep(0.3)
+    replicas.start("d", messages_delay_s=delay_s)
+    results = replicas.results(20.0)
+    assert results.keys() == {"a", "d"}
     assert_equal_the_twin(job, results)
     assert results["d"].joined is not None
 
@@ -259,6 +326,33 @@ def test_members_of_a_restarted_rendezvous_do_not_split(tmp_path: Path) -> None:
 def test_replicas_of_unequal_weight_equal_the_twin(tmp_path: Path) -> None:
     job = Job(30, CHANGES, LARGE, step_s=0.0, weights=(1, 3, 4))
     assert_equal_the_twin(job, Replicas(job, tmp_path, "abc").results())
+
+
+TIMED: Any = {"pace": (1, 1, 3), "by_time": True, "step_s": 0.02}  # slot 2 is slow
+
+
+@pytest.mark.parametrize(
+    ("wire", "make_module", "changes"),
+    [
+        ("fp32", SMALL, {"overlap_steps": 0}),
+        ("int8", LARGE, {"overlap_steps": 5, "num_fragments": 3}),  # several in flight
+        ("int2", SMALL, {"overlap_steps": 2}),
+    ],
+)
+def test_by_time_a_slow_replica_skips_steps_and_a_kill_and_a_join_equal_the_twin(
+    wire: str, make_module: Any, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {**CHANGES, "sync_every": 9, "wire_dtype": wire, **changes}
+    job = Job(120, changes, make_module, before_step=killing(1, 30), **TIMED)
+    replicas = Replicas(job, tmp_path, "abc")
+    replicas.wait_dead("b")
+    replicas.start("d")
+    results = replicas.results()
+    log = assert_equal_the_twin(job, results, replicas.taken())
+    assert results["d"].joined is not None
+    assert results["d"].slot == 1
+    assert {len(members) for members in log.views.values()} == {2, 3}
+    assert results["c"].inner_steps < 0.75 * results["a"].inner_steps
 
 
 def test_a_replica_continues_alone_and_takes_in_another(tmp_path: Path) -> None:

@@ -145,9 +145,83 @@ def test_sigterm_drains_a_replica_and_the_others_go_on(tmp_path: Path) -> None:
     assert views[5] == (0, 2)
 
 
+def test_by_time_a_slow_replica_skips_steps_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    server = RendezvousServer(tmp_path, 2)
+
+    def play(name: str) -> Fit:
+        strategy = Scripted(server.address, tmp_path, name, sync="time", **SETTINGS)
+        return fit(strategy, Pace({"a": 0.02, "b": 0.06}[name], None), max_steps=120)
+
+    fits = Fits(play, tmp_path)
+    for name in "ab":
+        fits.start(name)
+    found = fits.results()
+    server.close()
+    assert_equal(found)
+    fast, slow = found["a"], found["b"]
+    assert fast.steps == slow.steps == 120
+    assert fast.lr == slow.lr, "the schedule of the slow replica is at the same step"
+    assert slow.inner_steps < 0.75 * fast.inner_steps
+    assert fast.waited_s < 0.5 * 120 * 0.04, "it would wait so long if every step were waited for"
+    for place, (_, rows) in enumerate(slow.seen):
+        assert rows == rows_of(slow.slot, place), "its data have no gaps"
+
+
+def test_by_time_a_stop_stops_all_after_the_same_step_and_a_file_restarts_the_job(
+    tmp_path: Path,
+) -> None:
+    server = RendezvousServer(tmp_path, 2)
+
+    def play(name: str) -> Fit:
+        strategy = Scripted(server.address, tmp_path, name, sync="time", **SETTINGS)
+        pace = Pace({"a": 0.06, "b": 0.02}[name], None)
+        stops = [Stop()] if name == "a" else []
+        saves = [ModelCheckpoint(tmp_path / name, every_n_train_steps=6, save_last=True)]
+        return fit(
+            strategy, pace, callbacks=[*saves, *stops], enable_checkpointing=True, max_steps=90
+        )
+
+    fits = Fits(play, tmp_path)
+    for name in "ab":
+        fits.start(name)
+    found = fits.results()
+    server.close()
+    assert_equal(found)
+    assert found["a"].steps == found["b"].steps
+    assert 25 < found["a"].steps < 40
+
+    (tmp_path / "again").mkdir()
+    server = RendezvousServer(tmp_path / "again", 2)
+
+    def resume(name: str) -> Fit:
+        strategy = Scripted(server.address, tmp_path / "again", name, sync="time", **SETTINGS)
+        path = str(tmp_path / "a" / "last.ckpt")
+        pace = Pace({"a": 0.01, "b": 0.03}[name], None)
+        return fit(strategy, pace, ckpt_path=path, max_steps=60)
+
+    fits = Fits(resume, tmp_path / "again")
+    for name in "ab":
+        fits.start(name)
+    again = fits.results()
+    server.close()
+    assert_equal(again)
+    assert [one.steps for one in again.values()] == [60, 60]
+    assert again["a"].seen[0][0] == again["b"].seen[0][0] >= 24
+
+
+def test_by_time_a_fit_without_max_steps_is_refused(tmp_path: Path) -> None:
+    def play(name: str) -> Fit:
+        strategy = Scripted("nowhere", tmp_path, name, sync="time", **SETTINGS)
+        return fit(strategy, Pace(0.0, None), max_epochs=1)
+
+    fits = Fits(play, tmp_path)
+    fits.start("a")
+    assert "`sync='time'` needs `Trainer(max_steps=...)`" in fits.results()["a"].error
+
+
 class Stop(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 25:
+        if trainer.global_step >= 25:
             trainer.should_stop = True
 
 
@@ -289,7 +363,10 @@ def test_sigterm_on_a_rank_stops_the_ranks_of_its_replica(tmp_path: Path) -> Non
         ({"rendezvous": "10.0.0.1:29510"}, "is not the URL of a lighthouse"),
         ({"min_replicas": 9}, "`min_replicas=9` is above `max_replicas=8`"),
         ({"heartbeat_timeout": 0.0}, "`heartbeat_timeout=0.0` must be above 0 seconds"),
-        ({"sync": "time"}, "`sync='time'` is not implemented yet"),
+        (
+            {"sync": "time", "replica_size": 2},
+            "`sync='time'` does not support `replica_size=2` yet",
+        ),
         ({"sync": "never"}, "`sync='never'` is not valid"),
         ({"evaluate": "mean"}, "`evaluate='mean'` needs all replicas at the same time"),
     ],

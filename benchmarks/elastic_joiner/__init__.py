@@ -1,0 +1,1 @@
+"""A joiner with a fresh inner optimizer."""

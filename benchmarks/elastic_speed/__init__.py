@@ -1,0 +1,1 @@
+"""Elastic replicas of unequal speed, and the cost of being elastic."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,27 +20,37 @@ from benchmarks.size_ladder.cells import (
     LONG,
     MODELS,
     NAMES,
+    OPTIMIZERS,
     OUTER,
     OVERLAP,
     REPLICAS,
     SEARCHED,
     SHORT,
     SIZES,
+    TRIALS,
     VOCABULARY,
     Cell,
     Losses,
     lr_of,
+    percent_above,
     reference,
     row,
-    search,
 )
 from benchmarks.size_ladder.corpus import RECIPE
 from benchmarks.size_ladder.records import Records
 
 TITLE = "How far is the loss of Streaming DiLoCo from DDP's, and does the gap shrink with size?"
 TARGETS = {2: 0.5, 4: 1.5, 8: 2.5}  # percent above DDP at the largest size, H = 100
-WIRE_TARGET = 0.3  # percent, fp4 above fp32
-RUNS = 3 * len(MODELS)  # three seeds of each model
+# wire, the wire that it is compared with, largest difference in percent
+WIRE_TARGETS = (
+    ("fp4", "fp32", 0.3),
+    ("int2", "fp32", 0.3),
+    ("topk", "fp4", 0.5),
+    ("sparseloco", "fp4", 0.5),
+)
+MUON_TARGET = 0.5  # of AdamW's gap
+SEEDS = 3
+RUNS = SEEDS * len(MODELS)
 SIGMAS = 2.0  # a difference counts if it exceeds so many standard errors
 # arXiv:2501.18512, Tables 5 and 6 (C4, 20 tokens per parameter, FP4 with overlap), loss by millions
 # of parameters: DDP; (M, H): (2, 30), (2, 100), (4, 30), (4, 100)
@@ -54,22 +64,39 @@ PAPER = {
 }
 PAPER_CELLS = ((2, 30), (2, 100), (4, 30), (4, 100))
 SUCCESS = f"""\
-Written down before the first run:
+Written down before the first run (that one model may decide *targets* and *trend*: before the first
+run at 0.2M):
 
 - *Targets.* At the largest size measured with three seeds, with H = 100 and {SHORT} tokens per
-  parameter, the mean gap to DDP over both models is at most +0.5, +1.5 and +2.5 % for M = 2, 4, 8.
-- *Trend.* For each M, the gap (mean over models and seeds) at the largest size measured with three
-  seeds, minus that at the smallest. It "shrinks" or "grows" if the difference exceeds {SIGMAS:.0f}
+  parameter, the mean gap to DDP is at most +0.5, +1.5 and +2.5 % for M = 2, 4, 8.
+- *Trend.* For each M, the mean gap at the largest size measured with three seeds, minus that of the
+  same models at the smallest. It "shrinks" or "grows" if the difference exceeds {SIGMAS:.0f}
   standard errors, otherwise it is "flat".
 - *Resolution.* s is the standard deviation of the gap over seeds, pooled over all cells with
   several seeds. A gap over n runs differs from 0 if it exceeds {SIGMAS:.0f} s/sqrt(n), and two gaps
   differ if they are {SIGMAS:.0f} s sqrt(2/n) apart.
-- *Wire.* fp4 costs at most {WIRE_TARGET} % against fp32."""
+- *Wire.* fp4 costs at most 0.3 % against fp32.
+
+Written down before the first run with topk, Muon or another outer step, when int2 and half of fp32
+had been run:
+
+- *Wires.* int2 ends at most 0.3 % above fp32 with H = 100, topk at most 0.5 % above fp4 with
+  H = 30, for M = 2 and 4 each. Runs are compared with the run of the same seed; the figure is the
+  mean over the pairs of the models that have three seeds. "Undecided" if the limit is within
+  {SIGMAS:.0f} standard errors of the mean.
+- *Muon.* With M = 4 and H = 100 the mean gap to DDP with Muon is at most half of AdamW's to DDP
+  with AdamW, over the models that have three seeds (Llama runs first).
+- *Outer step.* Every trial runs with Llama, seed 1 and M = 4; the best two also with all seeds,
+  GPT-2 and M = 8 as far as there is time. One of them wins for an M if its loss is below the
+  default's of the same seed, in the mean over the pairs by more than {SIGMAS:.0f} standard errors.
+  The library's default changes if a trial wins here and is not worse at {LONG} tokens per
+  parameter. Restarts and radial averaging become options of the library only if they win."""
 HOW_TO_READ = f"""\
 Validation loss in nats per token over the whole validation split, of the weights with which a fit
 ends (the mean of the replicas' weights). The gap is the percent above the DDP run of the same seed,
 which takes the same tokens in the same steps; ± is the standard deviation over seeds. Settings are
-the defaults of `StreamingDiLoCoStrategy`, with the overlap of the bandwidth page ({OVERLAP}).
+the defaults of `StreamingDiLoCoStrategy`, with the overlap of the bandwidth page ({OVERLAP}); with
+Muon, the outer step is MuLoCo's (lr 0.7, momentum 0.6, arXiv:2505.23725).
 "Outer step" is the gap if the fit ended with an outer step instead of the mean. Replicas are played
 in one process by the library's own code, bit for bit equal to separate processes
 (`tests/benchmarks/test_size_ladder.py`)."""
@@ -99,11 +126,27 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "## Other wires",
         "",
+        "Percent above the run with the other wire, of the same seed. sparseloco is topk with the"
+        " settings of SparseLoCo: error feedback with weight 0.95, outer lr 1 without momentum,"
+        " mix 0.",
+        "",
         *_wires(losses),
         "",
         "## Other settings of the outer step",
         "",
-        *_outer(records),
+        "Percent above the run with the default outer step, of the same seed; below 0, the trial is"
+        " better. The inner learning rate is the one that is best with the default. The library's"
+        " default has not been changed: so far one model decides, at M = 4 only, and the best trial"
+        " changes mix, too.",
+        "",
+        *_outer(losses),
+        "",
+        "## Lion and SignMuon",
+        "",
+        f"{SEARCHED}, {SHORT} tokens per parameter, on the mean gradient like DDP: one worker, so"
+        " there is no vote. Percent above AdamW, of the same seed.",
+        "",
+        *_lion(losses),
         "",
         "## The paper's models",
         "",
@@ -113,9 +156,10 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "## Learning rates",
         "",
-        "Validation loss with seed 1, H = 100. The best rate has a worse one on both sides and is"
-        " used by all runs of its model, size and M. A larger size takes those of the one before,"
-        " divided by 1.4 for each doubling of the width.",
+        f"Validation loss with seed 1, H = 100. At {SEARCHED} the best rate has a worse one on both"
+        " sides and is used by all runs of its model and M, by Muon's too. A larger size takes"
+        " those of the one before, divided by 1.4 for each doubling of the width; rates beside"
+        " these are shown where they were tried.",
         "",
         *_lr_table(losses),
     ]
@@ -125,29 +169,48 @@ def page_lines(records: Records, picture: str) -> list[str]:
 # -- gaps
 
 
-def default_cell(model: str, size: str, replicas: int, sync_every: int = 100) -> Cell:
+def default_cell(
+    model: str, size: str, replicas: int, sync_every: int = 100, optimizer: str = "adamw"
+) -> Cell:
     """Return a cell of the short runs with default settings; seed and learning rate are open."""
-    return Cell(model, size, 1, 0, replicas, sync_every)
+    return Cell(model, size, 1, 0, replicas, sync_every, optimizer=optimizer).default
+
+
+def paired(losses: Losses, cell: Cell, other: Cell) -> list[float]:
+    """Return the percent above another cell with open rate, for each seed that both have."""
+    found = (
+        percent_above(losses, replace(cell, seed=seed), replace(other, seed=seed))
+        for seed in sorted({run.seed for run in losses})
+    )
+    return [percent for percent in found if percent is not None]
 
 
 def gaps(losses: Losses, cell: Cell) -> list[float]:
     """Return the percent above DDP of every seed that has been run, of a cell with open rate."""
-    found = []
-    for seed in sorted({run.seed for run in losses}):
-        ours = row(losses, replace(cell, seed=seed))
-        theirs = row(losses, reference(replace(cell, seed=seed)))
-        if ours is not None and theirs is not None and {ours, theirs} <= losses.keys():
-            found.append(100 * (losses[ours] / losses[theirs] - 1))
-    return found
+    return paired(losses, cell, reference(cell))
 
 
-def of_both(losses: Losses, size: str, replicas: int, sync_every: int = 100) -> list[float]:
-    """Return the gaps of both models and all seeds."""
-    return [
-        gap
-        for model in MODELS
-        for gap in gaps(losses, default_cell(model, size, replicas, sync_every))
-    ]
+def by_model(
+    losses: Losses, cell: Cell, other: Callable[[Cell], Cell] = reference
+) -> dict[str, list[float]]:
+    """Return the percent above another cell for each model, of any number of seeds."""
+    cells = {model: replace(cell, model=model) for model in MODELS}
+    return {model: paired(losses, each, other(each)) for model, each in cells.items()}
+
+
+def with_wire(wire: str) -> Callable[[Cell], Cell]:
+    """Return a function that gives a cell another wire, with the outer step that belongs to it."""
+    return lambda cell: replace(cell, wire=wire).default
+
+
+def decided(found: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Return the models that have been run with three seeds."""
+    return {model: values for model, values in found.items() if len(values) >= SEEDS}
+
+
+def flat(found: dict[str, list[float]]) -> list[float]:
+    """Return the values of all models."""
+    return [value for values in found.values() for value in values]
 
 
 def pooled_deviation(losses: Losses) -> float | None:
@@ -159,22 +222,42 @@ def pooled_deviation(losses: Losses) -> float | None:
     return math.sqrt(squares / sum(len(found) - 1 for found in groups))
 
 
-def complete_sizes(losses: Losses, replicas: int) -> list[str]:
-    """Return the sizes at which M replicas were run with H = 100, both models and three seeds."""
-    return [size for size in NAMES if len(of_both(losses, size, replicas)) >= RUNS]
-
-
 def trend(losses: Losses, replicas: int) -> tuple[str, float, float] | None:
     """Return the verdict, the difference in percent, and its standard error; None: too few runs."""
-    sizes, s = complete_sizes(losses, replicas), pooled_deviation(losses)
-    if len(sizes) < 2 or s is None:
+    sizes = [
+        found
+        for size in NAMES
+        if (found := decided(by_model(losses, default_cell("", size, replicas))))
+    ]
+    s = pooled_deviation(losses)
+    models = sizes[0].keys() & sizes[-1].keys() if len(sizes) > 1 else set()
+    if not models or s is None:
         return None
-    small, large = (of_both(losses, size, replicas) for size in (sizes[0], sizes[-1]))
+    small, large = (flat({model: end[model] for model in models}) for end in (sizes[0], sizes[-1]))
     difference = statistics.mean(large) - statistics.mean(small)
     error = s * math.sqrt(1 / len(small) + 1 / len(large))
     if abs(difference) <= SIGMAS * error:
         return "flat", difference, error
     return ("shrinks" if difference < 0 else "grows"), difference, error
+
+
+def judged(
+    found: dict[str, list[float]], limit: float, words: tuple[str, str] = ("met", "missed")
+) -> str:
+    """Return the mean over all pairs with its standard error, and the verdict.
+
+    Only models with three seeds count.
+    """
+    enough = decided(found)
+    values = flat(enough)
+    if not values:
+        return "too few runs"
+    mean, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
+    told = words[mean > limit]
+    if abs(mean - limit) <= SIGMAS * error:
+        told = "undecided"
+    models = f", {', '.join(enough)} only" if len(enough) < len(MODELS) else ""
+    return f"{mean:+.2f} % (standard error {error:.2f}{models}): {told}"
 
 
 # -- text
@@ -186,42 +269,135 @@ def opening(losses: Losses, picture: str) -> list[str]:
         "Replicas that exchange every 100 steps may end with a higher loss than data parallelism on"
         " the same tokens. How much higher, and is it less for larger models?",
         "",
+        *_disagreement(losses),
     ]
     lines += [_finding(losses, m) for m in REPLICAS]
+    if all(trend(losses, m) is None for m in REPLICAS):
+        lines.append(
+            "- **Whether the gap shrinks with size is open:** only one size has three seeds."
+        )
+    lines += [*_wire_findings(losses), *_muon(losses), *_outer_findings(losses)]
     s = pooled_deviation(losses)
     if s is not None:
         lines.append(
             f"- One run's gap has a standard deviation of s = {s:.2f} %. With three seeds of two"
             f" models, gaps above {SIGMAS * s / math.sqrt(RUNS):.2f} % differ from 0, and"
-            f" differences above {SIGMAS * s * math.sqrt(2 / RUNS):.2f} % are resolved."
+            f" differences above {SIGMAS * s * math.sqrt(2 / RUNS):.2f} % are resolved. Runs of the"
+            " same seed with other settings of DiLoCo are compared in pairs, which resolves more."
         )
     return [*lines, "", f"![gap to DDP over model size]({picture})"]
 
 
+def _disagreement(losses: Losses) -> list[str]:
+    """Return our gaps at the smallest size beside the papers' at 35M, and what more cycles do."""
+    found = [decided(by_model(losses, default_cell("", SEARCHED, m))) for m in REPLICAS]
+    if not all(found):
+        return []
+    ours = ", ".join(f"{statistics.mean(flat(of_m)):+.1f}" for of_m in found)
+    short = default_cell("", SEARCHED, 4)
+    longer = by_model(losses, replace(short, tokens_per_parameter=LONG))
+    if flat(longer):
+        ends = ", ".join(
+            f"from {statistics.mean(before):+.1f} to {statistics.mean(longer[model]):+.1f} % with"
+            f" {model}"
+            for model, before in by_model(losses, short).items()
+            if longer[model]
+        )
+        cycles = Cell(MODELS[-1], SEARCHED, 1, 0, tokens_per_parameter=LONG).steps // 100
+        cause = f"with {cycles} ({LONG} tokens per parameter) the gap of M = 4 goes {ends}."
+    else:
+        cause = f"the runs of {LONG} tokens per parameter, which test this, are not done."
+    return [
+        f"- **This disagrees with the papers.** At {SEARCHED} and H = 100 the loss is {ours} %"
+        " above DDP's with M = 1, 2, 4, 8. At 35M, arXiv:2503.09799 has -0.1, +0.7, +2.0, +3.9 %"
+        " (H = 30) and arXiv:2501.18512 +1.4 and +3.7 % (M = 2, 4, H = 100). One"
+        f" difference is the number of cycles of H, 7 or 8 here; {cause}"
+    ]
+
+
 def _finding(losses: Losses, replicas: int) -> str:
     """Return the gap of M replicas by size, and the verdicts that the runs so far allow."""
-    complete = complete_sizes(losses, replicas)
-    texts = []
-    for size in NAMES:
-        found = of_both(losses, size, replicas)
-        if found:
-            cycles = [Cell(model, size, 1, 0).steps // 100 for model in MODELS]
-            runs = "" if size in complete else f"; {len(found)} of {RUNS} runs, no verdict"
-            gap = mean_text(found, "+.2f", " %")
-            texts.append(f"{gap} at {size} ({min(cycles)} cycles of H{runs})")
+    sizes = {size: by_model(losses, default_cell("", size, replicas)) for size in NAMES}
+    texts = [_gap_at(size, found) for size, found in sizes.items() if flat(found)]
     if not texts:
         return f"- M = {replicas}: not run yet."
     line = f"- **Found, M = {replicas}, H = 100:** {', '.join(texts)} from DDP."
-    if complete and replicas in TARGETS:
-        largest = statistics.mean(of_both(losses, complete[-1], replicas))
-        told = "met" if largest <= TARGETS[replicas] else "missed"
-        line += f" Target at {complete[-1]}, +{TARGETS[replicas]} %: {told}."
+    enough = {size: gap for size, found in sizes.items() if (gap := flat(decided(found)))}
+    if enough and replicas in TARGETS:
+        largest, gap = list(enough.items())[-1]
+        told = "met" if statistics.mean(gap) <= TARGETS[replicas] else "missed"
+        line += f" Target at {largest}, +{TARGETS[replicas]} %: {told}."
     found_trend = trend(losses, replicas)
     if found_trend is not None:
         verdict, difference, error = found_trend
         line += f" The gap {'is flat' if verdict == 'flat' else verdict} with size"
         line += f" ({difference:+.2f} ± {error:.2f} points)."
     return line
+
+
+def _gap_at(size: str, found: dict[str, list[float]]) -> str:
+    """Return the mean gap at a size, and which models and runs it rests on."""
+    enough = decided(found)
+    shown = enough or {model: values for model, values in found.items() if values}
+    cycles = min(Cell(model, size, 1, 0).steps // 100 for model in shown)
+    note = ""
+    if not enough:
+        note = f"; {len(flat(found))} of {RUNS} runs, no verdict"
+    elif len(enough) < len(MODELS):
+        note = f"; only {', '.join(enough)}"
+    return f"{mean_text(flat(shown), '+.2f', ' %')} at {size} ({cycles} cycles of H{note})"
+
+
+def _wire_findings(losses: Losses) -> list[str]:
+    """Return the verdicts on int2 and topk at the H of their targets."""
+    lines = []
+    for wire, every in (("int2", 100), ("topk", 30)):
+        other, limit = next(target[1:] for target in WIRE_TARGETS if target[0] == wire)
+        texts = []
+        for m in (2, 4):
+            cell = replace(default_cell("", SEARCHED, m, every), wire=wire)
+            found = by_model(losses, cell, with_wire(other))
+            texts.append(f"M = {m} {judged(found, limit)}")
+        lines.append(
+            f"- **Found, {wire} against {other}, H = {every}:** {'; '.join(texts)} (target: at most"
+            f" +{limit} %)."
+        )
+    return lines
+
+
+def _muon(losses: Losses) -> list[str]:
+    """Return the verdict on Muon's gap beside AdamW's."""
+    muon, adamw = (
+        by_model(losses, default_cell("", SEARCHED, 4, optimizer=name))
+        for name in ("muon", "adamw")
+    )
+    models = [model for model in decided(muon) if model in decided(adamw)]
+    if not models:
+        return ["- Muon: too few runs."]
+    gaps_of_muon = [gap for model in models for gap in muon[model]]
+    ours = statistics.mean(gaps_of_muon)
+    theirs = statistics.mean(gap for model in models for gap in adamw[model])
+    told = "met" if ours <= MUON_TARGET * theirs else "missed"
+    return [
+        f"- **Found, Muon, M = 4, H = 100:** {mean_text(gaps_of_muon, '+.2f', ' %')} from DDP with"
+        f" Muon ({', '.join(models)}), {ours / theirs:.2f} times AdamW's gap. Target,"
+        f" at most {MUON_TARGET}: {told}."
+    ]
+
+
+def _outer_findings(losses: Losses) -> list[str]:
+    """Return the trials of the outer step that have been run with all seeds."""
+    texts = []
+    for trial, m in product(TRIALS, (4, 8)):
+        cell = replace(default_cell("", SEARCHED, m), **trial)
+        found = by_model(losses, cell, lambda cell: cell.default)
+        if decided(found):
+            settings = ", ".join(f"{name} {value}" for name, value in trial.items())
+            told = judged(found, 0.0, ("wins", "loses"))
+            texts.append(f"{settings}, M = {m}: {told}")
+    if not texts:
+        return ["- Other outer steps: too few runs."]
+    return [f"- **Found, outer step against the default:** {'; '.join(texts)}."]
 
 
 def _corpus() -> list[str]:
@@ -299,39 +475,49 @@ def _row(records: Records, cell: Cell) -> str:
 
 def _wires(losses: Losses) -> list[str]:
     lines = [
-        "| size | H | M | model | wire | gap | fp4 against it |",
-        "|---|---|---|---|---|---|---|",
+        f"| wire | against | size | tokens per parameter | H | M | {' | '.join(MODELS)} | both |"
+        " target |",
+        "|" + "---|" * (8 + len(MODELS)),
     ]
-    for cell in _cells(losses):
-        if cell.wire != "fp4":
-            fp4, theirs = gaps(losses, replace(cell, wire="fp4")), gaps(losses, cell)
-            more = [a - b for a, b in zip(fp4, theirs, strict=False)]
-            lines.append(
-                f"| {cell.size} | {cell.sync_every} | {cell.replicas} | {cell.model} | {cell.wire}"
-                f" | {mean_text(theirs, '+.2f', ' %')} | {mean_text(more, '+.2f', ' %')} |"
-            )
-    return lines if len(lines) > 2 else ["Not run yet."]
+    for wire, other, limit in WIRE_TARGETS:
+        cells = {replace(cell, model="") for cell in _cells(losses) if cell.wire == wire}
+        for cell in sorted(cells, key=_order):
+            found = by_model(losses, cell, with_wire(other))
+            if flat(found):
+                lines.append(
+                    f"| {wire} | {other} | {cell.size} | {cell.tokens_per_parameter}"
+                    f" | {cell.sync_every} | {cell.replicas} | {_by_model_text(found)}"
+                    f" | {judged(found, limit)} | +{limit} % |"
+                )
+    return lines
 
 
-def _outer(records: Records) -> list[str]:
-    losses = records.losses
-    found = {replace(cell, seed=1, rung=0) for cell in losses if cell.replicas}
-    changed = [cell for cell in found if cell != cell.default]
+def _outer(losses: Losses) -> list[str]:
     lines = [
-        f"| size | tokens per parameter | H | M | model | {', '.join(OUTER)} | gap |"
-        " less than the defaults' |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(OUTER)} | tokens per parameter | M | {' | '.join(MODELS)} | both |",
+        "|" + "---|" * (len(OUTER) + 3 + len(MODELS)),
     ]
-    for cell in sorted(changed, key=_order):
-        gap = gaps(losses, cell)
-        usual = gaps(losses, cell.default)
-        less = [a - b for a, b in zip(usual, gap, strict=False)]
+    runs = {replace(cell, model="", seed=1, rung=0) for cell in losses}
+    for cell in sorted((cell for cell in runs if cell != cell.default), key=_order):
+        found = by_model(losses, cell, lambda cell: cell.default)
         lines.append(
-            f"| {cell.size} | {cell.tokens_per_parameter} | {cell.sync_every} | {cell.replicas}"
-            f" | {cell.model} | {', '.join(map(str, cell.outer))}"
-            f" | {mean_text(gap, '+.2f', ' %')} | {mean_text(less, '+.2f', ' %')} |"
+            f"| {' | '.join(map(str, cell.outer))} | {cell.tokens_per_parameter} | {cell.replicas}"
+            f" | {_by_model_text(found)} | {judged(found, 0.0, ('wins', 'loses'))} |"
         )
-    return lines if len(lines) > 2 else ["Not run yet."]
+    return lines
+
+
+def _lion(losses: Losses) -> list[str]:
+    lines = [f"| optimizer | {' | '.join(MODELS)} |", "|" + "---|" * (1 + len(MODELS))]
+    for optimizer in ("lion", "sign_muon"):
+        cell = default_cell("", SEARCHED, 0, optimizer=optimizer)
+        found = by_model(losses, cell, lambda cell: replace(cell, optimizer="adamw"))
+        lines.append(f"| {optimizer} | {_by_model_text(found)} |")
+    return lines
+
+
+def _by_model_text(found: dict[str, list[float]]) -> str:
+    return " | ".join(mean_text(found[model], "+.2f", " %") for model in MODELS)
 
 
 def _paper() -> list[str]:
@@ -349,27 +535,24 @@ def _paper_gaps(millions: int) -> list[float]:
 
 
 def _lr_table(losses: Losses) -> list[str]:
-    lines = ["| size | model | method | learning rate: loss | best |", "|---|---|---|---|---|"]
-    for size, model, m in product(SEARCHED, MODELS, (0, *REPLICAS)):
-        cell = Cell(model, size, 1, 0, m)
-        if losses.keys().isdisjoint(search(losses, cell)):
+    lines = [
+        "| size | model | optimizer | method | learning rate: loss | used |",
+        "|---|---|---|---|---|---|",
+    ]
+    methods = product(NAMES, MODELS, OPTIMIZERS, (0, *REPLICAS))
+    for size, model, optimizer, m in methods:
+        cell = default_cell(model, size, m, optimizer=optimizer)
+        tried = [run for run in losses if replace(run, rung=0) == cell]
+        if len(tried) < 2:
             continue
-        best = row(losses, cell)
+        tried.sort(key=lambda run: run.rung)
+        rates = ", ".join(f"{lr_of(run.rung)}: {losses[run]:.4f}" for run in tried)
+        used = row(losses, cell)
         lines.append(
-            f"| {size} | {model} | {f'M = {m}' if m else 'DDP'}"
-            f" | {_rates(losses, search(losses, cell))}"
-            f" | {MISSING if best is None else lr_of(best.rung)} |"
+            f"| {size} | {model} | {optimizer} | {f'M = {m}' if m else 'DDP'} | {rates}"
+            f" | {MISSING if used is None else lr_of(used.rung)} |"
         )
     return lines
-
-
-def _rates(losses: Losses, cells: Sequence[Cell]) -> str:
-    tried = sorted(cells, key=lambda cell: cell.rung)
-    texts = [
-        f"{lr_of(cell.rung)}: {losses[cell]:.4f}" if cell in losses else f"{lr_of(cell.rung)}: -"
-        for cell in tried
-    ]
-    return ", ".join(texts) or MISSING
 
 
 # -- figure
@@ -383,21 +566,22 @@ def draw_page(records: Records, path: Path) -> None:
     axes.axhline(0, color="0.7")
     for color, m in zip(("C0", "C1", "C2", "C3"), REPLICAS, strict=True):
         for every, style in ((100, "-"), (30, "--")):
-            points = [
-                (_mean_parameters(size), found)
-                for size in NAMES
-                if (found := of_both(records.losses, size, m, every))
-            ]
-            if points:
-                axes.errorbar(
-                    [x for x, _ in points],
-                    [statistics.mean(found) for _, found in points],
-                    [statistics.stdev(found) if len(found) > 1 else 0 for _, found in points],
-                    fmt=f"o{style}",
-                    capsize=3,
-                    color=color,
-                    label=f"M = {m}, H = {every}",
-                )
+            for model, marker in zip(MODELS, ("o", "s"), strict=True):
+                points = [
+                    (SIZES[size].parameters(model), found)
+                    for size in NAMES
+                    if (found := gaps(records.losses, default_cell(model, size, m, every)))
+                ]
+                if points:
+                    axes.errorbar(
+                        [x for x, _ in points],
+                        [statistics.mean(found) for _, found in points],
+                        [statistics.stdev(found) if len(found) > 1 else 0 for _, found in points],
+                        fmt=f"{marker}{style}",
+                        capsize=3,
+                        color=color,
+                        label=f"{model}, M = {m}, H = {every}",
+                    )
             if (m, every) in PAPER_CELLS:
                 place = PAPER_CELLS.index((m, every))
                 theirs = [_paper_gaps(millions)[place] for millions in PAPER]
@@ -410,11 +594,7 @@ def draw_page(records: Records, path: Path) -> None:
                     label=f"paper, M = {m}, H = {every}",
                 )
     axes.set(xscale="log", xlabel="parameters", ylabel="loss above DDP (%)")
-    title = f"{SHORT} tokens per parameter; bars: standard deviation over seeds and models"
+    title = f"{SHORT} tokens per parameter; bars: standard deviation over seeds"
     axes.set_title(title, fontsize=9)
-    figure.legend(fontsize=7, loc="outside right upper")
+    figure.legend(fontsize=6, loc="outside right upper")
     figure.savefig(path, dpi=120)
-
-
-def _mean_parameters(size: str) -> float:
-    return statistics.mean(SIZES[size].parameters(model) for model in MODELS)

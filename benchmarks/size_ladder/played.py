@@ -196,15 +196,16 @@ class Run:
         if checkpoint.exists():
             self._load(torch.load(checkpoint, weights_only=False))
 
-    def losses(self, until: float = math.inf) -> dict[str, float]:
+    def losses(self, until: float = math.inf, outer_step: bool = True) -> dict[str, float]:
         """Train to the end; return the validation loss in nats per token.
 
         Args:
             until: `time.time()` at which to stop.
+            outer_step: measure the loss of an outer step as the end of the fit, too.
 
         Returns:
-            "validation_loss", of the weights with which a fit ends; for DiLoCo also
-            "outer_step_loss", of an outer step as the end of the fit.
+            "validation_loss", of the weights with which a fit ends, and for DiLoCo
+            "outer_step_loss".
 
         Raises:
             Stopped: the time is up.
@@ -222,19 +223,20 @@ class Run:
                 saved_s = time.monotonic()
             if stops:
                 raise Stopped
-        losses = self._evaluate()
+        losses = self._evaluate(outer_step)
         if not all(map(math.isfinite, losses.values())):
             raise FloatingPointError(f"The run has diverged: {losses}.")
         self._checkpoint.unlink(missing_ok=True)
         return losses
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, outer_step: bool) -> dict[str, float]:
         losses = {}
-        if self.diloco is not None:
+        if self.diloco is not None and outer_step:
             self._save()  # the outer round changes everything that `finish` needs
             self.diloco.outer_round()
             losses["outer_step_loss"] = token_loss(self.modules[0], self.data.val_dataloader())
             self._load(torch.load(self._checkpoint, weights_only=False))
+        if self.diloco is not None:
             self.diloco.finish()
             self.diloco.close()
         losses["validation_loss"] = token_loss(self.modules[0], self.data.val_dataloader())

@@ -5,8 +5,8 @@
 
 End one with `kill -9`, start it again, and it joins the others.
 
-`COMMFREE_RENDEZVOUS` names a lighthouse on another machine (docs/elastic.md). Each replica has a
-Trainer of its own, which sees this replica only.
+`COMMFREE_RENDEZVOUS` names a lighthouse on another machine (docs/elastic.md). Each replica has
+its own Trainer, which sees this replica only.
 """
 
 import os

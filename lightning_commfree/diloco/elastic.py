@@ -1,26 +1,26 @@
 """Streaming DiLoCo with replicas that join, leave and die.
 
-The algorithm is that of `streaming`; only its exchanges differ. They are numbered in the order of
-their launches (`comm.membership`), and each runs on a background thread:
+The algorithm is the same as in `streaming`; only the exchanges differ. They are numbered in launch
+order (`comm.membership`), and each runs on a background thread:
 
 1. The members agree on the view of the exchange.
 2. The outer gradient, which is kept in fp32 until the exchange has completed, is encoded for that
-   view and exchanged. If a member dies meanwhile, start again at 1. If another member has already
-   completed the exchange, fetch the messages from it instead.
+   view and exchanged. If a member dies in the meantime, this starts again at 1. If another member
+   has already completed the exchange, the messages are fetched from it instead.
 3. The messages, still encoded, are kept for a few cycles.
 
 A replica that joins takes the outer state from a member (`snapshot`) and replays the landings that
-it has missed from the kept messages. It then takes part from the next launch on, in place of the
-inner steps before. All this takes the members no time.
+it has missed from the kept messages. It then takes part from the next launch on, without the inner
+steps before that launch. The members lose no time.
 
 A replica's values count in proportion to its own steps since the fragment's last landing on it, or
 since it joined. So a new replica's first message, which contains only zeros, has no weight.
 
-*By time.* All replicas share one schedule, and `step` is their place in it. Normally every replica
-takes every step. By time (`sync="time"`), the fastest replica does, and tells the others when it
-launches a flight. After its current step, a slower replica then advances to that place in the
-schedule without training, launches, and continues from there. So nobody waits longer than one step
-of another replica, and given the steps that each has taken, the result is exact.
+*By time.* All replicas share one schedule, and `step` is their place in it. Normally, every replica
+takes every step. By time (`sync="time"`), only the fastest replica does, and it tells the others
+when it launches a flight. After its current step, a slower replica then advances to that place in
+the schedule without training, launches, and continues from there. So no replica waits longer than
+one step of another, and given the steps that each has taken, the result is exact.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02  # how often a joiner asks a member for new messages
-_KEPT_CYCLES = 2  # of messages
+_KEPT_CYCLES = 2  # number of cycles whose messages are kept
 _KEPT_CYCLES_FOR_JOINERS = 8  # while a replica is joining
-_MAX_FAILURES = 5  # of an exchange, one after the other in views of the same members
+_MAX_FAILURES = 5  # maximum number of failures of an exchange in views of the same members
 
 
 class Delivery(NamedTuple):
@@ -81,17 +81,17 @@ class ElasticDiLoCo(StreamingDiLoCo):
         module: as in `StreamingDiLoCo`, like all arguments.
         fragments: as above.
         settings: as above; `evaluate` must be "outer".
-        membership: this replica's part in the job, not started.
+        membership: this replica's part in the job, not yet started.
         within: as above.
 
     Attributes:
-        launched: number of flights that this replica and the others have launched.
+        launched: number of flights that the replicas have launched.
         landed: number of flights that have landed here, in the order of their launches.
         joined: the flight with which this replica joined the job; None for a founder.
         inner_steps: number of inner steps that this replica has taken itself; `step` is its
             place in the schedule, which is the same on all replicas at a launch.
         skipped: number of steps of the schedule that were skipped after the latest inner step.
-        last_step: the step after which the fit ends. A replica skips none beyond it.
+        last_step: the step after which the fit ends. A replica skips no steps beyond it.
         views: flight and slots of each view in which this replica took part.
         weight_per_step: weight of an inner step, such as its number of samples.
     """
@@ -143,7 +143,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             first = membership.view_members[0]
             if self.view.rank:
                 if not self._take_snapshot(first):
-                    continue  # it is gone: begin again
+                    continue  # that member is gone: begin again
                 self._take_outer(self.step)
             return False
         self._join_job()
@@ -160,7 +160,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @property
     def _is_behind(self) -> bool:
-        """Whether another replica has launched this one's next flight, by time."""
+        """Whether, by time, another replica has already launched this replica's next flight."""
         membership = self._membership
         by_time = membership.by_time and self.step < self.last_step
         return by_time and membership.is_launched(self.launched)
@@ -173,7 +173,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def drain(self, seconds: float) -> None:
         """Wait until the exchanges in flight have completed, or for `seconds`.
 
-        Call it before this replica leaves the job: the others then have its values.
+        Call it before this replica leaves the job, so that the others have its values.
         """
 
         def wait() -> None:
@@ -217,7 +217,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     ) -> Delivery:
         """Exchange values in the view of a flight, and in later ones if members are lost."""
         if values.is_cuda:
-            torch.cuda.set_device(values.device)  # of this thread
+            torch.cuda.set_device(values.device)  # for this thread
         failures: list[tuple[int, ...]] = []
         while True:
             found = self._membership.agree(flight, header.step)
@@ -284,7 +284,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since[p] = self.inner_steps
 
     def _codec(self, is_last: bool) -> Codec:
-        """Return the codec of values without error feedback, or with it."""
+        """Return the codec, without error feedback if `is_last`."""
         return self._last_codec if is_last else self.codec
 
     def _sizes(self, p: int) -> tuple[int, int]:
@@ -309,11 +309,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def startup_messages(self, steps: int | None) -> list[Message]:
-        # how many replicas there are now does not matter
+        # the current number of replicas does not matter
         last_step = None if steps is None else self.step + steps
         return startup_messages(self._module, self.settings, self.schedule, 2, last_step)
 
-    # -- what other replicas fetch
+    # -- data for other replicas
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the outer state, with the number of flights that have landed in it."""
@@ -325,11 +325,12 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """Return the messages of all completed flights from number `first` on.
 
         Raises:
-            LookupError: some of them are no longer kept.
+            LookupError: some of these messages are no longer available.
         """
         kept = dict(self._kept)
         if first < min(kept, default=first):
-            raise LookupError(f"flight {first} is no longer kept, only flights from {min(kept)} on")
+            oldest = f"the oldest one kept is {min(kept)}"
+            raise LookupError(f"flight {first} is no longer available; {oldest}")
         return [kept[flight] for flight in sorted(kept) if flight >= first]
 
     def _keep(self, message: dict[str, Any]) -> None:
@@ -340,7 +341,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             del self._kept[old]
 
     def _fetch(self, member: Member, flight: int) -> dict[str, Any] | None:
-        """Return the message of a flight that `member` has completed; None if it is gone."""
+        """Return the message of a flight that `member` has completed, or None if it has lost it."""
         try:
             messages = self._membership.transfer.fetch_messages(self._address(member), flight)
         except (ConnectionError, LookupError):
@@ -355,7 +356,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return member.states[self._membership.ranks.rank]
 
     def _decoder(self, message: Mapping[str, Any], p: int) -> Delivery:
-        """Return a fetched message with an exchange that decodes it."""
+        """Return a fetched message together with an exchange that decodes it."""
         members, slot = tuple(message["members"]), self._membership.record.slot
         channel = Channel([0], 0, self._membership.ledger)
         channel.rank = members.index(slot) if slot in members else -1
@@ -367,7 +368,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     # -- joining
 
     def _join_job(self) -> None:
-        """Take a member's state, replay what has landed since, and launch with the others."""
+        """Take a member's state, replay the landings since then, and launch with the others."""
         membership, gone = self._membership, set[str]()
         while True:
             donor = membership.donor(gone)
@@ -375,7 +376,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 if not self._take_snapshot(donor):
                     gone.add(donor.replica)
                     continue
-                # the ranks of a replica may have got snapshots of different flights
+                # the ranks of a replica may have received snapshots from different flights
                 there = self._replay(donor, max(membership.ranks.gather(self.landed)))
             while there and (later := membership.enter(self.landed)) is not None:
                 with membership.asking():
@@ -399,7 +400,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return (cycle + 1) * self.settings.sync_every + self.schedule.offset(p)
 
     def _try(self, fetch: Callable[[], object]) -> bool:
-        """Call `fetch`; return whether no rank has lost the member that it asks."""
+        """Call `fetch`; return whether it succeeded on all ranks of this replica."""
         try:
             fetch()
             found = True
@@ -408,7 +409,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self._membership.ranks.all(found)
 
     def _take_snapshot(self, member: Member) -> bool:
-        """Load a member's outer state; return whether all ranks of this replica got theirs."""
+        """Load a member's outer state; return whether all ranks of this replica succeeded."""
 
         def fetch() -> None:
             snapshot = self._membership.transfer.fetch_snapshot(self._address(member))
@@ -422,8 +423,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _replay(self, donor: Member, least: int) -> bool:
         """Apply all landings that this replica has missed.
 
-        Wait until there are at least `least`, unless the members in turn wait for more replicas.
-        Returns whether the donor had them.
+        Wait until flights before number `least` have landed, unless the members are waiting for
+        more replicas. Returns whether the donor had the messages.
 
         Raises:
             RuntimeError: the other replicas are about to stop.
@@ -453,7 +454,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return True
 
     def _replay_one(self, message: dict[str, Any]) -> bool:
-        """Apply a landing; return whether a replica requested a stop."""
+        """Apply a landing; return whether any replica requested a stop."""
         p = message["flight"] % len(self.fragments)
         exchange, arrived = self._decoder(message, p)
         arrival = exchange.decode(arrived, self.fragments[p].global_copy.device)()
@@ -469,11 +470,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
             fragment.merge(mix=0.0)
             fragment.clear_residual()
 
-    # -- what needs all replicas at the same time
+    # -- methods that would need all replicas at the same time
 
     @override
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Continue from a saved state, without what was in flight; the replica's own is not used.
+        """Continue from a saved shared state, without in-flight fragments; `own` is not used.
 
         Call it before `begin`.
         """
@@ -486,9 +487,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def average_moved(self) -> None:
         if self._frozen.digests() != self._frozen_digests:
             raise RuntimeError(
-                "A hook changed frozen parameters during the fit. With elastic replicas these are"
-                " not averaged. Use `StreamingDiLoCoStrategy`, or make them buffers that need not"
-                " be the same on all replicas."
+                "A hook changed frozen parameters during the fit. Elastic replicas do not average"
+                " these. Use `StreamingDiLoCoStrategy` or, if they may differ between replicas,"
+                " register them as buffers instead."
             )
 
     @override
@@ -501,7 +502,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
 
 class _Inline(Background):
-    """Runs tasks in the thread that waits for them: all elastic exchanges are on one thread."""
+    """Runs tasks in the thread that waits for them: all elastic exchanges share one thread."""
 
     @override
     def submit(

@@ -37,7 +37,7 @@ class Slice(NamedTuple):
 
 
 class ShardLayout:
-    """The slices of a fragment's tensors that this rank exchanges, in their order in a flat tensor.
+    """The slices of a fragment's tensors that this rank exchanges, in the order of a flat tensor.
 
     Each of the k ranks of a replica holds either a *copy* of a tensor or a *shard* of it. A rank
     exchanges all its shards, and ceil(C / k) of the C values in all copies. Parameters come before
@@ -45,7 +45,7 @@ class ShardLayout:
 
     Args:
         local: this rank's tensors, parameters before buffers.
-        are_shards: whether each of them is a shard.
+        are_shards: whether each tensor is a shard.
         num_parameters: number of parameters among the tensors.
         within: channel between the ranks of the replica.
 
@@ -82,7 +82,7 @@ class ShardLayout:
             self.parameter_numel = sum(trained)
 
     def _slices_of_copies(self, start: int, numel: int) -> list[Slice]:
-        """Return the slices with values `start` to `start` + `numel` of all copies."""
+        """Return the slices that hold values `start` to `start + numel` of all copies."""
         slices, begin = [], 0
         for i in self._copies:
             low, high = max(begin, start), min(begin + self._sizes[i], start + numel)
@@ -93,7 +93,7 @@ class ShardLayout:
         return slices
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the values in `tensors` that this rank exchanges: fp32, shape (S,), new."""
+        """Return the values in `tensors` that this rank exchanges, as a new fp32 tensor, (S,)."""
         pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in self._slices]
         return torch.cat([*pieces, torch.zeros(self._padding, device=tensors[0].device)])
 
@@ -117,7 +117,7 @@ class ShardLayout:
 
         Args:
             values: fp32, shape (S,).
-            device: device of the result; None: that of `values`.
+            device: device of the result; by default, the device of `values`.
         """
         device = device or values.device
         flat: list[Tensor] = [values[:0]] * len(self._sizes)
@@ -155,7 +155,7 @@ class OuterFragment:
         within: channel between the ranks of this replica, each of which holds a shard of the global
             copy and of the outer optimizer's state.
         device: device of the global copy and the outer optimizer's state; host memory is pinned if
-            the parameters are on a CUDA device. None: the device of the parameters.
+            the parameters are on a CUDA device. If None, the device of the parameters.
         error_feedback: whether to keep the codec's rounding error for the next outer gradient.
 
     Attributes:
@@ -221,13 +221,13 @@ class OuterFragment:
     # -- the local copy
 
     def local_values(self, local: Sequence[Tensor] | None = None) -> Tensor:
-        """Return this rank's share of the local copy: fp32, shape (S,), a new tensor."""
+        """Return this rank's share of the local copy, as a new fp32 tensor of shape (S,)."""
         return self._layout.flatten(self.local if local is None else local)
 
     def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the values to send to the other replicas: fp32, shape (S,), a new tensor.
+        """Return the values to send to the other replicas, as a new fp32 tensor of shape (S,).
 
-        For parameters, global copy minus local copy; for buffers, the local values themselves.
+        For parameters, the global copy minus the local copy; for buffers, the local values.
         Pass `local` if the local copy is currently swapped out of the module.
         """
         # buffers are averaged, not stepped, and a rounded difference could give a negative variance
@@ -240,7 +240,7 @@ class OuterFragment:
 
         Args:
             outer: the global copy, on the device of `values`.
-            values: from `local_values`.
+            values: as returned by `local_values`.
         """
         parameters = values[: self.parameter_numel]
         torch.sub(outer[: self.parameter_numel], parameters, out=parameters)
@@ -260,8 +260,8 @@ class OuterFragment:
     def merge(self, mix: float, buffers: bool = True, shown: Tensor | None = None) -> None:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
 
-        With `mix` 0, the result is the global copy, and with 1, the local copy, even if the other
-        contains NaN.
+        If `mix` is 0, the result is the global copy, and if 1, the local copy, even if the other
+        copy contains NaN.
 
         Args:
             mix: weight of the local copy.
@@ -306,7 +306,7 @@ class OuterFragment:
         return float(state["optimizer"]["param_groups"][0]["lr"])
 
     def outer_step(self, mean: Tensor) -> None:
-        """Take an outer optimizer step with the mean outer gradient `mean`, fp32, shape (S,)."""
+        """Take an outer optimizer step with `mean`, the mean outer gradient: fp32, shape (S,)."""
         self._step(mean)
         self.landings += 1
 
@@ -321,7 +321,7 @@ class OuterFragment:
         self.optimizer.zero_grad(set_to_none=True)
 
     def average_buffers(self, mean: Tensor) -> None:
-        """Set the global copy of the buffers to their values, which are at the end of `mean`."""
+        """Set the global copy of the buffers to their means, which are at the end of `mean`."""
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
@@ -359,7 +359,7 @@ class OuterFragment:
     # -- the mean of the local copies
 
     def mean_local(self, mean: Tensor) -> Tensor:
-        """Compute the mean of the local copies, fp32, shape (S,), from the mean outer gradient."""
+        """Compute the mean of the local copies from the mean outer gradient: fp32, shape (S,)."""
         values, numel = mean.clone(), self.parameter_numel
         torch.sub(self.global_copy[:numel], values[:numel], out=values[:numel])
         return values

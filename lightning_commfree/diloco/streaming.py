@@ -3,17 +3,18 @@
 A replica trains its local copy. For every fragment, it also keeps the *global copy*: the parameters
 on which all replicas last agreed. After an inner step it does the following, in this order:
 
-1. *Launch* fragments according to the schedule: encode global copy minus local copy (fp32) once and
-   send it to every replica, while training continues.
-2. *Land* the fragments that were launched `overlap_steps` ago: decode the messages of all replicas,
-   average them in fp32, step the outer optimizer on the global copy, and merge that into the local
-   copy.
+1. *Launch* fragments according to the schedule: encode the difference between the global and local
+   copies (fp32) once, and send it to every replica while training continues.
+2. *Land* the fragments that were launched `overlap_steps` steps ago: decode the messages of all
+   replicas, average them in fp32, step the outer optimizer on the global copy, and merge the result
+   into the local copy.
 
 At the end of training, it *finishes*: in-flight fragments land, then every fragment is exchanged
 once more, and both copies are set to the plain mean of the replicas' local copies.
 
-With `evaluate="mean"`, validation uses that mean instead of the outer weights, which are up to H
-steps old, and in a short run may still be the initial weights. This does not affect training.
+With `evaluate="mean"`, validation uses that mean instead of the global copies (the *outer
+weights*), which are up to `sync_every` steps old and, in a short run, may still be the initial
+weights. This does not affect training.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class Landing(NamedTuple):
     cosine: float  # similarity of the replicas' outer gradients, averaged over pairs
     outer_lr: float  # learning rate of the outer step; 1 for the mean at the end of a fit
     flight_s: float  # from launch to landing
-    waited_s: float  # time in which training was blocked
+    waited_s: float  # time during which training was blocked
     num_bytes: int  # sent by this replica
-    abstentions: int  # how often a replica was left out of this fragment's mean so far
+    abstentions: int  # number of times that replicas were left out of this fragment's mean so far
 
     def figures(self) -> dict[str, float]:
         """Return a dict of metrics for logging, with times in ms."""
@@ -99,7 +100,7 @@ class StreamingDiLoCo:
         module: the model; all replicas must start with the same weights.
         fragments: a partition of the model's trainable parameters.
         settings: settings of the fit.
-        membership: provides the replicas. A single replica sends nothing and is a Nesterov
+        membership: provides the replicas. A single replica sends nothing and acts as a Nesterov
             look-ahead optimizer.
         within: channel between the k ranks of this replica, which have the same gradients; None if
             every rank is a replica. Each rank holds 1/k of the outer state and exchanges it with
@@ -130,7 +131,7 @@ class StreamingDiLoCo:
         within: Channel | None = None,
     ) -> None:
         self.settings, self.codec = settings, codec_of(settings.wire_dtype)
-        # Rounds with no next one, at the end and for an evaluation, cannot make up for their error.
+        # the last round and evaluation rounds have no next round that makes up for their error
         self._last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
         self._feedback = float(self.codec.error_feedback)
         self._module, self._membership, self._within = module, membership, within
@@ -272,7 +273,7 @@ class StreamingDiLoCo:
             return any(stops)
 
     def _finish_fragment(self, p: int, stop: bool) -> bool:
-        """Set a fragment to the mean of its local copies; return whether any replica stops."""
+        """Set a fragment to its local copies' mean; return whether any replica requested a stop."""
         with record_function(f"launch fragment #{p}"):
             # without the residual, which is not part of the local weights
             self.flights[p] = self._send(p, self.fragments[p].outer_gradient(), stop)
@@ -382,7 +383,7 @@ class StreamingDiLoCo:
         )
 
     def _exchange(self, p: int, residual: Tensor | None) -> FragmentExchange:
-        """Return the exchange of a fragment for values with error feedback, or without."""
+        """Return a fragment's exchange: without error feedback if `residual` is None."""
         return (self._last_exchanges if residual is None else self._exchanges)[p]
 
     def _digest(self, p: int, outer: Tensor | None) -> Tensor | int:
@@ -403,7 +404,7 @@ class StreamingDiLoCo:
             f"This replica was left out of the mean of fragment {p}, which landed after inner step"
             f" {self.step}, because its values were not finite ({NONFINITE_VALUES}). It continues"
             f" from the global copy of fragments {', '.join(map(str, taken))}; the inner"
-            " optimizer's state of their parameters was reset where it was not finite.",
+            " optimizer's state for their parameters was reset where it was not finite.",
             stacklevel=2,
         )
 
@@ -414,7 +415,7 @@ class StreamingDiLoCo:
     # -- frozen parameters
 
     def _join(self, names: Sequence[str], offset: int) -> None:
-        """Add a fragment of parameters that were unfrozen."""
+        """Add a fragment for parameters that were unfrozen."""
         self.fragments.append(self._outer_fragment(Fragment(tuple(names))))
         self.schedule = replace(self.schedule, joined=(*self.schedule.joined, offset))
         self._frozen.remove(names)
@@ -481,7 +482,7 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def mean_weights(self) -> list[Tensor]:
-        """Return the mean of the local copies of every fragment, fp32, shape (S,).
+        """Return the mean of the local copies for each fragment: fp32, shape (S,).
 
         Collective over all ranks. Their modules must contain the local copies. Further calls after
         the same step return the same tensors.
@@ -626,7 +627,7 @@ class StreamingDiLoCo:
         }
 
     def fingerprint(self) -> dict[str, str]:
-        """Return settings, fragments and outer optimizer as strings, to compare across replicas."""
+        """Return the settings, fragments and outer optimizer as strings, to compare replicas."""
         optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
         plain = (int, float, str, tuple, type(None))  # the repr of others may contain an address
         defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}

@@ -1,18 +1,18 @@
 """The Lightning strategy for Streaming DiLoCo with replicas that join, leave and die.
 
-Each replica is a job of its own, with its own Trainer: Lightning's world is one replica. What the
-replicas share:
+Each replica is a separate job with its own Trainer: Lightning's world is one replica. The replicas
+share the following:
 
 - *Steps.* `trainer.global_step` is the position in the common schedule. A joiner starts at the
-  position of the others, in the middle of an epoch.
+  position of the other replicas, in the middle of an epoch.
 - *Data.* There are `max_replicas` slots, each with a share of the training data. A replica takes
-  the share of its slot, from the position on that belongs to the step.
+  the share of its slot, starting at the position for its step.
 - *Unequal speed.* With `sync="time"`, slower replicas skip steps of the schedule: `global_step` and
-  learning rates advance as on the others, but they read their data without gaps.
+  learning rates advance as on the other replicas, but they read their data without gaps.
 - *Validation and checkpoints* are left to the first member of the view. If the fit depends on a
-  monitored metric, every replica validates, with the same weights and so the same result.
-- *Stopping.* `trainer.should_stop` on one replica stops all after the same step. SIGTERM stops only
-  the replica that receives it, after its next landing if it has several ranks.
+  monitored metric, every replica validates, with the same weights and therefore the same result.
+- *Stopping.* `trainer.should_stop` on one replica stops all replicas after the same step. SIGTERM
+  stops only the replica that receives it, after its next landing if it has several ranks.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ from lightning_commfree.strategies.stopping import Stopping
 from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 RENDEZVOUS = "COMMFREE_RENDEZVOUS"
-_SHORT = 40  # characters of a setting that are sent in full
-_DRAIN_S = 20.0  # after SIGTERM, for exchanges in flight
+_SHORT = 40  # maximum number of characters in a setting that is sent in full
+_DRAIN_S = 20.0  # time for in-flight exchanges after SIGTERM
 
 
 class ElasticSession(LocalWeightsSession):
@@ -124,29 +124,30 @@ class _ElasticStopping(Stopping):
 class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     """Streaming DiLoCo with replicas that join, leave and die during the fit.
 
-    Start one Trainer per replica, each with its own launcher, and a lighthouse where it is not
-    preempted (`commfree-lighthouse`). If a replica dies, the others repeat the exchange without it
-    and lose no step. A replica that is started again joins: it takes the outer weights from another
-    one and the next exchange includes it. See `docs/elastic.md`.
+    Start one Trainer per replica, each with its own launcher, and a lighthouse on a machine that is
+    not preempted (`commfree-lighthouse`). If a replica dies, the others repeat the exchange without
+    it and lose no steps. A replica that is restarted joins: it takes the outer weights from another
+    replica, and the next exchange includes it. See `docs/elastic.md`.
 
     All replicas need the same model, settings, `max_steps` and `max_epochs`. They may have
     different batch sizes: a replica's outer gradient counts in proportion to the samples in it.
 
     Args:
-        rendezvous: URL of the lighthouse. None: the environment variable COMMFREE_RENDEZVOUS.
+        rendezvous: URL of the lighthouse. If None, taken from the environment variable
+            COMMFREE_RENDEZVOUS.
         max_replicas: number of slots, each with its share of the training data. The shares of empty
             slots are not trained on.
-        min_replicas: with fewer, all wait at the next landing.
+        min_replicas: minimum number of replicas; with fewer, all of them wait at the next landing.
         heartbeat_timeout: in seconds; if a member sends no heartbeat for longer, an exchange with
-            it is given up. Use the same value as for the lighthouse.
+            it is abandoned. Use the same value as for the lighthouse.
         sync: "steps": every replica takes `sync_every` steps between two exchanges of a fragment;
-            faster ones wait. "time": the fastest one does. The others contribute to its exchanges
-            after their current step, with as many steps as they have taken, and skip the rest.
+            faster ones wait. "time": only the fastest one does. The others contribute to its
+            exchanges after their current step, with the steps they have taken, and skip the rest.
         **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
-            ranks of this Trainer, and `evaluate` "outer".
+            ranks of this Trainer, and `evaluate` must be "outer".
 
     Attributes:
-        slot: this replica's slot, from the beginning of a fit on.
+        slot: this replica's slot, once a fit has begun.
 
     Raises:
         ValueError: an argument is out of range, or not supported.
@@ -179,7 +180,9 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 " could never begin."
             )
         if not heartbeat_timeout > 0:
-            raise ValueError(f"`heartbeat_timeout={heartbeat_timeout}` must be above 0 seconds.")
+            raise ValueError(
+                f"`heartbeat_timeout={heartbeat_timeout}` must be greater than 0 (in seconds)."
+            )
         check_choice("sync", sync, ("steps", "time"))
         if sync == "time" and self.settings.replica_size > 1:
             raise ValueError(
@@ -232,7 +235,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         if self.world_size != size:
             raise ValueError(
                 f"This Trainer has {self.world_size} ranks, but `replica_size={size}`. Each elastic"
-                " replica is a Trainer of its own: start the script once per replica, with as many"
+                " replica has its own Trainer: start the script once per replica, with as many"
                 " ranks (`devices` times `num_nodes`) as `replica_size`."
             )
         super().setup_environment()
@@ -299,8 +302,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             trainer, "save_checkpoint", partial(self._save_if_first, trainer.save_checkpoint)
         )
         rank_zero_info(
-            f"This replica has slot {self.slot} of {self._limits.max_replicas}"
-            + (f" and joins after step {diloco.step}." if joined else ".")
+            f"This replica is in slot {self.slot} of {self._limits.max_replicas}"
+            + (f" and is joining after step {diloco.step}." if joined else ".")
         )
 
     @override
@@ -346,7 +349,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             save(*args, **kwargs)
 
     def _report_progress(self) -> dict[str, float]:
-        """Return what `commfree-lighthouse status` shows of this replica."""
+        """Return the figures that `commfree-lighthouse status` shows for this replica."""
         diloco, seconds = self._elastic, time.monotonic() - self._started_s
         return {
             "step": diloco.step,
@@ -356,7 +359,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         }
 
     def _job_settings(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return what must be the same on all replicas; long values are hashed."""
+        """Return the settings that must be the same on all replicas; long values are hashed."""
         found = {
             **self._elastic.fingerprint(),
             "max_replicas": str(self._limits.max_replicas),
@@ -384,7 +387,7 @@ def _checked_url(url: str | None) -> str:
 
 
 def _monitors(trainer: pl.Trainer) -> bool:
-    """Return whether a callback or scheduler needs a metric, which may be of a validation."""
+    """Return whether a callback or scheduler needs a metric, possibly one from validation."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
     return any(getattr(callback, "monitor", None) is not None for callback in callbacks) or any(
         config.reduce_on_plateau for config in trainer.lr_scheduler_configs

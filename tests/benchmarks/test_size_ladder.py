@@ -25,6 +25,7 @@ from benchmarks.size_ladder.cells import (
     MODELS,
     NAMES,
     SIZES,
+    SPARSELOCO,
     Cell,
     lr_of,
     planned,
@@ -38,7 +39,12 @@ from benchmarks.size_ladder.records import Records
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import DiLoCoSettings, StreamingDiLoCo, split_into_fragments
+from lightning_commfree.diloco import (
+    DiLoCoSettings,
+    StreamingDiLoCo,
+    TopKCodec,
+    split_into_fragments,
+)
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.pretraining import build_data, build_module
@@ -142,6 +148,8 @@ def test_a_run_stopped_after_every_step_ends_with_the_same_loss(
         with pytest.raises(Stopped):
             run.losses(until=0)
     assert Run(config, size, checkpoint).losses() == whole
+    without = Run(config, size, checkpoint).losses(outer_step=False)
+    assert without == {"validation_loss": whole["validation_loss"]}
     assert not checkpoint.exists()
 
 
@@ -215,13 +223,20 @@ def test_the_formula_counts_the_parameters(
 
 
 def loss_of(cell: Cell) -> float:
-    """DDP is best at rung 1, DiLoCo at 0; the gap is 1 % per doubling of M, or half at 0.2M."""
+    """DDP is best at rung 1, DiLoCo at 0, both a rung lower at 0.2M.
+
+    The gap is 1 % per doubling of M, half of it at 0.2M, 0.4 of it with Muon. int2 and topk add 0.2
+    and 1 %, radial averaging takes 1 %.
+    """
     ddp = 4.0 + cell.seed / 1000
+    best = int(not cell.replicas) - NAMES.index(cell.size)
+    off = abs(cell.rung - best) / 10
     if not cell.replicas:
-        return ddp + abs(cell.rung - 1) / 10
-    share = 1.0 if cell.size == "0.04M" else 0.5
+        return ddp + off
+    share = (1.0 if cell.size == "0.04M" else 0.5) * (0.4 if cell.optimizer == "muon" else 1.0)
     percent = share * (cell.replicas.bit_length() - 1) + (cell.seed - 2) / 100
-    return ddp * (1 + percent / 100) + abs(cell.rung) / 10
+    percent += {"int2": 0.2, "topk": 1.0}.get(cell.wire, 0.0) - cell.radial
+    return ddp * (1 + percent / 100) + off
 
 
 def filled(path: Path, sizes: tuple[str, ...], runs: int = 320) -> Records:
@@ -247,20 +262,49 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, recipe: Path) -> None:
     records = Records(path)
     grid = [cell for cell in records.losses if cell.seed == 3 and cell.size == "0.2M"]
-    assert {(m, int(m == 0)) for m in (0, 1, 2, 4, 8)} == {(c.replicas, c.rung) for c in grid}
+    assert {(m, int(m == 0) - 1) for m in (0, 1, 2, 4, 8)} == {(c.replicas, c.rung) for c in grid}
     large = row(records.losses, Cell("llama", "0.8M", 1, 0, 4))
     assert large is not None
-    assert large.rung == -1  # a rung less for twice the width
+    assert large.rung == -2  # a rung less for each doubling of the width
     assert trend(records.losses, 4) == ("shrinks", pytest.approx(-1.0), pytest.approx(0, abs=0.01))
     page = "\n".join(page_lines(records, "r.png"))
     draw_page(records, tmp_path / "r.png")
     assert "**Found, M = 4, H = 100:** +2.00 ± 0.01 % at 0.04M (7 cycles of H), +1.00" in page
     assert "Target at 0.2M, +0.5 %: met." in page
     assert "The gap shrinks with size (-1.00" in page
+    assert "the gap of M = 4 goes from +2.0 to +2.0 % with" in page.split("## Provenance")[0]
+    assert "int2 against fp32, H = 100:** M = 2 +0.20 % (standard error 0.00): met; M = 4" in page
+    assert "topk against fp4, H = 30:** M = 2 +0.99 % (standard error 0.00): missed; M = 4" in page
+    assert "0.40 times AdamW's gap. Target, at most 0.5: met." in page
+    assert "radial True, M = 4: -0.98 % (standard error 0.00): wins; radial True, M = 8" in page
     few = "\n".join(page_lines(filled(tmp_path / "few.jsonl", ("0.04M",), 31), "r.png"))
     assert "+1.99 ± 0.00 % at 0.04M (7 cycles of H; 2 of 6 runs, no verdict) from DDP." in few
     assert "Target" not in few.split("## Provenance")[0]
+    assert "Whether the gap shrinks with size is open" in few
+    assert "is open" not in page
     assert records.made_by == [["- commit: `abc`"]]
+
+
+def test_the_settings_of_papers_reach_the_run(
+    compose_config: Callable[..., dict[str, Any]],
+) -> None:
+    def config_of(**settings: Any) -> dict[str, Any]:
+        cell = Cell("gpt2", "0.04M", 1, 0, **settings)
+        return compose_config(*cell.overrides(Path("c"), Path("k")))
+
+    sparse = settings_of(config_of(replicas=4, wire="sparseloco", **SPARSELOCO))
+    assert isinstance(sparse.wire_dtype, TopKCodec)
+    assert (sparse.wire_dtype.error_feedback, sparse.mix) == (0.95, 0.0)
+    outer = sparse.outer_optimizer([torch.nn.Parameter(torch.zeros(1))])
+    assert isinstance(outer, torch.optim.SGD)
+    assert {name: outer.defaults[name] for name in ("lr", "momentum", "nesterov")} == {
+        "lr": 1.0,
+        "momentum": 0.0,
+        "nesterov": False,
+    }
+    assert config_of(optimizer="sign_muon")["optimizer"]["ns_steps"] == 5
+    assert config_of(optimizer="lion")["optimizer"]["ns_steps"] == 0
+    assert config_of(optimizer="muon")["optimizer"]["_target_"].endswith("muon_cosine")
 
 
 def test_a_trend_within_the_noise_is_flat(path: Path) -> None:
@@ -316,7 +360,8 @@ def test_a_true_run_writes_records_and_page(recipe: Path, monkeypatch: pytest.Mo
     cell = Cell("gpt2", "0.04M", 1, 0, 2, 30, 1)
     ddp = reference(cell)
     monkeypatch.setattr(size_ladder, "planned", lambda losses, seeds: [ddp, cell])
-    monkeypatch.setattr("benchmarks.size_ladder.page.row", lambda losses, cell: cell)
+    for module in ("cells", "page"):
+        monkeypatch.setattr(f"benchmarks.size_ladder.{module}.row", lambda losses, cell: cell)
     options = ["--work", str(recipe), "--records", str(recipe / "r.jsonl")]
     size_ladder.main([*options, "--page", str(recipe / "r.md")])
     losses = Records(recipe / "r.jsonl").losses

@@ -362,7 +362,7 @@ def test_sigterm_on_a_rank_stops_the_ranks_of_its_replica(tmp_path: Path) -> Non
         ({"rendezvous": None}, r"`rendezvous=None` is not the URL of a lighthouse"),
         ({"rendezvous": "10.0.0.1:29510"}, "is not the URL of a lighthouse"),
         ({"min_replicas": 9}, "`min_replicas=9` is above `max_replicas=8`"),
-        ({"heartbeat_timeout": 0.0}, "`heartbeat_timeout=0.0` must be above 0 seconds"),
+        ({"heartbeat_timeout": 0.0}, "`heartbeat_timeout=0.0` must be greater than 0"),
         (
             {"sync": "time", "replica_size": 2},
             "`sync='time'` does not support `replica_size=2` yet",

@@ -227,6 +227,16 @@ def _found(quorum: Quorum, limits: Limits) -> Decision:
     return Decision(tuple(m._replace(slot=slot) for slot, m in enumerate(founders)))
 
 
+def shrunk(left: int) -> dict[str, Any]:
+    """Return the changes to the record of a member whose view has shrunk to `left` members.
+
+    Later quorums have the same number, so they do not show that the other members are dead. The
+    view keeps its name, because a member that was only cut off may come back with a flight that
+    this one has not completed.
+    """
+    return {"view_size": left, "broken": True}
+
+
 def _too_few(count: int, limits: Limits) -> str:
     return f"only {count} of at least {limits.min_replicas} replicas (`min_replicas`) are present"
 
@@ -471,12 +481,11 @@ class ElasticMembership:
                 if (view := self._open(quorum, decision)) is not None:
                     return view
                 continue
-            self._wait_for_more(quorum, decision, end_s)
+            self._wait_for_more(decision, end_s)
 
-    def _wait_for_more(self, quorum: Quorum, decision: Decision, end_s: float) -> None:
+    def _wait_for_more(self, decision: Decision, end_s: float) -> None:
         if decision.left:
-            # later quorums have the same number, so they do not show that the others are dead
-            self._tell(view=_name_of(quorum), view_size=decision.left, broken=True)
+            self._tell(**shrunk(decision.left))
         if decision.restarted:
             self._tell(number=_NEVER)
         self._wait_until(end_s, decision.reason)

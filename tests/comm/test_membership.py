@@ -14,6 +14,7 @@ from lightning_commfree.comm.membership import (
     Member,
     Quorum,
     decide,
+    shrunk,
 )
 
 LIMITS = Limits(min_replicas=1, max_replicas=4)
@@ -144,7 +145,21 @@ def test_members_that_are_too_few_count_as_a_view_while_they_wait() -> None:
     first = decided(A, number=8, limits=limits)
     assert (first.left, first.members) == (1, ())
     assert decided(A, B, C, number=8, limits=Limits(4, 4)).left == 0, "none is missing"
-    waiting = A._replace(view="w", view_size=first.left, number=8, broken=True)
+    waiting = A._replace(number=8, **shrunk(first.left))
     again = decided(waiting, number=8, limits=limits)
     assert (again.left, again.restarted) == (0, False)
     assert slots(decided(waiting, joiner("d", 5), number=11, limits=limits)) == {"a": 0, "d": 1}
+
+
+def test_a_member_that_comes_back_while_the_others_wait_is_established() -> None:
+    """It may have completed a flight that they have not, or the other way round."""
+    pair = [m._replace(view_size=2) for m in (A, B)]
+    waiting = pair[0]._replace(number=8, **shrunk(1))
+    decision = decided(waiting, pair[1]._replace(flights=6), number=9, limits=Limits(2, 4))
+    assert decision.ahead.replica == "b"
+    assert [m.replica for m in decision.established] == ["a", "b"]
+    decision = decided(waiting, pair[1]._replace(flights=4), number=9, limits=Limits(2, 4))
+    assert decision.ahead.replica == "a"
+    decision = decided(waiting, pair[1], number=9, limits=Limits(2, 4))
+    assert slots(decision) == {"a": 0, "b": 1}
+    assert not decision.is_same, "the exchange has failed"

@@ -118,14 +118,14 @@ class Route(NamedTuple):
         return Pending.here(reduced.unsqueeze(0))
 
     def bytes_up(self, num_bytes: int) -> int:
-        """Return the bytes that `up` sends to the reducing members, with `num_bytes` per shard."""
+        """Return how many bytes `up` sends, if the message for a shard has `num_bytes` bytes."""
         size = self.view.size
         if self.two_phase:
             return all_to_all_bytes(size * num_bytes, size)
         return all_gather_bytes(num_bytes, size)
 
     def bytes_down(self, num_bytes: int) -> int:
-        """Return the bytes that `down` sends to all other members, with `num_bytes` per shard."""
+        """Return how many bytes `down` sends, if the message for a shard has `num_bytes` bytes."""
         return all_gather_bytes(num_bytes, self.view.size) if self.two_phase else 0
 
 

@@ -70,8 +70,8 @@ class LighthouseRendezvous:
         """Ask for a quorum as `mine.replica`; block until the quorum is complete.
 
         Raises:
-            RuntimeError: no lighthouse answers at the address, it was unreachable or did not answer
-                for longer than the timeout, or `close` was called.
+            RuntimeError: no lighthouse answers at the address, it stopped answering for longer than
+                the timeout, or `close` was called.
         """
         answer: list[Quorum | RuntimeError] = []
 

@@ -1,7 +1,7 @@
 """Break an exchange of an elastic job when one of its members hangs.
 
-If a process exits, gloo reports it within seconds, but if it is stopped or its network is down,
-gloo waits for its own timeout. Heartbeats to the rendezvous stop in either case.
+If a process exits, gloo reports this within seconds, but if the process is suspended or its network
+is down, gloo waits for its own timeout. Heartbeats to the rendezvous stop in either case.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class ElasticMembership:
         transfer: serves this rank's state.
         replica: unique name of this replica, not reused after a restart.
         ledger: counts the bytes of the exchanges.
-        host: this machine's address for other replicas.
+        host: address at which other replicas can reach this machine.
         limits: allowed sizes of a view.
         timeout: timeout for an exchange, and for waiting until there are enough replicas.
         heartbeat_timeout_s: time without a heartbeat after which an exchange with a member is

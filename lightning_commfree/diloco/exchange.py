@@ -54,7 +54,7 @@ MAX_WEIGHT = 2**22
 
 
 class Header(NamedTuple):
-    """Metadata sent with a replica's values; the host does not wait for its tensors."""
+    """Metadata sent with a replica's values; building it does not synchronize with the GPU."""
 
     stop: bool
     step: int

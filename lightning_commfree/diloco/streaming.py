@@ -577,7 +577,7 @@ class StreamingDiLoCo:
             self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
-        """Return None: on a different number of ranks, a fit continues from the outer weights."""
+        """Adopt nothing: on a different number of ranks, a fit starts from the outer weights."""
         del was, ranks, load
 
     def close(self) -> None:

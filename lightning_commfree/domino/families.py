@@ -81,7 +81,7 @@ class Family(ABC):
         return True
 
     def returns_tensor(self, block: nn.Module) -> bool:
-        """Return whether a block returns a tensor; in older transformers, it returns a tuple."""
+        """Return whether a block returns a tensor; old versions of transformers return a tuple."""
         returned = inspect.signature(type(block).forward).return_annotation
         return "tuple" not in str(returned).lower()
 

@@ -1,4 +1,4 @@
-"""Gradients across ranks: data-parallel mean, shared shards, norm, and checks for NaN and Inf.
+"""Gradients across ranks: mean over the data axis, norm, and checks for NaN and Inf.
 
 All ranks detect NaN and Inf before the optimizer step. Each rank checks its own gradients before
 they are averaged over the data axis, because the mean would hide their origin. The check computes

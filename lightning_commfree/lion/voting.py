@@ -355,7 +355,7 @@ class BucketVote:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Calculated bytes that this rank sends per vote, by tag, if no worker has a zero."""
+        """Number of bytes that this rank sends per vote, by tag, if no worker votes zero."""
         return self._exchange.bytes_by_tag
 
     def launch(

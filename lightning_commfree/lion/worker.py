@@ -116,7 +116,9 @@ class FlatMomenta:
         self._views: list[Tensor] = []
 
     def of(self, members: list[LionParam]) -> Tensor | None:
-        """Return the buffers of `members` as one tensor, shape (N,); put views into their states.
+        """Return the momentum of `members` as one flat tensor, shape (N,).
+
+        Their optimizer states then hold views of it.
 
         Return None if compiled loops process this bucket, or if the buffers' dtypes differ.
         """
@@ -445,7 +447,7 @@ def average_momenta(members: Sequence[LionParam], view: View, node: Channel | No
 
 
 def momentum_bytes(members: Sequence[LionParam], view: View, node: Channel | None = None) -> int:
-    """Compute the bytes that this rank sends to other workers in `average_momenta`."""
+    """Compute the number of bytes that this rank sends to other workers in `average_momenta`."""
     slices = node.size if node else 1
     numel = sum(member.parameter.numel() for member in members)
     widest = max(member.state["momentum"].element_size() for member in members)

@@ -413,9 +413,9 @@ class _Skipping:
 
 
 def continue_at(trainer: pl.Trainer, step: int) -> None:
-    """Start a fit after `step` optimizer steps of other replicas, without reading their batches.
+    """Start a fit at `step`, which other replicas have reached, without reading earlier batches.
 
-    Call this in `on_train_start`. Schedulers that do not monitor a metric take these steps, too.
+    Call this in `on_train_start`. Schedulers that do not monitor a metric advance to `step`, too.
 
     Raises:
         RuntimeError: the training data has no length or no sampler.

@@ -173,8 +173,8 @@ class ReplicaStrategy(DDPStrategy):
         """Forecast this rank's traffic; available from `on_fit_start` on."""
         if self._log is None:
             raise RuntimeError(
-                "`traffic()` needs the algorithm, which `fit` creates. Call it in `on_fit_start` or"
-                " later."
+                "`traffic()` is not available yet: it needs state that `fit` creates. Call it in"
+                " `on_fit_start` or later."
             )
         return self._log.traffic
 

@@ -197,7 +197,7 @@ class Between(Resumable, Protocol):
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return this rank's bytes per cycle, by tag, and the number of steps per cycle."""
+        """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle."""
         ...
 
     def close(self) -> None:

@@ -187,13 +187,13 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         if sync == "time" and self.settings.replica_size > 1:
             raise ValueError(
                 f"`sync='time'` does not support `replica_size={self.settings.replica_size}` yet:"
-                " after every step, the ranks of a replica would have to agree which ones to skip."
+                " after every step, its ranks would have to agree on the steps to skip."
                 " Use `sync='steps'`."
             )
         if self.settings.evaluate != "outer":
             raise ValueError(
-                f"`evaluate={self.settings.evaluate!r}` needs all replicas at the same time, but"
-                " only one elastic replica runs validation. Use `evaluate='outer'`."
+                f"`evaluate={self.settings.evaluate!r}` needs all replicas for validation, but"
+                " only one elastic replica runs it. Use `evaluate='outer'`."
             )
         LighthouseRendezvous(self.rendezvous)  # raises an error without torchft
         self._limits, self._sync = Limits(min_replicas, max_replicas), sync

@@ -284,7 +284,7 @@ class FitLog:
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
 
     def summary(self, to: str = "") -> str:
-        """Return a summary sentence for the end of the fit; `to` names the receiver."""
+        """Summarize the traffic of the fit in a sentence; `to` says who received the bytes."""
         now, steps = self._ledger.totals(), self._means.steps
         sent = now.bytes_sent - self._before.bytes_sent
         ddp = steps * self.traffic.ddp_bytes_per_step

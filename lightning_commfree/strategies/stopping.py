@@ -189,8 +189,8 @@ class Stopping:
     def share_stream_end(self) -> None:
         """End the epoch on all ranks if it ends on any; called in the last training step.
 
-        With `max_steps`, some ranks' streams may end with the last step, after which Lightning runs
-        validation on these ranks.
+        With `max_steps`, the last step may exhaust the streams of only some ranks, and Lightning
+        would then run validation on those ranks only.
         """
         if self._independent_streams:
             self.check_epoch_ends()
@@ -235,10 +235,10 @@ class Stopping:
         finish(*args)
 
     def _finish_epoch(self, finish: Callable[[], None]) -> None:
-        """Run Lightning's `on_advance_end` of the fit loop (`finish`), which ends an epoch.
+        """Run `finish`, the fit loop's own `on_advance_end`, which ends an epoch.
 
         First check that the epoch ends on all ranks after the same step. Afterwards, all ranks
-        agree whether to stop, because a hook that `finish` calls may have set
+        agree on whether to stop, because a hook that `finish` calls may have set
         `trainer.should_stop` on only some of them.
         """
         self.check_epoch_ends()

@@ -368,7 +368,7 @@ def test_sigterm_on_a_rank_stops_the_ranks_of_its_replica(tmp_path: Path) -> Non
             "`sync='time'` does not support `replica_size=2` yet",
         ),
         ({"sync": "never"}, "`sync='never'` is not valid"),
-        ({"evaluate": "mean"}, "`evaluate='mean'` needs all replicas at the same time"),
+        ({"evaluate": "mean"}, "`evaluate='mean'` needs all replicas for validation"),
     ],
 )
 def test_a_bad_argument_is_refused_in_one_sentence(arguments: dict[str, Any], text: str) -> None:

@@ -130,7 +130,7 @@ class Route(NamedTuple):
 
 
 def routes(view: View) -> tuple[Route, Route]:
-    """Return both routes, gather first, so that `min` chooses it on a tie in bytes."""
+    """Return both routes, gathering first, because `min` returns the first one on a tie."""
     return Route(view, two_phase=False), Route(view, two_phase=True)
 
 

@@ -88,7 +88,7 @@ def tensor_mesh(
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Information about this process as a rank of its job."""
+    """This process's rank and its place in the job."""
 
     rank: int  # global rank
     size: int  # number of ranks in the job

@@ -202,7 +202,7 @@ class PeerMonitor:
         }
 
     def without_store(self) -> dict[int, str]:
-        """Return the rank that hosts the store if the connection to it has broken."""
+        """Return the rank that hosts the store if the connection to it is lost, else nothing."""
         if not self.store_error or self._store_left():
             return {}
         return {

@@ -463,7 +463,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return arrival.stop
 
     def _take_outer(self, step: int) -> None:
-        """Begin at a step of the schedule with the outer weights."""
+        """Take the outer weights as local weights, and continue the schedule from `step`."""
         self.step = step
         self._trained_since = [self.inner_steps] * len(self.fragments)
         for fragment in self.fragments:

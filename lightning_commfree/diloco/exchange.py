@@ -71,7 +71,7 @@ class Header(NamedTuple):
         return flags + (self.joined << _JOINED_SHIFT), step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return `values` and the header's tensors that are on the same device."""
+        """Return `values` and those header tensors that are on the same device."""
         tensors = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in tensors if word.device == values.device)]
 
@@ -309,7 +309,7 @@ class Arrival(NamedTuple):
 
 
 def norm_of_mean(gram_KK: Tensor) -> float:
-    """Return the Euclidean norm of the mean of K outer gradients with these inner products."""
+    """Return the norm of the mean of K outer gradients, given their inner products."""
     return float(gram_KK.sum().clamp(min=0).sqrt()) / len(gram_KK)
 
 

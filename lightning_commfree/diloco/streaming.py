@@ -383,7 +383,7 @@ class StreamingDiLoCo:
         )
 
     def _exchange(self, p: int, residual: Tensor | None) -> FragmentExchange:
-        """Return a fragment's exchange: without error feedback if `residual` is None."""
+        """Return a fragment's exchange, without error feedback if `residual` is None."""
         return (self._last_exchanges if residual is None else self._exchanges)[p]
 
     def _digest(self, p: int, outer: Tensor | None) -> Tensor | int:
@@ -514,7 +514,7 @@ class StreamingDiLoCo:
     # -- checkpoints
 
     def wait_in_flight(self) -> None:
-        """Wait until in-flight fragments have arrived; they still land at their step."""
+        """Wait until all in-flight fragments have arrived; they land later, as scheduled."""
         for p in self.flights:
             self._wait(p)
 

@@ -150,7 +150,7 @@ class OptimizerShards:
         self._sharded = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def full_state_dict(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory, or {} if not `keep`; collective."""
+        """Gather an optimizer's full state in CPU memory; return {} if not `keep`; collective."""
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
@@ -310,7 +310,7 @@ class ShardedModule:
             model.trial.load_state_dict(split)
 
     def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory, or {} if not `keep`; collective."""
+        """Gather an optimizer's full state in CPU memory; return {} if not `keep`; collective."""
         return self.optimizer_shards.full_state_dict(optimizer, self._channel, keep)
 
     def shard_optimizer_state(

@@ -200,7 +200,7 @@ class VotingSession:
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the voting state, the same on all workers, and this rank's buffers; collective.
+        """Return the voting state, which all workers share, and this rank's buffers; collective.
 
         The checkpoint itself contains the means of the buffers.
         """

@@ -171,7 +171,7 @@ class BucketOrder:
         ]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Make DDP use a saved order by running a backward pass with zeros; collective."""
+        """Make DDP use a saved order of buckets by a backward pass with zeros; collective."""
         if set(names) != self._trained.keys():  # saved before the first backward
             return
         self._ddp.require_forward_param_sync = False  # do not broadcast buffers

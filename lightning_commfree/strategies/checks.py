@@ -192,7 +192,7 @@ def check_ddp_kwargs(
 ) -> dict[str, Any]:
     """Return the arguments that differ from DDP's defaults; reject those that do not apply.
 
-    `with_ddp` is whether DDP averages gradients within replicas, so that its arguments apply.
+    If `with_ddp`, DDP averages gradients within replicas, and its arguments apply.
 
     Raises:
         TypeError: an argument does not exist or does not apply.

@@ -221,7 +221,7 @@ class LocalUpdates(Between, Protocol):
     def finish(self, stop: bool) -> bool:
         """Synchronize fully, so that the local weights of all replicas equal the shared weights.
 
-        Argument and return value are as in `after_step`.
+        The argument and the return value are the same as in `after_step`.
         """
         ...
 

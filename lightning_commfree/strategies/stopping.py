@@ -220,7 +220,7 @@ class Stopping:
         self._defer_stop()  # else Lightning would end the epoch on only this rank
 
     def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
-        """Run Lightning's `on_advance_end` of the epoch loop (`finish`), which ends a batch.
+        """Run `finish`, the epoch loop's own `on_advance_end`, which ends a batch.
 
         It may run validation, which all ranks must reach after the same step.
         """
@@ -423,7 +423,7 @@ class EpochEnds:
         self._watch.wait_for(behind, "end of epoch")
 
     def replaced(self, step: int) -> None:
-        """Wait until all ranks have replaced their optimizers, like this one, after a step.
+        """Wait until all ranks, like this one, have replaced their optimizers after `step`.
 
         Raises:
             AgreedError: a rank has begun the next step with its old optimizers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from tests.strategies.elastic import Fit, Fits, Pace, RendezvousServer, Scripted
 from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks
 
-pytest.importorskip("torchft", reason="needs torchft: `pip install -e '.[elastic]'`")
+# not imported: ranks must not be forked from a process with torchft's threads
+pytestmark = pytest.mark.skipif(
+    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
+)
 
 SETTINGS: dict[str, Any] = {
     "sync_every": 6,

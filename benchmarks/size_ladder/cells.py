@@ -5,10 +5,10 @@ with the square root of the size (in arXiv:2503.09799 it grows too), so that lar
 steps, and with them more cycles of H steps.
 
 Learning rates are rungs of half an octave. At the smallest size the rate is tuned for each model
-and M, with seed 1 and H = 100, like DDP's; the best rung has a worse one on both sides. Muon takes
-AdamW's rates, to whose size its steps are scaled. A larger size takes the rungs of the one before,
-less one for each doubling of the width. The rungs beside those that were not tuned are run as a
-check. H, length, wire and outer step keep the rate of their model, size and M.
+and M, with seed 1 and H = 100, like DDP's; the best rung has a worse one on both sides. A larger
+size takes the rungs of the size before, less one for each doubling of the width. H, length and wire
+keep the rate of their model, size, optimizer and M. So do trials of other outer steps, with the
+rate that is best for the paper's outer step, which they are compared with.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.common.ladder import LossAt, best_rung, rungs_to_run
 from benchmarks.size_ladder.corpus import SEPARATOR, SPLITS
+from lightning_commfree.diloco import default_outer_optimizer
 
 VOCABULARY = 512
 BLOCK = 64  # tokens
@@ -33,15 +34,15 @@ SHORT = 20
 Settings = Mapping[str, Any]  # fields of a cell
 MULOCO: Settings = {"outer_lr": 0.7, "momentum": 0.6}  # arXiv:2505.23725
 SPARSELOCO: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}  # arXiv:2508.15706
-# changes of the outer step, tried at the smallest size; the first two follow the rule of
+# changes of the paper's outer step, tried at the smallest size; the first two follow the rule of
 # arXiv:2503.09799, Figure 7, that the outer learning rate grows with M
 TRIALS: tuple[Settings, ...] = (
     {"outer_lr": 0.6},
     {"outer_lr": 0.8},
     {"outer_lr": 0.8, "momentum": 0.5},
     {"outer_lr": 1.0, "momentum": 0.5, "mix": 0.0},
-    {"restart_every": 4},
-    {"radial": True},
+    {"outer_lr": 0.4, "restart_every": 4},
+    {"outer_lr": 0.4, "radial": True},
 )
 FINALISTS = 2  # trials that are run with all seeds
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
@@ -89,7 +90,7 @@ NAMES = tuple(SIZES)
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. With `replicas` 0 it is DDP, and the settings of DiLoCo have their defaults.
+    """One run. With `replicas` 0 it is DDP. The outer step is by default the paper's.
 
     Attributes:
         model: of `MODELS`.
@@ -131,13 +132,18 @@ class Cell:
 
     @property
     def default(self) -> Cell:
-        """The cell with the outer step that belongs to its optimizer and wire."""
-        outer = dict(zip(OUTER, DEFAULT_OUTER, strict=True))
+        """The cell with the outer step that belongs to its replicas, optimizer and wire."""
+        outer: dict[str, Any] = {"outer_lr": default_outer_optimizer(self.replicas).keywords["lr"]}
         if self.replicas and self.optimizer == "muon":
-            outer |= MULOCO
+            outer = dict(MULOCO)
         if self.wire == "sparseloco":
-            outer |= SPARSELOCO
-        return replace(self, **outer)
+            outer = dict(SPARSELOCO)
+        return replace(self.with_papers_outer_step, **outer)
+
+    @property
+    def with_papers_outer_step(self) -> Cell:
+        """The cell with the outer step of arXiv:2501.18512, up to the momentum."""
+        return replace(self, **dict(zip(OUTER, PAPERS_OUTER, strict=True)))
 
     @property
     def steps(self) -> int:
@@ -195,7 +201,7 @@ class Cell:
 
 
 OUTER = ("outer_lr", "momentum", "mix", "restart_every", "radial")
-DEFAULT_OUTER = Cell("", "", 0, 0).outer
+PAPERS_OUTER = Cell("", "", 0, 0).outer
 Losses = Mapping[Cell, float]
 
 
@@ -226,8 +232,8 @@ def _rung(losses: Losses, cell: Cell) -> int | None:
 
 def _tuned(cell: Cell) -> Cell:
     """Return the cell whose learning rate this one takes."""
-    optimizer = "adamw" if cell.optimizer == "muon" else cell.optimizer
-    return Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=optimizer)
+    tuned = Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=cell.optimizer)
+    return tuned.default if cell == cell.default else tuned
 
 
 def _first_rungs(cell: Cell) -> list[int]:
@@ -255,7 +261,22 @@ def reference(cell: Cell) -> Cell:
 
 def percent_above(losses: Losses, cell: Cell, other: Cell) -> float | None:
     """Return how much higher a cell's loss is than another's; None if one has not been run."""
-    ours, theirs = row(losses, cell), row(losses, other)
+    return _percent(losses, row(losses, cell), row(losses, other))
+
+
+def change_of_trial(losses: Losses, cell: Cell) -> float | None:
+    """Return the percent above the paper's outer step, at the learning rate that is best for it."""
+    papers = row(losses, cell.with_papers_outer_step)
+    ours = None if papers is None else with_outer_step(papers, cell)
+    return _percent(losses, ours, papers)
+
+
+def with_outer_step(cell: Cell, other: Cell) -> Cell:
+    """Return a cell with the outer step of another one."""
+    return replace(cell, **dict(zip(OUTER, other.outer, strict=True)))
+
+
+def _percent(losses: Losses, ours: Cell | None, theirs: Cell | None) -> float | None:
     if ours is None or theirs is None or not {ours, theirs} <= losses.keys():
         return None
     return 100 * (losses[ours] / losses[theirs] - 1)
@@ -264,12 +285,11 @@ def percent_above(losses: Losses, cell: Cell, other: Cell) -> float | None:
 def finalists(losses: Losses) -> list[Settings]:
     """Return the trials that are run with all seeds, the best one first.
 
-    With seed 1 and M = 4 their losses of Llama are the lowest below the default's.
+    With seed 1 and M = 4 their losses of Llama are the lowest below that of the paper's outer step.
     """
     changes = []
     for place, trial in enumerate(TRIALS):
-        cell = Cell("llama", SEARCHED, 1, 0, 4, **trial)
-        change = percent_above(losses, cell, cell.default)
+        change = change_of_trial(losses, Cell("llama", SEARCHED, 1, 0, 4, **trial))
         if change is not None and change < 0:
             changes.append((change, place))
     return [TRIALS[place] for _, place in sorted(changes)[:FINALISTS]]
@@ -289,7 +309,8 @@ def grid(
     ddps = [Cell(model, size, seed, 0, **common) for model in models]
     yield from ddps
     for m in replicas:
-        yield from (replace(ddp, replicas=m, **settings) for ddp in ddps)
+        cells = (replace(ddp, replicas=m).default for ddp in ddps)
+        yield from (replace(cell, **settings) for cell in cells)
 
 
 def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
@@ -302,14 +323,17 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     steady = MODELS[1:]  # the gap of Llama varies less over seeds
     long: dict[str, Any] = {"tokens_per_parameter": LONG}
     sparse: dict[str, Any] = {"sync_every": 30, "wire": "sparseloco", **SPARSELOCO}
+    muon: dict[str, Any] = {"replicas": (4,), "optimizer": "muon"}
     yield from of_seeds(small)
     yield from of_seeds(small, replicas=(2, 4), sync_every=30)
+    yield from of_seeds(small, models=steady, **muon)
+    # a second size, for the trend
+    yield from of_seeds(middle, replicas=(4,), models=steady)
+    yield from of_seeds(middle, replicas=(2, 8, 1), models=steady)
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
     topk: dict[str, Any] = {"replicas": (2, 4), "sync_every": 30, "wire": "topk"}
     yield from grid(small, 1, **topk)
-    muon: dict[str, Any] = {"replicas": (4,), "optimizer": "muon", **MULOCO}
-    yield from of_seeds(small, models=steady, **muon)
     for trial in TRIALS:
         yield from grid(small, 1, replicas=(4,), models=steady, **trial)
     best = finalists(losses)
@@ -327,10 +351,8 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, **topk)
     for trial in best:
         yield from of_seeds(small, replicas=(4, 8), **trial)
-    # a second size, for the trend
-    yield from of_seeds(middle, replicas=(4,), models=steady)
-    yield from of_seeds(middle, replicas=(2, 8, 1), models=steady)
-    yield from _rates_beside(grid(small, 1, **muon))
+    # the paper's outer step at a second size
+    yield from of_seeds(middle, replicas=(4, 8), models=steady, outer_lr=0.4)
     yield from grid(small, 1, replicas=(2, 4), **sparse)
     # do int2 and topk need more exchanges?
     for wire in ("int2", "fp32"):
@@ -359,8 +381,25 @@ def _rates_beside(cells: Iterator[Cell]) -> Iterator[Cell]:
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:
     """Yield the runs in order, as far as the losses determine them."""
     for cell in open_cells(losses, seeds):
-        if cell.size == SEARCHED:
-            yield from search(losses, cell)
-        with_lr = row(losses, cell)
-        if with_lr is not None:
-            yield with_lr
+        yield from _with_search(losses, cell)
+        if _is_trial(cell):
+            papers = cell.with_papers_outer_step
+            yield from _with_search(losses, papers)
+            with_lr = row(losses, papers)
+            if with_lr is not None:
+                yield with_outer_step(with_lr, cell)
+
+
+def _with_search(losses: Losses, cell: Cell) -> Iterator[Cell]:
+    if cell.size == SEARCHED:
+        yield from search(losses, cell)
+    with_lr = row(losses, cell)
+    if with_lr is not None:
+        yield with_lr
+
+
+def _is_trial(cell: Cell) -> bool:
+    """Return whether a cell is compared with the paper's outer step; the default may be, too."""
+    comparable = cell == replace(cell, size=SEARCHED, sync_every=100, wire="fp4", optimizer="adamw")
+    papers = cell.with_papers_outer_step
+    return comparable and cell in [replace(papers, **trial) for trial in TRIALS]

@@ -31,6 +31,7 @@ from benchmarks.size_ladder.cells import (
     VOCABULARY,
     Cell,
     Losses,
+    change_of_trial,
     lr_of,
     percent_above,
     reference,
@@ -95,7 +96,8 @@ HOW_TO_READ = f"""\
 Validation loss in nats per token over the whole validation split, of the weights with which a fit
 ends (the mean of the replicas' weights). The gap is the percent above the DDP run of the same seed,
 which takes the same tokens in the same steps; ± is the standard deviation over seeds. Settings are
-the defaults of `StreamingDiLoCoStrategy`, with the overlap of the bandwidth page ({OVERLAP}); with
+the defaults of `StreamingDiLoCoStrategy`, with the overlap of the bandwidth page ({OVERLAP}). The
+default outer learning rate depends on M; rows with another one are those of arXiv:2501.18512. With
 Muon, the outer step is MuLoCo's (lr 0.7, momentum 0.6, arXiv:2505.23725).
 "Outer step" is the gap if the fit ended with an outer step instead of the mean. Replicas are played
 in one process by the library's own code, bit for bit equal to separate processes
@@ -134,10 +136,11 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "## Other settings of the outer step",
         "",
-        "Percent above the run with the default outer step, of the same seed; below 0, the trial is"
-        " better. The inner learning rate is the one that is best with the default. The library's"
-        " default has not been changed: so far one model decides, at M = 4 only, and the best trial"
-        " changes mix, too.",
+        "Percent above the run with the outer step of arXiv:2501.18512 (lr 0.4, momentum 0.9, mix"
+        " 0.5), of the same seed; below 0, the trial is better. The inner learning rate is the one"
+        " that is best with the paper's outer step. The library's default for M = 4 and 8 is the"
+        " trial with lr 0.8. The one with lr 1.0 is within its uncertainty, and changes the"
+        " momentum and mix, too.",
         "",
         *_outer(losses),
         "",
@@ -157,8 +160,8 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "## Learning rates",
         "",
         f"Validation loss with seed 1, H = 100. At {SEARCHED} the best rate has a worse one on both"
-        " sides and is used by all runs of its model and M, by Muon's too. A larger size takes"
-        " those of the one before, divided by 1.4 for each doubling of the width; rates beside"
+        " sides and is used by all runs of its model, optimizer and M. A larger size takes the"
+        " rates of the size before, divided by 1.4 for each doubling of the width; rates beside"
         " these are shown where they were tried.",
         "",
         *_lr_table(losses),
@@ -190,6 +193,17 @@ def gaps(losses: Losses, cell: Cell) -> list[float]:
     return paired(losses, cell, reference(cell))
 
 
+def changes_of_trial(losses: Losses, cell: Cell) -> dict[str, list[float]]:
+    """Return the percent above the paper's outer step for each model, of all seeds."""
+    seeds = sorted({run.seed for run in losses})
+    found: dict[str, list[float]] = {}
+    for model in MODELS:
+        runs = (replace(cell, model=model, seed=seed) for seed in seeds)
+        changes = (change_of_trial(losses, run) for run in runs)
+        found[model] = [change for change in changes if change is not None]
+    return found
+
+
 def by_model(
     losses: Losses, cell: Cell, other: Callable[[Cell], Cell] = reference
 ) -> dict[str, list[float]]:
@@ -199,8 +213,13 @@ def by_model(
 
 
 def with_wire(wire: str) -> Callable[[Cell], Cell]:
-    """Return a function that gives a cell another wire, with the outer step that belongs to it."""
-    return lambda cell: replace(cell, wire=wire).default
+    """Return a function that gives a cell another wire; SparseLoCo has an outer step of its own."""
+
+    def other(cell: Cell) -> Cell:
+        rewired = replace(cell, wire=wire)
+        return rewired.default if cell.wire == "sparseloco" else rewired
+
+    return other
 
 
 def decided(found: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -390,14 +409,14 @@ def _outer_findings(losses: Losses) -> list[str]:
     texts = []
     for trial, m in product(TRIALS, (4, 8)):
         cell = replace(default_cell("", SEARCHED, m), **trial)
-        found = by_model(losses, cell, lambda cell: cell.default)
+        found = changes_of_trial(losses, cell)
         if decided(found):
             settings = ", ".join(f"{name} {value}" for name, value in trial.items())
             told = judged(found, 0.0, ("wins", "loses"))
             texts.append(f"{settings}, M = {m}: {told}")
     if not texts:
         return ["- Other outer steps: too few runs."]
-    return [f"- **Found, outer step against the default:** {'; '.join(texts)}."]
+    return [f"- **Found, outer step against the paper's:** {'; '.join(texts)}."]
 
 
 def _corpus() -> list[str]:
@@ -434,9 +453,10 @@ def _sizes() -> list[str]:
 
 
 def _cells(losses: Losses) -> list[Cell]:
-    """Return the measured DiLoCo cells with default outer step, seed 1 and open learning rate."""
+    """Return the measured DiLoCo cells, but no trials, with seed 1 and open learning rate."""
     found = {replace(cell, seed=1, rung=0) for cell in losses if cell.replicas}
-    defaults = [cell for cell in found if cell == cell.default]
+    outer = {cell: (cell.default, cell.with_papers_outer_step) for cell in found}
+    defaults = [cell for cell in found if cell in outer[cell]]
     # the searches have other rates than the table
     shown = [cell for cell in defaults if gaps(losses, cell)]
     return sorted(shown, key=_order)
@@ -449,9 +469,9 @@ def _order(cell: Cell) -> tuple[int | str | float, ...]:
 
 def _table(records: Records, cells: Sequence[Cell]) -> list[str]:
     lines = [
-        "| size | tokens per parameter | H | M | model | optimizer | seeds | DDP | DiLoCo | gap |"
-        " outer step |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| size | tokens per parameter | H | M | outer lr | model | optimizer | seeds | DDP |"
+        " DiLoCo | gap | outer step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     return lines + [_row(records, cell) for cell in cells]
 
@@ -466,7 +486,7 @@ def _row(records: Records, cell: Cell) -> str:
     outer = [100 * (records.outer_step[run] / losses[ddp] - 1) for run, ddp in pairs]
     return (
         f"| {cell.size} | {cell.tokens_per_parameter} | {cell.sync_every} | {cell.replicas}"
-        f" | {cell.model} | {cell.optimizer} | {len(found)}"
+        f" | {cell.outer_lr} | {cell.model} | {cell.optimizer} | {len(found)}"
         f" | {mean_text([losses[run] for run in theirs], '.4f')}"
         f" | {mean_text([losses[run] for run in ours], '.4f')}"
         f" | {mean_text(found, '+.2f', ' %')} | {mean_text(outer, '+.2f', ' %')} |"
@@ -475,9 +495,9 @@ def _row(records: Records, cell: Cell) -> str:
 
 def _wires(losses: Losses) -> list[str]:
     lines = [
-        f"| wire | against | size | tokens per parameter | H | M | {' | '.join(MODELS)} | both |"
-        " target |",
-        "|" + "---|" * (8 + len(MODELS)),
+        "| wire | against | size | tokens per parameter | H | M | outer lr |"
+        f" {' | '.join(MODELS)} | both | target |",
+        "|" + "---|" * (9 + len(MODELS)),
     ]
     for wire, other, limit in WIRE_TARGETS:
         cells = {replace(cell, model="") for cell in _cells(losses) if cell.wire == wire}
@@ -486,7 +506,8 @@ def _wires(losses: Losses) -> list[str]:
             if flat(found):
                 lines.append(
                     f"| {wire} | {other} | {cell.size} | {cell.tokens_per_parameter}"
-                    f" | {cell.sync_every} | {cell.replicas} | {_by_model_text(found)}"
+                    f" | {cell.sync_every} | {cell.replicas} | {cell.outer_lr}"
+                    f" | {_by_model_text(found)}"
                     f" | {judged(found, limit)} | +{limit} % |"
                 )
     return lines
@@ -498,13 +519,20 @@ def _outer(losses: Losses) -> list[str]:
         "|" + "---|" * (len(OUTER) + 3 + len(MODELS)),
     ]
     runs = {replace(cell, model="", seed=1, rung=0) for cell in losses}
-    for cell in sorted((cell for cell in runs if cell != cell.default), key=_order):
-        found = by_model(losses, cell, lambda cell: cell.default)
+    for cell in sorted(filter(_is_trial, runs), key=_order):
+        found = changes_of_trial(losses, cell)
+        if not flat(found):
+            continue
         lines.append(
             f"| {' | '.join(map(str, cell.outer))} | {cell.tokens_per_parameter} | {cell.replicas}"
             f" | {_by_model_text(found)} | {judged(found, 0.0, ('wins', 'loses'))} |"
         )
     return lines
+
+
+def _is_trial(cell: Cell) -> bool:
+    plain = cell.wire == "fp4" and cell.optimizer == "adamw" and cell.size == SEARCHED
+    return plain and cell.replicas > 0 and cell != cell.with_papers_outer_step
 
 
 def _lion(losses: Losses) -> list[str]:

@@ -63,7 +63,7 @@ from lightning_commfree.diloco.nonfinite import (
 )
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
-from lightning_commfree.diloco.settings import DiLoCoSettings
+from lightning_commfree.diloco.settings import DiLoCoSettings, default_outer_optimizer
 from lightning_commfree.model.weight_swap import WeightSwap
 
 EVALUATION_TAG = "evaluation"
@@ -438,8 +438,10 @@ class StreamingDiLoCo:
         )
 
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
-        settings, feedback = self.settings, self.codec.error_feedback > 0
-        factory, device = settings.outer_optimizer, settings.outer_device
+        factory = self.settings.outer_optimizer
+        if factory is None:
+            factory = default_outer_optimizer(self._membership.view().size)
+        device, feedback = self.settings.outer_device, self.codec.error_feedback > 0
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 
     def _check_late(self) -> None:

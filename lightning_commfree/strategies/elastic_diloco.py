@@ -41,7 +41,7 @@ from lightning_commfree.comm.replica_ranks import ReplicaRanks
 from lightning_commfree.comm.settings import check_choice, check_count
 from lightning_commfree.comm.sockets import own_address
 from lightning_commfree.comm.state_server import StateServer
-from lightning_commfree.diloco import split_into_fragments
+from lightning_commfree.diloco import default_outer_optimizer, split_into_fragments
 from lightning_commfree.diloco.elastic import ElasticDiLoCo
 from lightning_commfree.host import TrainerFn, pl
 from lightning_commfree.lightning_internals import (
@@ -144,7 +144,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             faster ones wait. "time": only the fastest one does. The others contribute to its
             exchanges after their current step, with the steps they have taken, and skip the rest.
         **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
-            ranks of this Trainer, and `evaluate` must be "outer".
+            ranks of this Trainer, and `evaluate` must be "outer". The default outer learning rate
+            is 0.4, whatever the number of replicas.
 
     Attributes:
         slot: this replica's slot, once a fit has begun.
@@ -170,6 +171,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         sync: str = "steps",
         **kwargs: Any,
     ) -> None:
+        # The number of replicas changes, but the outer optimizer must be the same on all of them.
+        kwargs["outer_optimizer"] = kwargs.get("outer_optimizer") or default_outer_optimizer(1)
         super().__init__(**kwargs)
         self.rendezvous = _checked_url(rendezvous or os.environ.get(RENDEZVOUS))
         check_count("max_replicas", max_replicas, 1)

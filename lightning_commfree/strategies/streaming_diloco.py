@@ -16,7 +16,6 @@ from lightning_commfree.diloco import (
     DiLoCoSettings,
     OuterOptimizerFactory,
     StreamingDiLoCo,
-    default_outer_optimizer,
     split_into_fragments,
 )
 from lightning_commfree.domino import DominoSettings
@@ -62,7 +61,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             "fp4"; with error feedback, which uses 4 bytes of memory per parameter, "int2" or
             "topk"; or your own codec; see `lightning_commfree.diloco.codec`.
         outer_optimizer: a factory that takes a list of fp32 parameters and returns a
-            `torch.optim.Optimizer`; None for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may
+            `torch.optim.Optimizer`. If None, SGD with Nesterov momentum 0.9 and a learning rate of
+            0.4 for up to three replicas, 0.8 for more; see
+            `lightning_commfree.diloco.default_outer_optimizer` for the sources. The factory may
             also return a tuple of an optimizer and a learning-rate scheduler, which is stepped
             whenever the fragment lands. With `start_method="spawn"`, it must be picklable: use
             `functools.partial`, not a lambda.
@@ -132,7 +133,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             overlap_steps,
             mix,
             wire_dtype,
-            default_outer_optimizer if outer_optimizer is None else outer_optimizer,
+            outer_optimizer,
             replica_size,
             layout_name(inside),
             nonfinite,

@@ -17,7 +17,7 @@ LEGAL: dict[str, Any] = {
     "overlap_steps": 1,
     "mix": 0.5,
     "wire_dtype": "fp4",
-    "outer_optimizer": default_outer_optimizer,
+    "outer_optimizer": None,
     "replica_size": 1,
     "inside": "ddp",
     "nonfinite": "raise",
@@ -70,7 +70,7 @@ def test_values_out_of_range_are_refused(changes: dict[str, Any], text: str) -> 
 
 @pytest.mark.parametrize(
     ("outer_optimizer", "came"),
-    [("sgd", "str"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "SGD"), (None, "NoneType")],
+    [("sgd", "str"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "SGD")],
 )
 def test_an_outer_optimizer_that_is_no_factory_is_refused(outer_optimizer: Any, came: str) -> None:
     text = (
@@ -118,11 +118,14 @@ def test_facts_hold_every_setting_that_two_ranks_can_compare() -> None:
         assert {key for key in fingerprint if fingerprint[key] != other[key]} == {name}
 
 
-def test_the_default_outer_optimizer_is_the_papers() -> None:
+@pytest.mark.parametrize(("replicas", "lr"), [(1, 0.4), (2, 0.4), (3, 0.4), (4, 0.8), (8, 0.8)])
+def test_the_default_outer_optimizer_depends_on_the_number_of_replicas(
+    replicas: int, lr: float
+) -> None:
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-    optimizer = default_outer_optimizer(parameters)
+    optimizer = default_outer_optimizer(replicas)(parameters)
     assert isinstance(optimizer, torch.optim.SGD)
     (group,) = optimizer.param_groups
     assert group["params"] == parameters
-    chosen = {"lr": 0.4, "momentum": 0.9, "nesterov": True, "dampening": 0, "weight_decay": 0}
+    chosen = {"lr": lr, "momentum": 0.9, "nesterov": True, "dampening": 0, "weight_decay": 0}
     assert {name: group[name] for name in chosen} == chosen

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.bandwidth.figures import LABELS
-from benchmarks.bandwidth.measure import HEAP, Results, measure
+from benchmarks.bandwidth.job import WORKLOADS
+from benchmarks.bandwidth.measure import HEAP, TORCHFT_ROWS, Results, measure
 from benchmarks.bandwidth.page import TITLE, draw, opening, page_lines
 from benchmarks.bandwidth.window import LEG_STEPS
 from benchmarks.common.page import provenance, result_page, write_page
@@ -30,6 +31,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit", "1gbit"])
     parser.add_argument("--rows", nargs="+", default=list(LABELS), choices=list(LABELS))
+    parser.add_argument("--size", default="5.8M", choices=list(WORKLOADS), help="of the model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=1, help="of DiLoCo in a window")
     parser.add_argument("--sync-every", type=int, default=100)
@@ -39,6 +41,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
+    if options.size != "5.8M" and (torchft := set(options.rows) & set(TORCHFT_ROWS)):
+        parser.error(f"--size {options.size} has no rows of torchft: leave out {sorted(torchft)}")
     for name in ("rounds", "cycles", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be 1 or more, not {getattr(options, name)}")
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the page."""
     options = parse(arguments)
     exit_on_signals()
-    settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}
+    settings = {name: getattr(options, name) for name in ("size", "sync_every", "cycles", "steps")}
     settings |= {"leg_steps": LEG_STEPS, "heap": HEAP}
     block = provenance("bandwidth", arguments, options.page)
     try:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,29 @@ from lightning_commfree import DistributedLion, DistributedLionStrategy, Streami
 BATCH, TOKENS, VOCABULARY = 4, 128, 4096
 
 
+class Workload(NamedTuple):
+    """A random GPT-2, and the batch of a rank: `batch` sequences of `tokens` tokens."""
+
+    batch: int
+    tokens: int
+    vocabulary: int
+    layers: int
+    width: int
+
+    def model(self) -> GPT2LMHeadModel:
+        """Return the model."""
+        return gpt2(self.vocabulary, self.tokens, layers=self.layers, width=self.width)
+
+
+WORKLOADS = {
+    "5.8M": Workload(BATCH, TOKENS, VOCABULARY, 6, 256),
+    "0.19M": Workload(16, 64, 512, 3, 64),  # the size ladder's 0.2M, with two replicas
+}
+
+
 def tiny_gpt2() -> GPT2LMHeadModel:
-    """Return the model of all rows: a random GPT-2 with 6 blocks and 5.8 million parameters."""
-    return gpt2(VOCABULARY, TOKENS, layers=6, width=256)
+    """Return the model of most rows: a random GPT-2 with 6 blocks and 5.8 million parameters."""
+    return WORKLOADS["5.8M"].model()
 
 
 class HookedDDP(DDPStrategy):
@@ -91,7 +111,9 @@ def lion_strategies() -> dict[str, Callable[[], Strategy]]:
     }
 
 
-def measure(row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) -> Window:
+def measure(
+    row: str, steps: int, sync_every: int, workload: Workload, pass_on: Callable[[], None]
+) -> Window:
     """Run one fit. An error of torch or Lightning before its first step becomes a failed window.
 
     Before the first step all nodes raise the same error. A later error ends the job, because the
@@ -100,12 +122,13 @@ def measure(row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) 
     stopwatch = Stopwatch(row, steps, sync_every, pass_on)
     strategy = (strategies(sync_every) | lion_strategies())[row]()
     optimizer = DistributedLion if row in lion_strategies() else torch.optim.AdamW
-    module = Module(tiny_gpt2(), optimizer, zeros=row == "lion_zeros")
+    module = Module(workload.model(), optimizer, zeros=row == "lion_zeros")
     dist.barrier()
     try:
         nodes = 1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size()
         trainer = quiet_trainer(strategy, nodes, WARM_UP + steps + 1, [stopwatch])
-        trainer.fit(module, loader(Tokens(VOCABULARY, TOKENS), BATCH))
+        tokens = Tokens(workload.vocabulary, workload.tokens)
+        trainer.fit(module, loader(tokens, workload.batch))
     except (RuntimeError, TypeError) as error:  # torch rejects a hook
         if stopwatch.began:
             raise
@@ -114,8 +137,8 @@ def measure(row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) 
     return stopwatch.window
 
 
-def _run(row: str, steps: int, sync_every: int) -> Run[Window]:
-    return lambda pass_on: measure(row, steps, sync_every, pass_on)
+def _run(row: str, steps: int, sync_every: int, workload: Workload) -> Run[Window]:
+    return lambda pass_on: measure(row, steps, sync_every, workload, pass_on)
 
 
 def main() -> None:
@@ -123,7 +146,8 @@ def main() -> None:
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    relay = Relay({row: _run(row, steps, plan["sync_every"]) for row, steps in plan["rows"]})
+    settings = plan["sync_every"], WORKLOADS[plan["size"]]
+    relay = Relay({row: _run(row, steps, *settings) for row, steps in plan["rows"]})
     with path.open("a") as file:
         for _, window in relay.results():
             file.write(json.dumps(asdict(window)) + "\n")

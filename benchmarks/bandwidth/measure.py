@@ -138,7 +138,7 @@ def run_job(
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
-    plan = json.dumps({"rows": rows, "sync_every": options.sync_every})
+    plan = json.dumps({"rows": rows, "sync_every": options.sync_every, "size": options.size})
     commands = [[sys.executable, "-m", module, plan, str(file)] for file in files]
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **HEAP}
     results = lab.run(commands, timeout_s=options.timeout * len(rows), env=env)

@@ -18,11 +18,13 @@ from benchmarks.bandwidth.figures import (
     figures_by_row,
     noise_lines,
 )
+from benchmarks.bandwidth.job import WORKLOADS
 from benchmarks.common.page import draw_bars
 from benchmarks.lab import BURST_KIB
 
 TITLE = "How long does a step take over slow links, and how much does it send?"
 HEADLINE_RATE = "100mbit"
+HEADLINE_RATES = {"5.8M": HEADLINE_RATE, "0.19M": "20mbit"}  # by size of the model
 DRAWN = {
     "none": "no communication",
     "ddp": "DDP",
@@ -36,27 +38,28 @@ DRAWN = {
 def opening(raw: Mapping[str, Any], picture: str) -> list[str]:
     """Return the question and the finding, for the top of the page."""
     lines = [
-        "Two machines, connected by a slow link, train a GPT-2 with 5.8 million parameters. Data"
-        " parallelism sends all gradients at every step; Streaming DiLoCo occasionally sends a few"
-        " bytes while it computes.",
+        f"Two machines, connected by a slow link, train a GPT-2 with {raw['settings']['size']}"
+        " parameters. Data parallelism sends all gradients at every step; Streaming DiLoCo"
+        " occasionally sends a few bytes while it computes.",
         "",
     ]
     loss = (
         "The loss at the same settings (two replicas, H = 100, overlap 5, fp4) is on the page of"
         " [the size ladder](../size_ladder/result.md)."
     )
-    found = figures_by_row(raw["records"], HEADLINE_RATE)
+    rate = HEADLINE_RATES[raw["settings"]["size"]]
+    found = figures_by_row(raw["records"], rate)
     none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))
     if isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures):
         (slower, _), (faster, _) = compare(ours, none), compare(ddp, ours)
         fewer = ddp.wire_bytes / ours.wire_bytes
         lines += [
-            f"**Found, at {HEADLINE_RATE}:** a step of Streaming DiLoCo with overlap and fp4 takes"
+            f"**Found, at {rate}:** a step of Streaming DiLoCo with overlap and fp4 takes"
             f" {slower:.2f} times as long as without any communication. A step of DDP takes"
             f" {faster:.1f} times as long as that, and sends {fewer:,.0f} times the bytes.",
         ]
     else:
-        lines += [f"**Found:** nothing yet; a row of the headline at {HEADLINE_RATE} is missing."]
+        lines += [f"**Found:** nothing yet; a row of the headline at {rate} is missing."]
     return [*lines, "", loss, "", f"![milliseconds per step, by link and method]({picture})"]
 
 
@@ -135,7 +138,7 @@ def headline(found: dict[str, Figures | str]) -> list[str]:
     """Return the targets for Streaming DiLoCo with fp4, with the measured figures."""
     none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))
     if not (isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures)):
-        return [f"Not measured: `none`, `ddp` or `overlap_fp4` at {HEADLINE_RATE} is missing."]
+        return ["Not measured: `none`, `ddp` or `overlap_fp4` is missing."]
     lines = ["| target | figure | |", "|---|---|---|"]
     (slower, _), (faster, _) = compare(ours, none), compare(ddp, ours)
     lines.append(target("step time / no communication, at most 1.03", slower, slower <= 1.03))
@@ -174,8 +177,9 @@ def target(text: str, figure: float, met: bool) -> str:
 
 def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
     """Return the page below the provenance: verdicts and tables, then the method."""
-    lines = [f"## Targets at {HEADLINE_RATE}", ""]
-    found = figures_by_row(raw["records"], HEADLINE_RATE)
+    headline_rate = HEADLINE_RATES[raw["settings"]["size"]]
+    lines = [f"## Targets at {headline_rate}", ""]
+    found = figures_by_row(raw["records"], headline_rate)
     lines += [*headline(found), *heartbeat_lines(found)]
     for rate in rates:
         found = figures_by_row(raw["records"], rate)
@@ -203,11 +207,12 @@ def _windows(records: Sequence[dict[str, Any]], rate: str) -> list[str]:
 def how_it_was_measured(settings: Mapping[str, Any]) -> str:
     """Return the description of the method."""
     heap = " ".join(f"{name}={value}" for name, value in settings["heap"].items())
+    workload = WORKLOADS[settings["size"]]
     return f"""\
 Two nodes of the network laboratory (`benchmarks/lab/netlab.py`). Every link is shaped to the rate;
-the delay is not shaped, and after a pause {BURST_KIB} KiB pass unshaped. GPT-2 with 5.8 million
-parameters, random tokens, batch 4 x 128 per rank, one thread per rank, AdamW,
-H={settings["sync_every"]}.
+the delay is not shaped, and after a pause {BURST_KIB} KiB pass unshaped. GPT-2 with
+{settings["size"]} parameters, random tokens, batch {workload.batch} x {workload.tokens} per rank,
+one thread per rank, AdamW, H={settings["sync_every"]}.
 
 In a round every row runs once, all in the same pair of processes: one `Trainer.fit` per row, taking
 turns. After {settings["leg_steps"]} steps of one row, and more while it has a fragment in flight,

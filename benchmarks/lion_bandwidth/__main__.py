@@ -55,7 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--raw", type=Path, default=Path("outputs/bench/lion_bandwidth.json"))
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
-    parser.set_defaults(sync_every=100)  # read by the shared job for DiLoCo, which no row uses
+    parser.set_defaults(sync_every=100, size="5.8M")  # read by the shared job
     options = parser.parse_args(arguments)
     for name, least in (("rounds", 1), ("steps", 1)):
         if getattr(options, name) < least:

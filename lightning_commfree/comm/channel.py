@@ -140,7 +140,7 @@ class Channel:
                 occupy the device first.
         """
         mine = None
-        options = _urgent_options(timeout) if urgent and backend == "nccl" else None
+        options = _high_priority_options(timeout) if urgent and backend == "nccl" else None
         sockets = CloseOnFork()
         with sockets.opening():
             for ranks in groups:
@@ -168,7 +168,7 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Sum `tensor` over the ranks, in place; its shape must be the same on all ranks."""
-        if self._is_alone():
+        if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
         with self.peers.launching(tag):
@@ -177,7 +177,7 @@ class Channel:
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Gather every rank's `tensor` (shape S, the same on all ranks) into shape (size, *S)."""
-        if self._is_alone():
+        if self._is_single_rank():
             return Pending(lambda: tensor.unsqueeze(0))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
         if self.device.type == "cuda":
@@ -200,14 +200,14 @@ class Channel:
         assert tensor.shape[0] == self.size, (
             f"all_to_all needs {self.size} rows, got {tuple(tensor.shape)}"
         )
-        if self._is_alone():
+        if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, all_to_all_bytes(tensor.nbytes, self.size))
         return self._exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
         """Overwrite `tensor` with the values on the rank at position `source` in this channel."""
-        if self._is_alone():
+        if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
         with self.peers.launching(tag):
@@ -237,7 +237,7 @@ class Channel:
         # exist there.
         self.group = self._downward = None
 
-    def _is_alone(self) -> bool:
+    def _is_single_rank(self) -> bool:
         if self.group is None and self.size > 1:
             raise RuntimeError(
                 "This channel is closed because the fit that opened it has ended. Open a new one."
@@ -249,7 +249,7 @@ class Channel:
 
         Return None for a single rank, or if any rank has `liveness` off or no store to write to.
         """
-        if self._is_alone():
+        if self._is_single_rank():
             return None
         store = job_store() if liveness else None
         monitor = None if store is None else PeerMonitor(store, self.ranks[self.rank])
@@ -334,7 +334,7 @@ def _all_to_all(
     )
 
 
-def _urgent_options(timeout: timedelta | None) -> Any:
+def _high_priority_options(timeout: timedelta | None) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
         options._timeout = timeout  # otherwise, `new_group` warns that it overrides the default

@@ -110,7 +110,7 @@ class Ledger:
     def count_sent(self, tag: str, num_bytes: int) -> None:
         """Record a collective under `tag`, in which this rank sends `num_bytes`."""
         self.bytes_by_tag[tag] += num_bytes
-        self.bytes_by_phase[self._phase_here()][tag] += num_bytes
+        self.bytes_by_phase[self._current_phase()][tag] += num_bytes
         self.collectives_by_tag[tag] += 1
 
     @contextmanager
@@ -174,12 +174,12 @@ class Ledger:
         self.seconds_by_phase[phase] += seconds
 
     def _training_phase(self) -> str:
-        # not `_phase_here`: only the training thread's waits are counted
+        # not `_current_phase`: only the training thread's waits are counted
         return self.phase if self.follows is None else self.follows.phase
 
-    def _phase_here(self) -> str:
+    def _current_phase(self) -> str:
         if self.follows is not None:
-            return self.follows._phase_here()
+            return self.follows._current_phase()
         return self._phase_by_thread.get(threading.get_ident(), self.phase)
 
 

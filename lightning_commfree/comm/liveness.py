@@ -181,31 +181,31 @@ class PeerMonitor:
             self._contact_s = now  # this process itself may have been stopped: restart the count
         self._read_all_s = now
 
-    def silent(self, seconds: float, spare_machines: bool) -> dict[int, str]:
+    def silent(self, seconds: float, ignore_silent_machines: bool) -> dict[int, str]:
         """Return the ranks that have sent no heartbeat for `seconds`, each with an error text.
 
-        With `spare_machines`, omit ranks if all ranks on their machine are silent, because its
-        network link may be down.
+        With `ignore_silent_machines`, omit ranks if all ranks on their machine are silent, because
+        its network link may be down.
         """
         if self._store_left():
             return {}  # the store may exit at any moment, so this rank has stopped reading
         statuses = self.statuses
         # up to the last read, not up to now: this process itself may have been stopped
-        quiet_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
+        silent_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
         # the store hangs, so nothing is known about the ranks other than its host
         if time.monotonic() - self._contact_s > seconds:
             host = statuses.get(_STORE_RANK)
-            if spare_machines and (host is None or host.host != self._host):
+            if ignore_silent_machines and (host is None or host.host != self._host):
                 return {}
             return {
                 _STORE_RANK: f"is gone (the job's key-value store at {self._address()} does not"
                 " answer: the process was killed or is hung)"
             }
-        awake = {statuses[r].host for r, s in quiet_s.items() if s < _READ_ALL_S} | {self._host}
+        awake = {statuses[r].host for r, s in silent_s.items() if s < _READ_ALL_S} | {self._host}
         return {
             r: _no_heartbeat(s)
-            for r, s in quiet_s.items()
-            if s > seconds and not (spare_machines and statuses[r].host not in awake)
+            for r, s in silent_s.items()
+            if s > seconds and not (ignore_silent_machines and statuses[r].host not in awake)
         }
 
     def without_store(self) -> dict[int, str]:
@@ -348,7 +348,7 @@ class PeerWatch:
             AgreedError: another rank announced an error that all ranks must raise (`agreed`).
         """
         self.check(tag)
-        with self._explaining(tag, computing):
+        with self._explain_errors(tag, computing):
             yield
 
     def wait(self, works: Sequence[dist.Work], tag: str) -> None:
@@ -363,7 +363,7 @@ class PeerWatch:
                 work.wait()
             return
         start = time.monotonic()
-        with self._explaining(tag):
+        with self._explain_errors(tag):
             while not all(map(has_ended, works)):
                 self._check_wait(time.monotonic() - start)
 
@@ -401,7 +401,7 @@ class PeerWatch:
         monitor, start = self.monitor, time.monotonic()
         if monitor is None:
             return
-        with self._explaining(tag):
+        with self._explain_errors(tag):
             while True:
                 if monitor.runs:
                     monitor.refresh()
@@ -431,7 +431,7 @@ class PeerWatch:
     # -- the verdict
 
     @contextmanager
-    def _explaining(self, tag: str, computing: bool = False) -> Iterator[None]:
+    def _explain_errors(self, tag: str, computing: bool = False) -> Iterator[None]:
         """Context manager that replaces a `RuntimeError` with one that names the lost ranks."""
         start, monitor = time.monotonic(), self.monitor
         try:
@@ -466,7 +466,7 @@ class PeerWatch:
             raise _StopWaitingError("timed out", monitor.silent(self._gone_s, False) or behind)
         if waited_s >= min(SUSPECT_SECONDS, self.seconds / 4):
             monitor.read_all()
-            left = self._left(self._behind() if behind is None else behind)
+            left = self._departed_ranks(self._behind() if behind is None else behind)
             if found := left or monitor.without_store():
                 raise _StopWaitingError("a rank has left", found)
             if found := monitor.silent(HUNG_SECONDS, True):
@@ -483,7 +483,7 @@ class PeerWatch:
         while not monitor.verdict and monitor.runs:
             if monitor.refresh():
                 statuses = {r: s for r, s in monitor.statuses.items() if not s.left}
-                if found := self._left(self._behind()):
+                if found := self._departed_ranks(self._behind()):
                     return found
                 baseline = baseline or {rank: status.beat for rank, status in statuses.items()}
                 quiet = [r for r, status in statuses.items() if status.beat == baseline.get(r)]
@@ -496,22 +496,26 @@ class PeerWatch:
             time.sleep(0.1)
         # All ranks are alive or have left. Include ranks that launched this exchange: one of them
         # may have left before all of its bytes were sent.
-        return monitor.verdict or monitor.without_store() or self._left(self._behind(even=True))
+        return (
+            monitor.verdict
+            or monitor.without_store()
+            or self._departed_ranks(self._behind(include_equal=True))
+        )
 
-    def _behind(self, even: bool = False) -> dict[int, int]:
+    def _behind(self, include_equal: bool = False) -> dict[int, int]:
         """Return the ranks that have launched fewer exchanges on this channel than this rank.
 
-        The result maps each of them to its number of exchanges. With `even`, include ranks that
-        have launched as many as this rank.
+        The result maps each of them to its number of exchanges. With `include_equal`, include ranks
+        that have launched as many as this rank.
         """
         assert self.monitor is not None
-        mine, index = self.monitor.launched[self._index] + even, self._index
+        mine, index = self.monitor.launched[self._index] + include_equal, self._index
         found = {r: s.launched for r, s in self.monitor.statuses.items() if r in self._peers}
         # a rank that is still opening this channel does not list it yet
         launched = {r: n[index] if index < len(n) else 0 for r, n in found.items()}
         return {r: n for r, n in launched.items() if n < mine}
 
-    def _left(self, ranks: Iterable[int]) -> dict[int, str]:
+    def _departed_ranks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return those of `ranks` that have closed their channels, each with an error text."""
         assert self.monitor is not None
         reason = "is gone (it ended its fit earlier; its log says why)"

@@ -68,7 +68,7 @@ def choose_interface(main_address: str) -> str | None:
         ValueError: several interfaces are possible, or none.
     """
     addresses = {name: interface_address(name) for _, name in socket.if_nameindex()}
-    mine = _address_towards(main_address)
+    mine = _local_address_for(main_address)
     for name, address in addresses.items():
         if address is not None and address == mine and not ip_address(address).is_loopback:
             return name
@@ -95,7 +95,7 @@ def own_address(towards: str) -> str:
         ValueError: the interface has no address, or there is no route to the host.
     """
     name = os.environ.get(VARIABLE)
-    address = interface_address(name) if name else _address_towards(towards)
+    address = interface_address(name) if name else _local_address_for(towards)
     if address is None:
         raise ValueError(
             f"The interface {name!r} (`{VARIABLE}`) has no IPv4 address; `ip address` lists those"
@@ -133,7 +133,7 @@ def host_addresses() -> list[str]:
     return []
 
 
-def _address_towards(host: str) -> str | None:
+def _local_address_for(host: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # looks up a route; connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])

@@ -122,8 +122,8 @@ def apply_fsdp(
             FSDP2 cannot train.
     """
     names = outermost(module, units) if units else list(block_names(module))
-    _refuse_parameters(module, names)
-    ties = _ties(module)
+    _check_parameters(module, names)
+    ties = _tied_parameters(module)
     # By default, the outermost unit stays gathered after a forward pass without backward, so the
     # training step after a validation would use the validation's weights.
     how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, device.type)}
@@ -145,13 +145,13 @@ def apply_fsdp(
     for step in _STEPS:  # FSDP2 would gather the root's parameters only for `forward`
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
-    _refuse_save_pretrained(module)
+    _disable_save_pretrained(module)
 
 
 _CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
 
 
-def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
+def _check_parameters(module: nn.Module, units: Sequence[str]) -> None:
     """Check that FSDP2 can train all parameters.
 
     FSDP2 itself raises errors only later, without the parameter's name. `units` contains the names
@@ -184,7 +184,7 @@ def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
             )
 
 
-def _refuse_save_pretrained(module: nn.Module) -> None:
+def _disable_save_pretrained(module: nn.Module) -> None:
     for model in module.modules():  # transformers and peft models may be submodules
         if isinstance(getattr(model, "save_pretrained", None), MethodType):
             vars(model)["save_pretrained"] = _refuse_to_save
@@ -198,7 +198,7 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def _tied_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return the (module, attribute name) pairs of each tied parameter, one list per parameter."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():

@@ -77,7 +77,7 @@ class SavedWeights:
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif single.is_file():
-            with _opened(single) as file:
+            with _open_safetensors(single) as file:
                 files = dict.fromkeys(file.keys(), _SINGLE_FILE)
         else:
             raise ValueError(
@@ -115,7 +115,7 @@ class SavedWeights:
 
     def read(self, name: str) -> Tensor:
         """Load the tensor that the folder stores under `name` into host memory."""
-        with _opened(self._folder / self._files[name]) as file:
+        with _open_safetensors(self._folder / self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
@@ -138,7 +138,7 @@ def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
     return found
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     from safetensors import safe_open  # a dependency of transformers
 
     return safe_open(path, framework="pt")

@@ -124,7 +124,7 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
         f"Rank {source} is sending {name!r} ({size_mb:,.2f} MB) to ranks that do not have it."
     )
     with on_disk():
-        writes = target is not None and _make(partial)
+        writes = target is not None and _create_folder(partial)
 
     for file, start, size in pieces:
         piece = bytearray(size)
@@ -172,7 +172,7 @@ def _pieces(path: Path) -> list[tuple[str, int, int]]:
     ]
 
 
-def _make(folder: Path) -> bool:
+def _create_folder(folder: Path) -> bool:
     """Create a folder; return False if another rank on the same disk has already created it."""
     try:
         folder.mkdir()

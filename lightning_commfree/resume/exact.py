@@ -537,10 +537,10 @@ class OwnTensors:
                 others[name] = buffer
             elif not buffer.is_floating_point():
                 persistent[name] = buffer
-        return _with_values(persistent), _with_values(others)
+        return _dense_and_materialized(persistent), _dense_and_materialized(others)
 
 
-def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _dense_and_materialized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in tensors.items()

@@ -57,7 +57,7 @@ class RankFiles:
         self._path = str(checkpoint_path)
         self._fs, _ = url_to_fs(self._path)
         self._name = f"{FOLDER}/{os.path.basename(self._path)}"
-        self._root = _beside(self._path, self._name)
+        self._root = _sibling_path(self._path, self._name)
 
     def folder(self, token: str) -> str:
         """Return the folder for a save's rank files, relative to the checkpoint's folder."""
@@ -93,10 +93,10 @@ class RankFiles:
             return None
         saved = read_verified(file, weights_only)
         if not isinstance(saved, dict) or not {*Owner._fields, "state"} <= saved.keys():
-            raise _refused(file, "it is not a rank file")
+            raise _rejected(file, "it is not a rank file")
         found = Owner(*(saved[field] for field in Owner._fields))
         if found != owner:
-            raise _refused(file, f"it contains {found}, but {owner} is needed")
+            raise _rejected(file, f"it contains {found}, but {owner} is needed")
         return saved["state"]
 
     def find(self, folder: str, rank: int) -> str | None:
@@ -148,14 +148,14 @@ class RankFiles:
 
 def file_of_rank(path: FilePath, folder: str, rank: int) -> str:
     """Return the path of a rank's file, given a checkpoint's path and the folder recorded in it."""
-    return f"{_beside(str(path), folder)}/rank_{rank}.pt"
+    return f"{_sibling_path(str(path), folder)}/rank_{rank}.pt"
 
 
-def _beside(path: str, name: str) -> str:
+def _sibling_path(path: str, name: str) -> str:
     return f"{os.path.dirname(path) or '.'}/{name}"
 
 
-def _refused(file: str, why: str) -> RuntimeError:
+def _rejected(file: str, why: str) -> RuntimeError:
     return RuntimeError(
         f"The rank file {file!r} cannot be used: {why}. Nothing was loaded. Restore the files as"
         " they were saved, or resume from another checkpoint."

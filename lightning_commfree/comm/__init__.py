@@ -1,4 +1,4 @@
-"""Channels between ranks, the traffic ledger, bit packing and failure detection.
+"""Communication layer: collectives, traffic accounting, bit packing and failure detection.
 
-This package depends only on torch, not on the training algorithms.
+This package does not depend on Lightning or on the training algorithms.
 """

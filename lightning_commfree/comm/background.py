@@ -1,4 +1,4 @@
-"""Run work outside the training thread: exchanges on a thread, encoding on a CUDA stream."""
+"""Run work off the training thread: exchanges on a thread, encoding on a side CUDA stream."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ T = TypeVar("T")
 class Background:
     """Background thread that runs exchanges in the order in which they are submitted.
 
-    A two-phase exchange computes its second payload from the result of its first phase. Computing
-    it on this thread keeps the training thread free. The ledger counts only the time that the
-    training thread waits.
+    In a two-phase exchange, the second payload is computed from the result of the first phase. On
+    this thread, that does not block training. The ledger counts only the time that the training
+    thread waits for a result.
 
     Attributes:
         staging: CUDA stream on which payloads are encoded.
@@ -48,14 +48,15 @@ class Background:
         staged: Callable[[], object] | None = None,
         device: torch.device | None = None,
     ) -> Pending[T]:
-        """Queue `task`; the ledger counts the time spent waiting for its result under `tag`.
+        """Queue `task` to run on the background thread, and return its pending result.
 
-        The host may be far ahead of a CUDA device, so the result's `wait` counts only the time
-        after `device` has computed everything that was queued before the call. `staged` blocks
-        until the payload has been computed; that time is not counted either.
+        The result's `wait` adds the time that it blocks to the ledger, under `tag`. It leaves out
+        the time that training does not lose to communication: the time that a CUDA `device` needs
+        for work queued before the `wait`, and the time spent in `staged`, a function that blocks
+        until the task's payload has been computed.
         """
         if self._executor is None:  # created on first use: a fork would lose the thread
-            # Use a single thread, to keep the order of the fragments' collectives on all ranks.
+            # a single thread launches the fragments' collectives in the same order on all ranks
             self._executor = ThreadPoolExecutor(
                 1, "exchange", initializer=self._ledger.ignore_waits_of_this_thread
             )
@@ -80,8 +81,8 @@ class Background:
 
     def _run(self, task: Callable[[], T], phase: str) -> T:
         if self._error is not None:
-            # This rank has missed collectives that its peers took part in. Its next collective
-            # would be paired with the wrong one on the other ranks.
+            # This rank did not launch some of the collectives that its peers launched. Its next
+            # collective would be paired with the wrong one on the other ranks.
             raise self._error
         try:
             with self._ledger.thread_phase(phase):
@@ -92,7 +93,10 @@ class Background:
 
 
 class Staging:
-    """Side CUDA stream for encoding, decoding and copies; on other devices, work runs at once."""
+    """Side CUDA stream for encoding, decoding and copies.
+
+    Work on tensors of other devices runs immediately, in the calling thread.
+    """
 
     def __init__(self, peers: PeerWatch | None = None) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -100,9 +104,11 @@ class Staging:
 
     @contextmanager
     def beside_training(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Queue a `with` block's CUDA work on the side stream, after work on the caller's stream.
+        """Context manager that queues the CUDA work of its block on the side stream.
 
-        `inputs` are all existing device tensors that the block uses; the caller may free them.
+        The work starts after everything already queued on the caller's stream. `inputs` must
+        contain all existing device tensors that the block uses; the caller may free them after the
+        block.
         """
         device = inputs[0].device
         if device.type != "cuda":
@@ -117,10 +123,11 @@ class Staging:
             tensor.record_stream(stream)
 
     def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start `work` after everything queued on the caller's stream, without blocking the host.
+        """Start `work` on the side stream and copy its result to the host, without blocking.
 
         Args:
-            work: reads `inputs` and returns one tensor on their device.
+            work: function that reads `inputs` and returns one tensor on their device. It runs
+                after everything already queued on the caller's stream.
             inputs: all device tensors that `work` reads; the caller may free them after this call.
 
         Returns:
@@ -139,19 +146,20 @@ class Staging:
     def upload(
         self, host: Tensor, device: torch.device, work: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Callable[[], tuple[Tensor, ...]]:
-        """Copy `host` to a device and start `work` on the copy, without blocking the host.
+        """Start copying a host tensor to a device and running `work` on the copy, without blocking.
 
-        This may be called from any thread.
+        Any thread may call this.
 
         Returns:
-            A function that returns the results of `work`, for use on the caller's current stream.
+            A function that makes its caller's current stream wait for the results of `work`, and
+            returns them.
         """
         if device.type != "cuda" or host.device == device:
             results = work(host.to(device))
             return lambda: results
 
         stream = self._side_stream(device)
-        # a new thread's current device is device 0, where it would open a context
+        # a new thread's current device is device 0, and it would create a CUDA context there
         with torch.cuda.device(device), torch.cuda.stream(stream):
             results = work(host.pin_memory().to(device, non_blocking=True))
             decoded = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -173,13 +181,15 @@ class Staging:
 
 
 def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Callable[[], None]]:
-    """Start copying a tensor to the host, after everything queued on its device's current stream.
+    """Start copying a tensor to host memory.
+
+    The copy runs after everything already queued on the device's current stream.
 
     Returns:
-        The copy (pinned if the tensor is on a CUDA device), and a function to call before reading
-        it, from any thread. The function raises a `PeerLostError` if one of `peers` is lost: the
-        device may be waiting for that rank in an NCCL collective, which would block the host
-        indefinitely.
+        The host tensor (pinned if `tensor` is on a CUDA device), and a function that blocks until
+        the copy is complete. Any thread may call the function; call it before reading the tensor.
+        It raises a `PeerLostError` if one of `peers` is lost: the device may be waiting for that
+        rank in an NCCL collective, which would block the host indefinitely.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None
@@ -199,14 +209,22 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
 
 
 def on_host(tensor: Tensor, peers: PeerWatch | None = None) -> Tensor:
-    """Return a copy in host memory; block until it is there. Raise the same errors as `to_host`."""
+    """Copy a tensor to host memory, and block until the copy is complete.
+
+    Raises:
+        PeerLostError: one of `peers` is lost.
+        AgreedError: another rank announced an error that all ranks must raise.
+    """
     host, wait = to_host(tensor, peers)
     wait()
     return host
 
 
 class DeviceWork:
-    """All work queued so far on a device's current stream; `PeerWatch` waits for it."""
+    """Handle for all work queued so far on a CUDA device's current stream.
+
+    It can be passed to `PeerWatch.wait`, like the handle of a collective.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -217,7 +235,7 @@ class DeviceWork:
 
     def is_completed(self) -> bool:
         """Return whether the device has completed the work."""
-        with torch.cuda.device(self._device):  # keep a new thread from opening one on device 0
+        with torch.cuda.device(self._device):  # else a new thread creates a context on device 0
             return bool(self._end.query())
 
     def wait(self, timeout: timedelta | None = None) -> None:

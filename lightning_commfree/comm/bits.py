@@ -17,8 +17,8 @@ A packed buffer is a whole number of 8-byte words, so bitwise operations can run
 split packed flags among n ranks, first pad them to a multiple of 64 n, so that each rank gets whole
 words.
 
-Codes are packed and unpacked in chunks that fit into a CPU's cache; the unpacked codes of a whole
-buffer are never in memory at once.
+Callers pack and unpack codes in chunks that fit into a CPU's cache, so the unpacked codes of a
+whole buffer are never in memory at once.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _WORD_BYTES = 8
 
 
 def packed_size(numel: int, bits: int) -> int:
-    """Return the size in bytes of `numel` packed codes of `bits` bits, a multiple of 8."""
+    """Return the bytes needed to pack `numel` codes of `bits` bits each, a multiple of 8."""
     return -(-numel * bits // (8 * _WORD_BYTES)) * _WORD_BYTES
 
 
 def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
-    """Write consecutive flags into a packed buffer.
+    """Pack one part of a sequence of 1-bit flags into a buffer.
 
-    Parts must be written in ascending order, because each adds its bits to bytes already written.
+    Pack the parts in ascending order, because each one adds its bits to bytes already written.
 
     Args:
         flags: bool, shape (..., n).
-        start: index of the first flag.
+        start: index of the part's first flag in the whole sequence.
         packed: uint8, shape (..., R), where R is at least 8 ceil(N / 64) and a multiple of 8. Zero
             it before the first part, so that flags that are never written are False.
     """
@@ -51,7 +51,7 @@ def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
 
 
 def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read flags `start` to `start` + n from `packed` into `out`, as 0 and 1.
+    """Unpack n 1-bit flags, starting at index `start`, into `out` as 0s and 1s.
 
     `packed` and `out` are uint8, shapes (..., R) and (..., n).
     """
@@ -59,16 +59,16 @@ def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
 
 
 def pack_codes_part(codes: Tensor, bits: int, start: int, packed: Tensor) -> None:
-    """Write consecutive codes into a packed buffer.
+    """Pack one part of a sequence of codes into a buffer.
 
-    Call this for adjacent parts in ascending order until the buffer is complete: the first row
-    overwrites the buffer's previous contents, and the other rows are added to it.
+    Pack adjacent parts in ascending order until the buffer is complete: the first row overwrites
+    the buffer's previous contents, and the other rows are added to it.
 
     Args:
         codes: uint8, shape (..., n), with values below 2^bits. This is not checked, because a check
             would synchronize a GPU.
         bits: 1, 2 or 4.
-        start: index of the first code.
+        start: index of the part's first code in the whole sequence.
         packed: uint8, shape (..., packed_size(N, bits)).
     """
     # The first row can be longer than the codes only in a buffer of a single word.
@@ -82,30 +82,33 @@ def pack_codes_part(codes: Tensor, bits: int, start: int, packed: Tensor) -> Non
 
 
 def unpack_codes_part(packed: Tensor, bits: int, start: int, out: Tensor) -> None:
-    """Read codes `start` to `start` + n from a packed buffer into `out` (uint8, shape (..., n))."""
+    """Unpack n codes, starting at index `start`, into `out` (uint8, shape (..., n))."""
     for row, position, part in _positions(start, out.shape[-1], packed.shape[-1]):
         torch.bitwise_right_shift(packed[..., position], bits * row, out=out[..., part])
     out.bitwise_and_((1 << bits) - 1)
 
 
 def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read 4-bit codes into the upper bits of 16-bit words.
+    """Unpack 4-bit codes into the top 4 bits of 16-bit words.
 
-    Decoding to floating point shifts and masks the words anyway, so isolating the codes here would
-    cost an extra pass.
+    The lower bits are not cleared: decoding to floating point shifts and masks the words anyway,
+    so clearing them here would cost an extra pass.
 
     Args:
         packed: uint8, shape (packed_size(N, 4),).
-        start: index of the first code to read.
-        out: int16, shape (n,). Bits 12 to 15 of word i receive code `start` + i; the lower bits are
-            garbage.
+        start: index of the first code to unpack.
+        out: int16, shape (n,). Bits 12 to 15 of word i receive code `start` + i.
     """
     for row, position, part in _positions(start, out.numel(), packed.numel()):
         out[part].copy_(packed[position]).bitwise_left_shift_(8 if row else 12)
 
 
 def _positions(start: int, numel: int, row_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (row, bytes, codes) for each row that has any of codes `start` to `start` + `numel`."""
+    """Locate a range of `numel` codes, starting at index `start`, in the rows of a packed buffer.
+
+    Yield, for each row that contains some of these codes: the row's index, the bytes that contain
+    them, and their positions within the range.
+    """
     position, stop = start, start + numel
     while position < stop:
         row, byte = divmod(position, row_bytes)

@@ -1,7 +1,7 @@
-"""Read a lighthouse's status page, which lists members and heartbeats, without joining the job.
+"""Read the members and heartbeats from a torchft lighthouse's status page.
 
-torchft's lighthouse answers `GET /status` with a fragment of HTML. Reading it affects nobody,
-whereas a quorum request makes the caller a member that the others wait for.
+The lighthouse answers `GET /status` with an HTML fragment. Reading it has no side effects, whereas
+a quorum request makes the caller a member of the job that the other members wait for.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _REASON = re.compile(r"Next quorum status: (.*)")
 
 
 class BoardMember(NamedTuple):
-    """A member of the last quorum."""
+    """A member of a lighthouse's last quorum, as its status page lists it."""
 
     replica_id: str
-    step: int  # its step when it asked for the quorum
+    step: int  # the member's training step when it requested the quorum
     address: str  # URL of its state server
 
 
 class Board(NamedTuple):
-    """A lighthouse's status."""
+    """Contents of a torchft lighthouse's status page."""
 
-    quorum_id: int  # starts at 0 again when a lighthouse restarts
+    quorum_id: int  # resets to 0 when the lighthouse restarts
     reason: str  # why the next quorum is or is not complete
     members: tuple[BoardMember, ...]
-    heartbeats: dict[str, float]  # seconds since the last one, by replica id
+    heartbeats: dict[str, float]  # seconds since each replica's last heartbeat, by replica id
     silent: frozenset[str]  # replicas whose last heartbeat is older than the lighthouse's timeout
 
 
 def read_board(url: str, timeout_s: float = 5.0) -> Board:
-    """Read a lighthouse's status page.
+    """Fetch and parse a torchft lighthouse's status page.
 
     Raises:
-        ConnectionError: no lighthouse answers at `url`.
+        ConnectionError: no torchft 0.2 lighthouse answers at `url`.
     """
     page = get_text(url, "/status", timeout_s)
     number = _NUMBER.search(page)
@@ -63,10 +63,10 @@ def read_board(url: str, timeout_s: float = 5.0) -> Board:
 
 
 def get_text(url: str, path: str, timeout_s: float) -> str:
-    """Return the text at a server's path, truncated to 1 MB.
+    """Send an HTTP GET request and return the response body as text, truncated to 1 MiB.
 
     Raises:
-        ConnectionError: the server does not answer.
+        ConnectionError: no server answers at `url`.
     """
     address = urlsplit(url)
     try:

@@ -1,8 +1,8 @@
-"""Asynchronous collectives within a group of ranks, with counts of bytes and wait times.
+"""Asynchronous collectives within a group of ranks, with accounting of bytes and wait times.
 
 This is the only module in the package that calls `torch.distributed` collectives (FSDP2 calls its
-own). Each method starts its collective and returns a `Pending`; call `.wait()` immediately to
-block. A single-rank channel has the same interface and sends nothing.
+own). Each collective method of `Channel` returns a `Pending` without blocking; to block, call its
+`wait` immediately. A single-rank channel has the same interface and sends nothing.
 
 Launch a channel's collectives from one thread, in the same order on all ranks; in this package,
 the order depends only on the training step. You may wait for results in any order. Do not write to
@@ -37,7 +37,7 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """Result of an in-flight transfer; keeps the transfer's buffers alive."""
+    """Future for the result of an in-flight transfer; keeps the transfer's buffers alive."""
 
     def __init__(self, resolve: Callable[[], T]) -> None:
         self._resolve: Callable[[], T] | None = resolve
@@ -61,17 +61,20 @@ class Pending(Generic[T]):
         return self._result
 
     def then(self, function: Callable[[T], U]) -> Pending[U]:
-        """Return a `Pending` for `function(result)`, which runs once, in the waiting thread."""
+        """Return a `Pending` whose result is `function`, applied to the result of this one.
+
+        `function` runs once, in the thread that waits for its result.
+        """
         return Pending(lambda: function(self.wait()))
 
 
 class Channel:
-    """One rank's access to the collectives of a group of ranks.
+    """One rank's endpoint for collectives within a group of ranks.
 
     Args:
         ranks: global ranks of the group; results are in ascending order of rank.
         rank: global rank of this process; the attribute `rank` is its position among `ranks`.
-        ledger: counts bytes and waits.
+        ledger: records bytes sent and time spent waiting.
         group: the process group; None for a single-rank channel.
         device: device of inputs and results.
         downward: a second process group of the same ranks. All-gathers and all-to-alls use it for
@@ -79,7 +82,7 @@ class Channel:
 
     Attributes:
         group: the process group, for libraries that communicate on it; None for a single rank.
-        peers: liveness of the other ranks.
+        peers: detects lost ranks while this rank waits for a collective.
     """
 
     def __init__(
@@ -122,20 +125,22 @@ class Channel:
             groups: global ranks of each group. The list must be the same on all ranks and contain
                 each rank once.
             rank: global rank of this process.
-            ledger: counts bytes and waits.
+            ledger: records bytes sent and time spent waiting.
             backend: "gloo" for CPU tensors, "nccl" for tensors on `device`.
             timeout: timeout for a collective; None means torch's default.
             device: device of inputs and results under nccl.
-            parent: an open channel that contains these ranks, to share its heartbeat: if rank 1
-                exits because rank 2 of another channel died, errors on this channel name rank 2.
-                If None, start a heartbeat.
-            full_duplex: create a second gloo group, for large transfers over a slow link.
+            parent: an open channel that contains these ranks. The new channel shares its
+                heartbeat, so that errors name the rank that failed first, even outside the group:
+                if rank 1 exits because rank 2 of another group died, errors on this channel name
+                rank 2. If None, the channel starts its own heartbeat.
+            full_duplex: whether to create a second gloo group, so that large transfers use both
+                directions of a slow link at the same time.
             liveness: whether errors name the lost ranks; off on all ranks if any rank passes False.
-            urgent: whether nccl's kernels have priority over the model's, which would otherwise
+            urgent: whether nccl's kernels run at high priority; otherwise, the model's kernels may
                 occupy the device first.
         """
         mine = None
-        options = _urgent_options(timeout) if urgent and backend == "nccl" else None
+        options = _high_priority_options(timeout) if urgent and backend == "nccl" else None
         sockets = CloseOnFork()
         with sockets.opening():
             for ranks in groups:
@@ -163,7 +168,7 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Sum `tensor` over the ranks, in place; its shape must be the same on all ranks."""
-        if self._is_alone():
+        if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
         with self.peers.launching(tag):
@@ -172,7 +177,7 @@ class Channel:
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Gather every rank's `tensor` (shape S, the same on all ranks) into shape (size, *S)."""
-        if self._is_alone():
+        if self._is_single_rank():
             return Pending(lambda: tensor.unsqueeze(0))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
         if self.device.type == "cuda":
@@ -188,18 +193,21 @@ class Channel:
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i of `tensor`, shape (size, *S), to rank i; result row j is from rank j."""
+        """Send row i of `tensor`, shape (size, *S), to rank i; return the rows sent to this rank.
+
+        Row j of the result is from rank j.
+        """
         assert tensor.shape[0] == self.size, (
             f"all_to_all needs {self.size} rows, got {tuple(tensor.shape)}"
         )
-        if self._is_alone():
+        if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, all_to_all_bytes(tensor.nbytes, self.size))
         return self._exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
-        """Overwrite `tensor` with the one from the rank at position `source` in this channel."""
-        if self._is_alone():
+        """Overwrite `tensor` with the values on the rank at position `source` in this channel."""
+        if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
         with self.peers.launching(tag):
@@ -207,14 +215,18 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def keep_group(self) -> dist.ProcessGroup:
-        """Return the process group for a library that uses it longer; `close` keeps it open."""
+        """Return the process group, and leave it open when this channel closes.
+
+        Use this for a library that needs the group after the fit, such as FSDP2.
+        """
         assert self.group is not None, "a single rank has no process group"
         self._keeps_group = True
         return self.group
 
     def close(self) -> None:
         """Destroy the process groups; pending results are lost."""
-        # before the groups: a peer whose connection breaks can then read that this rank has left
+        # close the heartbeat first, so that a peer whose connection breaks can read that this rank
+        # has left
         self.peers.close(self._owns_monitor)
         if self.peers.ended:  # otherwise, destroying a group would wait for a hung rank
             self._sockets.disconnect()
@@ -225,7 +237,7 @@ class Channel:
         # exist there.
         self.group = self._downward = None
 
-    def _is_alone(self) -> bool:
+    def _is_single_rank(self) -> bool:
         if self.group is None and self.size > 1:
             raise RuntimeError(
                 "This channel is closed because the fit that opened it has ended. Open a new one."
@@ -235,9 +247,9 @@ class Channel:
     def _start_monitor(self, liveness: bool) -> PeerMonitor | None:
         """Start this rank's heartbeat and return its monitor; collective.
 
-        Return None for a single rank, or if any rank has no heartbeat (`liveness` is off).
+        Return None for a single rank, or if any rank has `liveness` off or no store to write to.
         """
-        if self._is_alone():
+        if self._is_single_rank():
             return None
         store = job_store() if liveness else None
         monitor = None if store is None else PeerMonitor(store, self.ranks[self.rank])
@@ -249,7 +261,7 @@ class Channel:
         return monitor
 
     def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i to rank i and receive row j from rank j; rows may share memory."""
+        """Send row i of `rows` to rank i, and receive row j from rank j; rows may share memory."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         with self.peers.launching(tag):
             if self._downward is None:
@@ -283,7 +295,7 @@ class Channel:
         return Pending(resolve)
 
     def _order_stream(self, works: Sequence[Any], tag: str) -> None:
-        """Make the current stream wait for NCCL's stream, and count the waiting time."""
+        """Make the current CUDA stream wait for NCCL's stream, and record how long it waits."""
         stream = torch.cuda.current_stream(self.device)
         make: Any = torch.cuda.Event
         begin, end = make(enable_timing=True), make(enable_timing=True)
@@ -297,7 +309,7 @@ class Channel:
 
 
 def abort_nccl() -> None:
-    """Abort NCCL's collectives, so that a lost rank does not block this process on exit."""
+    """Abort all NCCL collectives, so that a lost rank does not block this process on exit."""
     c10d = dist.distributed_c10d
     groups = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "nccl"]
     if not groups:
@@ -322,7 +334,7 @@ def _all_to_all(
     )
 
 
-def _urgent_options(timeout: timedelta | None) -> Any:
+def _high_priority_options(timeout: timedelta | None) -> Any:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
         options._timeout = timeout  # otherwise, `new_group` warns that it overrides the default
@@ -331,11 +343,12 @@ def _urgent_options(timeout: timedelta | None) -> Any:
 
 @contextmanager
 def _without_bound_device() -> Iterator[None]:
-    """Keep `new_group` from splitting the default group; not needed if both groups use nccl.
+    """Context manager that keeps `new_group` from splitting the default process group.
 
-    Lightning binds the default group to a device. torch then splits the new group from it, and
-    ranks outside the new group take part in the split. Only nccl supports this: the split fails if
-    the default group uses gloo on a CUDA device, whatever backend the new group uses.
+    Lightning binds the default group to a device. torch then creates a new group by splitting the
+    default group, which involves the ranks outside the new group as well. Splitting needs nccl: it
+    fails if the default group uses gloo on a CUDA device, regardless of the new group's backend.
+    If both groups use nccl, this context manager is not needed.
     """
     default = dist.group.WORLD
     assert default is not None, "the process group is initialized"

@@ -1,10 +1,11 @@
-"""Compile CPU loops with numba and GPU kernels with Triton.
+"""Compile CPU loops with numba and load GPU kernels written in Triton.
 
-They are faster than torch operations and give the same results. The loops need numba (`pip install
-'lightning-commfree[numba]'`). Importing it takes a second. The first call of a loop takes another
-second, unless numba finds the loop in its cache, which is next to the loop's file if that folder is
-writable, and otherwise in the user's cache folder. The cache is invalidated when the loop's file
-changes, but not when other files do, so loops take constants from other files as arguments.
+Both are faster than torch operations and give the same results. The loops need numba (`pip install
+'lightning-commfree[numba]'`). Importing numba takes a second. The first call of a loop takes
+another second, unless numba finds the compiled loop in its cache, which is next to the loop's file
+if that folder is writable, and otherwise in the user's cache folder. The cache is invalidated when
+the loop's file changes, but not when other files do, so loops take constants from other files as
+arguments.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop on its first call; keep the result in numba's cache if it is writable.
+    """Decorator that compiles a loop with numba on its first call.
 
-    The loop releases the GIL.
+    The compiled loop releases the GIL. It is cached on disk if there is a writable cache folder.
     """
     import numba
 
@@ -39,11 +40,12 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def load_loops(module: str, what: str) -> ModuleType | None:
-    """Import a module of compiled loops and call each of them once; if that fails, log why.
+    """Import a module of numba loops and try each loop once; if that fails, log why.
 
     Args:
-        module: name of the module, which has a function `try_out` that calls every loop.
-        what: plural noun for the code that uses the loops, the subject of the log message.
+        module: name of the module. Its function `try_out` is called and must call every loop.
+        what: plural noun for the code that uses the loops, such as "Lion's steps"; the log message
+            says that this code falls back to torch operations.
 
     Returns:
         The module, or None if numba is missing or cannot be used.
@@ -71,12 +73,13 @@ def load_loops(module: str, what: str) -> ModuleType | None:
 
 @cache
 def load_kernels(module: str, what: str) -> ModuleType | None:
-    """Import a module of Triton kernels for a GPU and test them; if that fails, log why.
+    """Import a module of Triton kernels and test them on the GPU; if they fail, log why.
 
     Args:
-        module: name of the module, which has a function `try_out` that compares each kernel with
-            torch.
-        what: as in `load_loops`.
+        module: name of the module. Its function `try_out` is called and must compare the result of
+            each kernel with torch.
+        what: plural noun for the code that uses the kernels, such as "Lion's steps"; the log
+            message says that this code falls back to torch operations.
 
     Returns:
         The module, or None if there is no CUDA device, or if Triton is missing or cannot be used.

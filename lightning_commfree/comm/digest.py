@@ -27,43 +27,44 @@ def digest(tensor: Tensor) -> Tensor:
     # Row and column sums run at memory speed. They wrap at 2^64, so flips of the top bit are
     # detected if some row or column has an odd number of them.
     found = torch.cat([table.sum(0), table.sum(1), words[rows:], raw[whole:].long()])
-    return mix_digests(_scattered(found))
+    return mix_digests(_scramble(found))
 
 
 def thorough_digest(tensor: Tensor) -> Tensor:
-    """Return a hash of a contiguous tensor's bits that changes with any value and with their order.
+    """Return a hash of a contiguous tensor's bits that depends on every value and on their order.
 
-    `digest` is several times faster, but does not detect four changes that cancel out in the sums
-    of two rows and two columns. The tensor must not be empty. The result is int64, 0-d, on the
-    tensor's device.
+    `digest` is several times faster, but it arranges the words in a table and hashes its row and
+    column sums, so it does not detect four changes that cancel out in two rows and two columns. The
+    tensor must not be empty. The result is int64, 0-d, on the tensor's device.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
     pieces = [raw[i : min(i + _PIECE_BYTES, whole)] for i in range(0, whole, _PIECE_BYTES)]
     # clone, because the copy is aligned to words
-    mixed = [mix_digests(_scattered(piece.clone().view(torch.int64))) for piece in pieces]
+    mixed = [mix_digests(_scramble(piece.clone().view(torch.int64))) for piece in pieces]
     if whole < raw.numel():
-        mixed.append(mix_digests(_scattered(raw[whole:].long())))
-    return mix_digests(_scattered(torch.stack(mixed)))
+        mixed.append(mix_digests(_scramble(raw[whole:].long())))
+    return mix_digests(_scramble(torch.stack(mixed)))
 
 
 def mix_digests(words: Tensor) -> Tensor:
-    """Return a position-dependent sum of int64 words, modulo 2^64."""
-    places = torch.arange(1, 2 * words.numel(), 2, device=words.device) * _PRIME
-    return ((words * _PRIME + 1) * places).sum()
+    """Combine int64 words into one: a sum modulo 2^64 that depends on the order of the words."""
+    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device) * _PRIME
+    return ((words * _PRIME + 1) * weights).sum()
 
 
-def _scattered(words: Tensor) -> Tensor:
-    """Scramble int64 words one to one, so that each input bit affects all bits (splitmix64).
+def _scramble(words: Tensor) -> Tensor:
+    """Scramble each int64 word bijectively, so that every input bit affects all bits (splitmix64).
 
-    Sums and products carry upwards only. Without this, changes to top bits would cancel in pairs
-    and would not reach the lower half of a digest, which some callers use by itself.
+    Carries in sums and products only move upward. Without scrambling, changes to top bits would
+    cancel in pairs, and they would not affect the lower half of a digest, which some callers use
+    alone.
     """
     for shift, factor in zip((30, 27), _MIX, strict=True):
-        words = (words ^ _shifted(words, shift)) * factor
-    return words ^ _shifted(words, 31)
+        words = (words ^ _shift_right(words, shift)) * factor
+    return words ^ _shift_right(words, 31)
 
 
-def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift right with zero fill (torch's shift copies the sign)."""
+def _shift_right(words: Tensor, bits: int) -> Tensor:
+    """Shift int64 words right and fill with zeros (torch's shift copies the sign bit)."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Reduce values over the members of a view, with bit-identical results on all of them.
+"""Reduce values over the members of a group, with bit-identical results on all members.
 
 The values are split into S shards. A member's message about one shard has u bytes, and a reduced
 shard has d bytes. There are two routes for M members:
@@ -33,9 +33,9 @@ from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 
 
 class View(NamedTuple):
-    """One version of a group's membership: the members of an exchange and their channel.
+    """One version of a group's membership: its members and the channel between them.
 
-    An exchange runs in a single view from start to end. Algorithms get the group's size and their
+    An exchange uses a single view from start to end. Algorithms get the group's size and their
     own rank only from the view, so that an exchange can be repeated in another view when a member
     is lost. A job with a fixed number of ranks has a single view.
     """
@@ -46,7 +46,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, channel: Channel) -> View:
-        """Return the view of a fixed job, in which every rank of `channel` is a member."""
+        """Return the only view of a group that never changes: all ranks of `channel`."""
         return cls(0, tuple(range(channel.size)), channel)
 
     @property
@@ -61,10 +61,10 @@ class View(NamedTuple):
 
 
 class Membership(Protocol):
-    """Provider of the views in which exchanges run."""
+    """Interface that tells an algorithm which members take part in its next exchange."""
 
     def view(self) -> View:
-        """Return the current view."""
+        """Return the view for the next exchange."""
 
     def leave(self) -> None:
         """Exit the group; the other members continue without this one."""
@@ -77,22 +77,22 @@ class FixedMembership:
         self._view = View.of(channel)
 
     def view(self) -> View:
-        """Return the only view."""
+        """Return the group's only view."""
         return self._view
 
     def leave(self) -> None:
-        """Do nothing: the job owns and closes the channel."""
+        """Do nothing, because the job owns the channel and closes it."""
 
 
 class Route(NamedTuple):
-    """Route of messages between the members of a view."""
+    """Communication pattern for a reduction: gather or two-phase (see the module docstring)."""
 
     view: View
     two_phase: bool
 
     @property
     def num_shards(self) -> int:
-        """S, the number of shards into which the values are split."""
+        """Number of shards into which the values are split (S)."""
         return self.view.size if self.two_phase else 1
 
     @property
@@ -101,10 +101,11 @@ class Route(NamedTuple):
         return self.view.rank if self.two_phase else 0
 
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
-        """Send this member's messages, shape (S, u), to the members that reduce the shards.
+        """Send each of this member's messages to the member that reduces its shard.
 
-        Return all members' messages about the shard that this member reduces: shape (M, u), in
-        member order.
+        `messages` has shape (S, u), one message per shard. On the gather route, its single message
+        is sent to all members. The result contains all members' messages about the shard that this
+        member reduces: shape (M, u), in member order.
         """
         channel = self.view.channel
         if self.two_phase:
@@ -118,24 +119,28 @@ class Route(NamedTuple):
         return Pending.here(reduced.unsqueeze(0))
 
     def bytes_up(self, num_bytes: int) -> int:
-        """Return how many bytes `up` sends, if the message for a shard has `num_bytes` bytes."""
+        """Return the bytes that this member sends in `up`, for messages of `num_bytes` each."""
         size = self.view.size
         if self.two_phase:
             return all_to_all_bytes(size * num_bytes, size)
         return all_gather_bytes(num_bytes, size)
 
     def bytes_down(self, num_bytes: int) -> int:
-        """Return how many bytes `down` sends, if the message for a shard has `num_bytes` bytes."""
+        """Return the bytes that this member sends in `down`, for a reduced shard of `num_bytes`."""
         return all_gather_bytes(num_bytes, self.view.size) if self.two_phase else 0
 
 
 def routes(view: View) -> tuple[Route, Route]:
-    """Return both routes, gathering first, because `min` returns the first one on a tie."""
+    """Return the gather route and the two-phase route.
+
+    The gather route is first, because callers choose the cheaper route with `min`, which returns
+    the first one on a tie.
+    """
     return Route(view, two_phase=False), Route(view, two_phase=True)
 
 
 def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sum tensors in order, so that members with the same rows get bit-identical results."""
+    """Sum tensors in their given order, so that the sum is bit-identical on all members."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -143,10 +148,11 @@ def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class MessageLayout:
-    """Byte offsets of a message's sections; 8-byte boundaries let any dtype view a section.
+    """Byte layout of a message with named sections, which start at multiples of 8 bytes.
 
-    `sizes` maps section names to sizes in bytes, in order. Sizes are fixed, because a collective
-    needs messages of equal size. `num_bytes` is the size of the message, a multiple of 8.
+    This alignment lets any dtype view a section. `sizes` maps section names to sizes in bytes, in
+    order. Sizes are fixed, because a collective needs messages of equal size. The attribute
+    `num_bytes` is the size of the message, a multiple of 8.
     """
 
     def __init__(self, **sizes: int) -> None:
@@ -164,9 +170,9 @@ class MessageLayout:
             message[stop:start].zero_()
 
     def section(self, message: Tensor, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return one section of one message as a flat view of `dtype`."""
+        """Return a section of a message as a flat view of `dtype`."""
         return message[self._sections[name]].view(dtype)
 
     def sections(self, messages: Tensor, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return one section of M messages as rows of `dtype`, one per message."""
+        """Return the same section of several messages as rows of `dtype`, one row per message."""
         return torch.stack([self.section(message, name, dtype) for message in messages])

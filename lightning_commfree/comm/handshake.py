@@ -1,6 +1,7 @@
 """Check that all ranks of a channel have the same settings before the first real exchange.
 
-With different settings, the exchange would hang or mix up values with different meanings.
+Between ranks with different settings, an exchange would hang or combine values that do not belong
+together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_commfree.comm.channel import Channel
 
 TAG = "handshake"
-_SHOWN = 5  # differences named in the error
+_SHOWN = 5  # maximum number of differences listed in the error
 
 
 def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
@@ -25,7 +26,7 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
     parameter shapes. If they are the same, each rank sends only a 32-byte hash.
 
     Raises:
-        ValueError: the fingerprints differ. The message names the differences from the first rank.
+        ValueError: the fingerprints differ. The message lists how ranks differ from the first one.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())

@@ -1,4 +1,4 @@
-"""The layout of a job's ranks, their channels, and the process group."""
+"""Lay out a job's ranks, open the channels between them, and initialize torch's process group."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Mesh:
     sizes: tuple[int, ...]
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that differ only on `axis`, each in ascending order."""
+        """Return the groups of ranks whose coordinates differ only along `axis`, in rank order."""
         index = self.axes.index(axis)
         stride = math.prod(self.sizes[index + 1 :])
         firsts = [rank for rank in range(math.prod(self.sizes)) if self.coordinate(rank, axis) == 0]
         return [[first + step * stride for step in range(self.sizes[index])] for first in firsts]
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Return the position of `rank` on `axis`, counted from 0."""
+        """Return the position of `rank` along `axis`, counted from 0."""
         index = self.axes.index(axis)
         return rank // math.prod(self.sizes[index + 1 :]) % self.sizes[index]
 
@@ -64,7 +64,7 @@ def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size")
     """Lay out `world_size` ranks as replicas of `replica_size` consecutive ranks.
 
     Raises:
-        ValueError: `replica_size`, called `name` in messages, does not divide `world_size`.
+        ValueError: `replica_size` does not divide `world_size`. The message calls it `name`.
     """
     if replica_size < 1 or world_size % replica_size:
         divisors = [k for k in range(1, world_size + 1) if world_size % k == 0]
@@ -78,28 +78,30 @@ def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size")
 def tensor_mesh(
     world_size: int, size: int, name: str = "tensor_parallel_size", outside: str = DATA
 ) -> Mesh:
-    """Lay out ranks as tensor groups of `size` consecutive ranks; `outside` is the other axis.
+    """Lay out `world_size` ranks as tensor-parallel groups of `size` consecutive ranks.
+
+    `outside` is the name of the outer axis, across the groups.
 
     Raises:
-        ValueError: `size`, called `name` in messages, does not divide `world_size`.
+        ValueError: `size` does not divide `world_size`. The message calls it `name`.
     """
     return Mesh(axes=(outside, TENSOR), sizes=replica_mesh(world_size, size, name).sizes)
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's rank and its place in the job."""
+    """This process's rank in the job, its device, and its connection settings."""
 
     rank: int  # global rank
     size: int  # number of ranks in the job
-    timeout: timedelta  # timeout for an exchange
+    timeout: timedelta  # timeout for a collective
     chosen_backend: str | None  # the user's choice for all groups on `device`, if any
     device: torch.device
     main_address: str | None  # address of rank 0's machine; None if there is only one machine
 
     @property
     def backend(self) -> str:
-        """Backend of process groups within a replica or node, for tensors on `device`."""
+        """Backend for process groups within a replica or node, which use tensors on `device`."""
         return self.chosen_backend or str(dist.get_default_backend_for_device(self.device))
 
 
@@ -118,10 +120,11 @@ class ReplicaChannels:
     def open(
         cls, mesh: Mesh, info: RankInfo, ledgers: tuple[Ledger, Ledger], liveness: bool = True
     ) -> ReplicaChannels:
-        """Create the process groups; collective over the job.
+        """Create the process groups and open this rank's channels; collective over the job.
 
-        The first axis of `mesh` runs across replicas, and the second runs within a replica;
-        `ledgers` are in the same order.
+        The first axis of `mesh` runs across replicas, and the second runs within a replica. The
+        first of the two `ledgers` counts traffic on `world` and `between`, and the second counts
+        traffic on `within`.
         """
         (outside, inside), (replicas, size) = mesh.axes, mesh.sizes
         ledger, inner = ledgers
@@ -155,7 +158,7 @@ class ReplicaChannels:
         return cls(world, between, fast(inside, inner))
 
     def close(self) -> None:
-        """Destroy the process groups."""
+        """Close the channels and destroy their process groups."""
         # close `world` last: that ends the heartbeat, and this rank then counts as having left
         for channel in dict.fromkeys((self.between, self.within, self.world)):
             channel.close()
@@ -163,7 +166,9 @@ class ReplicaChannels:
 
 @contextmanager
 def waiting_for_all(info: RankInfo) -> Iterator[None]:
-    """Context manager that warns if other ranks do not join a collective, and explains a timeout.
+    """Context manager for the first collectives, in which each rank waits for all ranks to start.
+
+    It warns if some ranks have not started after a minute.
 
     Raises:
         RuntimeError: some ranks did not join within the timeout.
@@ -211,9 +216,10 @@ def world_backend(mesh: Mesh, info: RankInfo) -> str:
 def join_restarted_world(info: RankInfo, backend: str) -> None:
     """Initialize the default process group if torchrun has restarted this job.
 
-    torchrun keeps one store for all attempts. In it, ranks would find the addresses of the previous
-    attempt's ranks, and fail or wait until they time out. So each attempt's keys get a prefix. In
-    other jobs, the framework initializes the group.
+    torchrun uses the same key-value store for all attempts. Ranks would read the addresses of the
+    previous attempt's ranks from it, and then fail or time out, so this function gives each
+    attempt's keys a prefix. If the job was not restarted, it does nothing: the framework
+    initializes the group.
     """
     if not restart_count() or dist.is_initialized():
         return
@@ -234,14 +240,14 @@ def join_restarted_world(info: RankInfo, backend: str) -> None:
 
 
 def delay_exit(hosts_store: bool) -> None:
-    """Delay the exit of this process, for gloo's threads and for readers of its store.
+    """Register a short delay before this process exits, for gloo's threads and for other ranks.
 
-    A gloo thread may hold the last reference to a finished collective, and it needs the
-    interpreter's lock to free the tensors. If the interpreter has shut down by then, the process
-    aborts after a successful fit. Frameworks keep gloo's groups open until the end.
+    A gloo thread may hold the last reference to a finished collective, and it needs the GIL to free
+    the tensors. If the interpreter has shut down by then, the process aborts after a successful
+    fit. Frameworks keep gloo's groups open until the process exits.
 
-    Rank 0 often hosts the store, so it gives the other ranks two heartbeats to read that it has
-    exited.
+    If this process hosts the job's store (`hosts_store`), the delay is two heartbeats, in which the
+    other ranks can read from the store that this rank is exiting.
     """
     atexit.unregister(_delay)
     atexit.register(_delay, 2 * HEARTBEAT_SECONDS if hosts_store else _EXIT_DELAY_S)

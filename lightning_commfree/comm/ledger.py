@@ -54,7 +54,7 @@ def broadcast_bytes(num_bytes: int, size: int) -> int:
 
 
 class LedgerTotals(NamedTuple):
-    """Totals at one point in time. The difference of two of them is the traffic in between."""
+    """A ledger's totals at one point in time; the difference of two is the traffic in between."""
 
     bytes_sent: int
     seconds_waited: float
@@ -100,7 +100,7 @@ class Ledger:
         return sum(list(self.collectives_by_tag.values()))
 
     def totals(self) -> LedgerTotals:
-        """Return the current sums over all tags."""
+        """Return this rank's current totals over all tags."""
         return LedgerTotals(self.bytes_sent, self.seconds_waited, self.collectives)
 
     def bytes_in(self, phase: str) -> int:
@@ -108,14 +108,14 @@ class Ledger:
         return sum(list(self.bytes_by_phase[phase].values()))
 
     def count_sent(self, tag: str, num_bytes: int) -> None:
-        """Count a collective in which this rank sends `num_bytes`."""
+        """Record a collective under `tag`, in which this rank sends `num_bytes`."""
         self.bytes_by_tag[tag] += num_bytes
-        self.bytes_by_phase[self._phase_here()][tag] += num_bytes
+        self.bytes_by_phase[self._current_phase()][tag] += num_bytes
         self.collectives_by_tag[tag] += 1
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Attribute traffic inside a `with` block to `phase`."""
+        """Context manager that attributes traffic during its block to `phase`."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -124,7 +124,7 @@ class Ledger:
 
     @contextmanager
     def thread_phase(self, phase: str) -> Iterator[None]:
-        """Attribute the calling thread's traffic inside a `with` block to `phase`.
+        """Context manager that attributes the calling thread's traffic during its block to `phase`.
 
         For example, a background thread may still be sending a step's payload during validation.
         """
@@ -141,7 +141,7 @@ class Ledger:
 
     @contextmanager
     def count_wait(self, tag: str) -> Iterator[None]:
-        """Add the duration of a `with` block to the seconds waited for `tag`."""
+        """Context manager that adds the duration of its block to the seconds waited for `tag`."""
         start = time.perf_counter()
         try:
             yield
@@ -150,13 +150,17 @@ class Ledger:
                 self._add_wait(tag, self._training_phase(), time.perf_counter() - start)
 
     def count_device_wait(self, tag: str, seconds: Callable[[], float | None]) -> None:
-        """Record a device's wait; `seconds` returns its duration, or None until it is over."""
+        """Record that a device waits for a collective, without blocking the host.
+
+        `seconds` is a function that returns the duration of the wait, or None while the device has
+        not finished waiting. `settle` adds finished waits to the totals.
+        """
         if threading.get_ident() not in self._idle_threads:
             self._device_waits.append((tag, self._training_phase(), seconds))
             self.settle()
 
     def settle(self) -> None:
-        """Count the device waits that are over; they end in the order in which they started."""
+        """Add finished device waits to the totals; they finish in the order in which they began."""
         while self._device_waits:
             tag, phase, seconds = self._device_waits[0]
             waited = seconds()
@@ -170,31 +174,31 @@ class Ledger:
         self.seconds_by_phase[phase] += seconds
 
     def _training_phase(self) -> str:
-        # not `_phase_here`: the waiting thread is the one that trains
+        # not `_current_phase`: only the training thread's waits are counted
         return self.phase if self.follows is None else self.follows.phase
 
-    def _phase_here(self) -> str:
+    def _current_phase(self) -> str:
         if self.follows is not None:
-            return self.follows._phase_here()
+            return self.follows._current_phase()
         return self._phase_by_thread.get(threading.get_ident(), self.phase)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Forecast of one rank's traffic in training steps, computed with the ledger's formulas."""
+    """Forecast of one rank's traffic during training steps, computed with the ledger's formulas."""
 
     bytes_by_tag: Mapping[str, float]  # per cycle
-    cycle_steps: int
+    cycle_steps: int  # number of steps after which the pattern of exchanges repeats
     ddp_bytes_per_step: float  # with fp32 DDP, for the same model and ranks
 
     @property
     def bytes_per_cycle(self) -> int:
-        """Bytes per cycle, over all tags."""
+        """Bytes that one rank sends per cycle, over all tags."""
         return round(sum(self.bytes_by_tag.values()))
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes per step, averaged over a cycle."""
+        """Bytes that one rank sends per step, averaged over a cycle."""
         return self.bytes_per_cycle / self.cycle_steps
 
 
@@ -212,12 +216,12 @@ class StepMeans:
         self.steps = 0
 
     def after_step(self) -> None:
-        """Count a step."""
+        """Record the ledger's totals after a training step."""
         self.steps += 1
         self._window.append(self._sums())
 
     def figures(self) -> dict[str, float]:
-        """Return a dict from metric name to mean; it is empty before the first step."""
+        """Return the means by metric name, such as "comm/exposed_ms"; {} before the first step."""
         if not self.steps:
             return {}
         (bytes_before, seconds_before), (bytes_now, seconds_now) = self._window[0], self._window[-1]

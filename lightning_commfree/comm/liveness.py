@@ -1,9 +1,9 @@
 """Detect lost ranks, and name them when a collective fails or hangs.
 
-A failed collective does not say which rank failed. When a rank dies, gloo reports "connection
-closed by peer" on its neighbors; they exit, and their own neighbors then report them as failed. So
-every rank writes a heartbeat to the job's key-value store (torch's TCPStore at `MASTER_ADDR`), and
-a rank whose exchange fails reads the store before it raises an error:
+The error of a failed collective does not tell which rank failed first. When a rank dies, gloo
+reports "connection closed by peer" on its neighbors; they exit, and their own neighbors then report
+them as failed. So every rank writes a heartbeat to the job's key-value store (torch's TCPStore at
+`MASTER_ADDR`), and a rank whose exchange fails reads the store before it raises an error:
 
 1. Rank 1 is killed. The exchange breaks on rank 0, which reads the heartbeats of all ranks.
 2. Ranks 2 and 3 still send heartbeats, but rank 1 does not. After `GONE_SECONDS`, rank 0 stores the
@@ -26,12 +26,12 @@ a whole machine is silent               the channel's timeout, because it may be
 ======================================= ======================================================
 
 Each rank opens an additional client connection to the store and runs a daemon thread, from the time
-it opens its first channel until that channel or rank 0's is closed. It uses no other port or
-protocol. Heartbeats use 1.3 kB/s per rank to and from rank 0's machine (measured, including TCP/IP
-headers). After waiting for more than `SUSPECT_SECONDS`, a rank also reads all heartbeats, which
-uses 0.2 kB/s per rank. Keys contain random tokens that the ranks exchange over the channel (8 bytes
-each), so that keys from an earlier fit, or from before a torchrun restart, are never read. Training
-threads never touch the store, because it may hang.
+it opens its first channel until that channel or rank 0's is closed. Failure detection uses no other
+port or protocol. Heartbeats use 1.3 kB/s per rank to and from rank 0's machine (measured, including
+TCP/IP headers). After waiting for more than `SUSPECT_SECONDS`, a rank also reads all heartbeats,
+which uses 0.2 kB/s per rank. Keys contain random tokens that the ranks exchange over the channel (8
+bytes each), so that keys from an earlier fit, or from before a torchrun restart, are never read.
+Training threads never access the store, because it may hang.
 
 To disable failure detection, pass `liveness=False` to `Channel.open`, or set the attribute
 `liveness = False` of a strategy before `fit`. Exchanges then raise their own errors, and a dead
@@ -81,7 +81,7 @@ class PeerLostError(RuntimeError):
     """A collective failed because of other ranks; the message names them.
 
     Attributes:
-        ranks: reasons by global rank.
+        ranks: the global ranks that caused the failure, each with the reason.
     """
 
     def __init__(self, message: str, ranks: Mapping[int, str] | None = None) -> None:
@@ -90,15 +90,18 @@ class PeerLostError(RuntimeError):
 
 
 class AgreedError(RuntimeError):
-    """An error that all ranks raise. A rank that exits because of it does not count as lost."""
+    """An error that one rank detects and all ranks raise.
+
+    A rank that exits because of this error does not count as lost.
+    """
 
 
 Verdict = Mapping[int, str] | str
-"""The reason a job has ended: reasons by lost rank, or the text of an `AgreedError`."""
+"""Why a job has ended: the lost ranks with their reasons, or the text of an `AgreedError`."""
 
 
 class Status(NamedTuple):
-    """A rank's heartbeat, as JSON in the store."""
+    """A rank's heartbeat, stored as JSON in the job's key-value store."""
 
     beat: int  # number of heartbeats so far
     host: str
@@ -110,8 +113,8 @@ class Status(NamedTuple):
 class PeerMonitor:
     """Publishes this process's heartbeat and reads the other ranks' heartbeats, on its own thread.
 
-    Only that thread accesses the store, through a separate client; the training thread reads
-    attributes.
+    After `start`, only that thread accesses the store, through a separate client, because the store
+    may hang. The training thread reads the results from attributes.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -136,7 +139,11 @@ class PeerMonitor:
     # -- lifetime
 
     def start(self, tokens: Mapping[int, int]) -> None:
-        """Start the heartbeat. `tokens` are all ranks' tokens; their keys must be in the store."""
+        """Start the heartbeat thread.
+
+        `tokens` maps every rank to its token. All ranks must have created their monitors before,
+        because the constructor writes a rank's first heartbeat.
+        """
         self._keys = {rank: _key(token) for rank, token in sorted(tokens.items())}
         self._verdict_key = f"{self._keys[min(tokens)]}/lost"
         if self.rank == min(tokens):
@@ -160,7 +167,7 @@ class PeerMonitor:
     # -- for the training thread
 
     def refresh(self, seconds: float = 2 * HEARTBEAT_SECONDS) -> bool:
-        """Exchange heartbeats with all ranks now; return whether that took at most `seconds`."""
+        """Write and read heartbeats now; return whether that finished within `seconds`."""
         asked = time.monotonic()
         self.read_all()
         self._wake.set()
@@ -168,41 +175,41 @@ class PeerMonitor:
             return self._has_read.wait_for(lambda: self._read_s > asked, seconds)
 
     def read_all(self) -> None:
-        """Make the thread read every heartbeat for the next two seconds."""
+        """Make the heartbeat thread read all ranks' heartbeats for the next two seconds."""
         now = time.monotonic()
         if now - self._read_all_s > _READ_ALL_S:
             self._contact_s = now  # this process itself may have been stopped: restart the count
         self._read_all_s = now
 
-    def silent(self, seconds: float, spare_machines: bool) -> dict[int, str]:
-        """Return the ranks that have sent no heartbeat for `seconds`, with reasons.
+    def silent(self, seconds: float, ignore_silent_machines: bool) -> dict[int, str]:
+        """Return the ranks that have sent no heartbeat for `seconds`, each with an error text.
 
-        With `spare_machines`, omit ranks whose entire machine is silent, because its network link
-        may be down.
+        With `ignore_silent_machines`, omit ranks if all ranks on their machine are silent, because
+        its network link may be down.
         """
         if self._store_left():
             return {}  # the store may exit at any moment, so this rank has stopped reading
         statuses = self.statuses
         # up to the last read, not up to now: this process itself may have been stopped
-        quiet_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
-        # the store hangs, so nothing is known about the others
+        silent_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
+        # the store hangs, so nothing is known about the ranks other than its host
         if time.monotonic() - self._contact_s > seconds:
             host = statuses.get(_STORE_RANK)
-            if spare_machines and (host is None or host.host != self._host):
+            if ignore_silent_machines and (host is None or host.host != self._host):
                 return {}
             return {
                 _STORE_RANK: f"is gone (the job's key-value store at {self._address()} does not"
                 " answer: the process was killed or is hung)"
             }
-        awake = {statuses[r].host for r, s in quiet_s.items() if s < _READ_ALL_S} | {self._host}
+        awake = {statuses[r].host for r, s in silent_s.items() if s < _READ_ALL_S} | {self._host}
         return {
             r: _no_heartbeat(s)
-            for r, s in quiet_s.items()
-            if s > seconds and not (spare_machines and statuses[r].host not in awake)
+            for r, s in silent_s.items()
+            if s > seconds and not (ignore_silent_machines and statuses[r].host not in awake)
         }
 
     def without_store(self) -> dict[int, str]:
-        """Return the rank that hosts the store if the connection to it is lost, else nothing."""
+        """Return {0: error text} if the connection to the store on rank 0 is lost; otherwise {}."""
         if not self.store_error or self._store_left():
             return {}
         return {
@@ -211,7 +218,10 @@ class PeerMonitor:
         }
 
     def announce(self, found: Verdict) -> None:
-        """Store a verdict, unless another rank has; callers then raise `self.verdict`."""
+        """Store `found` as the job's verdict, unless another rank has already stored one.
+
+        Afterwards, `self.verdict` is the job's verdict, which the caller raises.
+        """
         if not isinstance(found, str):
             found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_MAX_NAMED]}
         self._announced = found
@@ -220,7 +230,7 @@ class PeerMonitor:
         self._accept_verdict(found)
 
     def has_readers(self, lost: Mapping[int, str]) -> bool:
-        """Return whether any other rank is still alive to read a verdict."""
+        """Return whether any rank that has not left and is not in `lost` can read a verdict."""
         return any(not s.left and r not in lost for r, s in self.statuses.items())
 
     # -- the thread
@@ -237,7 +247,7 @@ class PeerMonitor:
                 self._wake.clear()
                 self._write()
             self._write()
-        except (RuntimeError, ValueError, TypeError) as error:  # broken store, or foreign values
+        except (RuntimeError, ValueError, TypeError) as error:  # broken store or unreadable values
             self.store_error = str(error).partition("\n")[0][:_REASON_CHARACTERS]
         finally:
             with self._has_read:
@@ -296,7 +306,7 @@ class PeerMonitor:
 
 
 class PeerWatch:
-    """Waits for one channel's exchanges, and names the lost ranks if one fails.
+    """Waits for the exchanges of one channel, and names the lost ranks if an exchange fails.
 
     Without a `monitor` (a single rank, or liveness off), exchanges raise their own errors.
     """
@@ -320,7 +330,7 @@ class PeerWatch:
 
     @contextmanager
     def launching(self, tag: str) -> Iterator[None]:
-        """Context manager that counts an exchange, and names the lost ranks if its launch fails."""
+        """Context manager around the launch of an exchange: counts it, and names lost ranks."""
         if self.monitor is not None:
             self.monitor.launched[self._index] += 1
         with self.naming_lost(tag):
@@ -338,7 +348,7 @@ class PeerWatch:
             AgreedError: another rank announced an error that all ranks must raise (`agreed`).
         """
         self.check(tag)
-        with self._explaining(tag, computing):
+        with self._explain_errors(tag, computing):
             yield
 
     def wait(self, works: Sequence[dist.Work], tag: str) -> None:
@@ -353,7 +363,7 @@ class PeerWatch:
                 work.wait()
             return
         start = time.monotonic()
-        with self._explaining(tag):
+        with self._explain_errors(tag):
             while not all(map(has_ended, works)):
                 self._check_wait(time.monotonic() - start)
 
@@ -363,7 +373,7 @@ class PeerWatch:
         return self.monitor is not None and bool(self.monitor.verdict)
 
     def close(self, owner: bool) -> None:
-        """Interrupt other threads' waits, and close the monitor if `owner`."""
+        """Interrupt other threads that are waiting here; close the monitor if `owner` is True."""
         self._closed = True
         if owner and self.monitor is not None:
             self.monitor.close()
@@ -379,10 +389,10 @@ class PeerWatch:
             self.monitor.published = value
 
     def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
-        """Block until no rank is behind; return immediately if liveness is off.
+        """Block until every rank has published the value that the caller is waiting for.
 
-        `behind` takes the values published so far, by rank ("" if none), and returns the ranks to
-        wait for, each with the reason to report on a timeout.
+        `behind` takes each rank's last published value ("" if none), and returns the ranks to wait
+        for, each with the error text for a timeout. If liveness is off, return immediately.
 
         Raises:
             PeerLostError: the timeout expired, or a rank is lost.
@@ -391,7 +401,7 @@ class PeerWatch:
         monitor, start = self.monitor, time.monotonic()
         if monitor is None:
             return
-        with self._explaining(tag):
+        with self._explain_errors(tag):
             while True:
                 if monitor.runs:
                     monitor.refresh()
@@ -406,22 +416,22 @@ class PeerWatch:
                 time.sleep(min(0.01 + waited_s / 4, HEARTBEAT_SECONDS))
 
     def check(self, tag: str) -> None:
-        """Raise the job's error if another rank has already ended the job; sends nothing."""
+        """Raise the job's error if the job has already ended; send nothing."""
         if self.monitor is not None and self.monitor.verdict:
             raise self._failure(tag, 0.0, "a rank was already lost earlier", self.monitor.verdict)
 
     def agreed(self, text: str) -> RuntimeError:
-        """Return an `AgreedError`; all other ranks raise it within a heartbeat.
+        """Report an error to all ranks, and return the exception that this rank must raise.
 
-        If several ranks call this, or a rank is lost, all ranks raise the error that was reported
-        first.
+        All other ranks raise the same error within a heartbeat. If several ranks report errors, or
+        a rank is lost, all ranks raise the error that was reported first.
         """
         return AgreedError(text) if self.monitor is None else self._failure("", 0.0, "", text)
 
     # -- the verdict
 
     @contextmanager
-    def _explaining(self, tag: str, computing: bool = False) -> Iterator[None]:
+    def _explain_errors(self, tag: str, computing: bool = False) -> Iterator[None]:
         """Context manager that replaces a `RuntimeError` with one that names the lost ranks."""
         start, monitor = time.monotonic(), self.monitor
         try:
@@ -435,16 +445,16 @@ class PeerWatch:
             found = error.found if isinstance(error, _StopWaitingError) else self._find_lost()
             if computing and not found:
                 raise
-            found = found or self._blame_the_living(tag, waited_s)
+            found = found or self._blame_slow_ranks(tag, waited_s)
             # the message contains the first line of gloo's error, the rest of which adds nothing
-            is_told = isinstance(error, _StopWaitingError) or "gloo" in str(error)
-            raise self._failure(tag, waited_s, str(error), found) from None if is_told else error
+            included = isinstance(error, _StopWaitingError) or "gloo" in str(error)
+            raise self._failure(tag, waited_s, str(error), found) from None if included else error
 
     def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
-        """Raise `_StopWaitingError` if this rank must not wait any longer.
+        """Raise `_StopWaitingError` if there is no point in waiting any longer.
 
-        `behind` contains the ranks that it is waiting for, with reasons; None means the ranks that
-        are behind in an exchange.
+        `behind` contains the ranks that this rank is waiting for, each with an error text. If it is
+        None, this rank is waiting for the ranks that have launched fewer exchanges.
         """
         monitor = self.monitor
         assert monitor is not None
@@ -456,21 +466,24 @@ class PeerWatch:
             raise _StopWaitingError("timed out", monitor.silent(self._gone_s, False) or behind)
         if waited_s >= min(SUSPECT_SECONDS, self.seconds / 4):
             monitor.read_all()
-            left = self._left(self._behind() if behind is None else behind)
+            left = self._departed_ranks(self._behind() if behind is None else behind)
             if found := left or monitor.without_store():
                 raise _StopWaitingError("a rank has left", found)
             if found := monitor.silent(HUNG_SECONDS, True):
                 raise _StopWaitingError("a rank stopped responding", found)
 
     def _find_lost(self) -> Verdict:
-        """Return the ranks that broke an exchange, or {} if all are alive and none has exited."""
+        """Return the ranks that broke an exchange; {} if all ranks are alive and none has left.
+
+        If another rank has already stored a verdict, return that verdict.
+        """
         monitor, start = self.monitor, time.monotonic()
         assert monitor is not None
         baseline: dict[int, int] = {}  # beats right after the failure; a later beat means alive
         while not monitor.verdict and monitor.runs:
             if monitor.refresh():
                 statuses = {r: s for r, s in monitor.statuses.items() if not s.left}
-                if found := self._left(self._behind()):
+                if found := self._departed_ranks(self._behind()):
                     return found
                 baseline = baseline or {rank: status.beat for rank, status in statuses.items()}
                 quiet = [r for r, status in statuses.items() if status.beat == baseline.get(r)]
@@ -483,28 +496,37 @@ class PeerWatch:
             time.sleep(0.1)
         # All ranks are alive or have left. Include ranks that launched this exchange: one of them
         # may have left before all of its bytes were sent.
-        return monitor.verdict or monitor.without_store() or self._left(self._behind(even=True))
+        return (
+            monitor.verdict
+            or monitor.without_store()
+            or self._departed_ranks(self._behind(include_equal=True))
+        )
 
-    def _behind(self, even: bool = False) -> dict[int, int]:
-        """Return the number of exchanges launched on this channel by each rank that is behind.
+    def _behind(self, include_equal: bool = False) -> dict[int, int]:
+        """Return the ranks that have launched fewer exchanges on this channel than this rank.
 
-        With `even`, include ranks that have launched as many as this rank.
+        The result maps each of them to its number of exchanges. With `include_equal`, include ranks
+        that have launched as many as this rank.
         """
         assert self.monitor is not None
-        mine, index = self.monitor.launched[self._index] + even, self._index
+        mine, index = self.monitor.launched[self._index] + include_equal, self._index
         found = {r: s.launched for r, s in self.monitor.statuses.items() if r in self._peers}
         # a rank that is still opening this channel does not list it yet
         launched = {r: n[index] if index < len(n) else 0 for r, n in found.items()}
         return {r: n for r, n in launched.items() if n < mine}
 
-    def _left(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the members of `ranks` that have closed their channels, with reasons."""
+    def _departed_ranks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return those of `ranks` that have closed their channels, each with an error text."""
         assert self.monitor is not None
         reason = "is gone (it ended its fit earlier; its log says why)"
         return {rank: reason for rank in ranks if self.monitor.statuses[rank].left}
 
-    def _blame_the_living(self, tag: str, waited_s: float) -> dict[int, str]:
-        """Return the ranks that are behind in this channel's exchanges; if none, this rank."""
+    def _blame_slow_ranks(self, tag: str, waited_s: float) -> dict[int, str]:
+        """Choose the ranks to blame if an exchange failed although all ranks are alive.
+
+        Return the ranks that have launched fewer exchanges than this rank. If there are none,
+        return this rank. Each has an error text.
+        """
         assert self.monitor is not None
         if behind := self._behind():
             mine = self.monitor.launched[self._index]
@@ -520,7 +542,7 @@ class PeerWatch:
         }
 
     def _failure(self, tag: str, waited_s: float, cause: str, found: Verdict) -> RuntimeError:
-        """Announce `found`; return the error for the first verdict in the job."""
+        """Announce the verdict `found`, and return the exception for the job's first verdict."""
         monitor = self.monitor
         assert monitor is not None
         monitor.announce(found)
@@ -543,7 +565,7 @@ class PeerWatch:
 
 
 class _StopWaitingError(RuntimeError):
-    """Raised to stop waiting for an exchange; `found` is the verdict, if there is one."""
+    """Raised to stop waiting for an exchange; `found` contains the lost ranks, if known."""
 
     def __init__(self, message: str, found: Verdict | None = None) -> None:
         super().__init__(message)
@@ -553,7 +575,7 @@ class _StopWaitingError(RuntimeError):
 def job_store() -> Any:
     """Return a new client of the job's TCPStore, or None if the job uses another kind of store.
 
-    The client is separate, because a call blocks it for as long as the store hangs.
+    It is separate from torch's own client, because a call blocks its client while the store hangs.
     """
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]

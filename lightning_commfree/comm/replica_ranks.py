@@ -1,7 +1,7 @@
 """Let the ranks of an elastic replica make the same decisions, through their job's TCPStore.
 
-This does not use a channel, because it runs on a background thread while the training thread uses
-the channels. Every rank must make the same calls in the same order.
+A background thread makes these decisions. It cannot use a channel, because the training thread uses
+the channels at the same time. Every rank must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 
 class ReplicaRanks:
-    """The ranks of this replica; by default, a single rank, which needs no store.
+    """Exchange of small JSON values between the ranks of one replica, through a key-value store.
+
+    The default is a replica with a single rank, which needs no store.
 
     Args:
         rank: rank of this process in the replica.
@@ -27,7 +29,7 @@ class ReplicaRanks:
         assert store is not None or size == 1, "several ranks need a store"
 
     def share(self, make: Callable[[], Any]) -> Any:
-        """Call `make` on the first rank; return its result, a JSON value, on all ranks.
+        """Call `make` on the first rank only, and return its result, a JSON value, on all ranks.
 
         Raises:
             RuntimeError: `make` raised a `RuntimeError`; raised on all ranks.
@@ -51,7 +53,7 @@ class ReplicaRanks:
         return json.loads(json.dumps(value))  # as the other ranks see it
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, a JSON value, in rank order."""
+        """Gather a JSON value from every rank, in rank order."""
         if self.size == 1:
             return [value]
         key = self._next_key()

@@ -1,4 +1,4 @@
-"""Checks shared by the settings of all algorithms."""
+"""Validation helpers for the settings of all algorithms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
-    """Raise a `ValueError` unless `value` is one of `choices`."""
+    """Raise a `ValueError` that names the setting `name` unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(
             f"`{name}={value!r}` is not valid. Choose one of {', '.join(map(repr, choices))}."
@@ -14,7 +14,9 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
-    """Check that `value` is an int of at least `least`; `meaning` is the end of the error message.
+    """Check that the value of the setting `name` is an int and at least `least`.
+
+    If the value is too small, `meaning` is appended to the error message.
 
     Raises:
         TypeError: `value` is not an int.

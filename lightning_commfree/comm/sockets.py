@@ -28,14 +28,18 @@ _SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # ioctl for an interface
 
 
 class GlooInterface:
-    """Sets gloo's network interface in the environment of this process, and restores it later."""
+    """Selects gloo's network interface through an environment variable, and restores it later."""
 
     def __init__(self) -> None:
         self._before: str | None = None
         self._changed = False
 
     def select(self, main_address: str) -> None:
-        """Set the interface unless the user has set it; raise the errors of `choose_interface`."""
+        """Select the interface that reaches `main_address`, unless the user has selected one.
+
+        Raises:
+            ValueError: several interfaces are possible, or none.
+        """
         self.restore()
         if os.environ.get(VARIABLE):
             return
@@ -45,7 +49,7 @@ class GlooInterface:
             os.environ[VARIABLE] = name
 
     def restore(self) -> None:
-        """Restore the environment variable."""
+        """Restore the previous value of the environment variable."""
         if self._changed:
             os.environ.pop(VARIABLE, None)
             if self._before is not None:
@@ -56,18 +60,19 @@ class GlooInterface:
 def choose_interface(main_address: str) -> str | None:
     """Choose the network interface for gloo in a job on several machines.
 
-    Return its name, or None if other machines can reach the address that gloo chooses by itself.
-    `main_address` is the main machine's address or host name, as in `MASTER_ADDR`.
+    Return the interface's name, or None if gloo's default works because this host's name resolves
+    to an address that other machines can reach. `main_address` is the main machine's address or
+    host name, as in `MASTER_ADDR`.
 
     Raises:
         ValueError: several interfaces are possible, or none.
     """
     addresses = {name: interface_address(name) for _, name in socket.if_nameindex()}
-    mine = _address_towards(main_address)
+    mine = _local_address_for(main_address)
     for name, address in addresses.items():
         if address is not None and address == mine and not ip_address(address).is_loopback:
             return name
-    # the main machine's route to itself is the loopback interface
+    # on the main machine itself, the route to `main_address` uses the loopback interface
     if any(not ip_address(address).is_loopback for address in host_addresses()):
         return None
     others = [n for n, a in addresses.items() if a is not None and not ip_address(a).is_loopback]
@@ -82,7 +87,7 @@ def choose_interface(main_address: str) -> str | None:
 
 
 def own_address(towards: str) -> str:
-    """Return the IPv4 address from which this machine reaches a host.
+    """Return the IPv4 address of the interface through which this machine reaches a host.
 
     If `GLOO_SOCKET_IFNAME` is set, return the address of that interface instead.
 
@@ -90,7 +95,7 @@ def own_address(towards: str) -> str:
         ValueError: the interface has no address, or there is no route to the host.
     """
     name = os.environ.get(VARIABLE)
-    address = interface_address(name) if name else _address_towards(towards)
+    address = interface_address(name) if name else _local_address_for(towards)
     if address is None:
         raise ValueError(
             f"The interface {name!r} (`{VARIABLE}`) has no IPv4 address; `ip address` lists those"
@@ -102,7 +107,7 @@ def own_address(towards: str) -> str:
 
 
 def connection_error(error: Exception) -> str:
-    """Return an error message for ranks on several machines that cannot connect."""
+    """Return the error message for ranks on several machines that cannot connect to each other."""
     return (
         f"The ranks cannot connect to each other ({str(error).strip()}). On this host gloo listens"
         f" on {os.environ.get(VARIABLE) or 'the address of the host name'}, which may be the wrong"
@@ -128,7 +133,7 @@ def host_addresses() -> list[str]:
     return []
 
 
-def _address_towards(host: str) -> str | None:
+def _local_address_for(host: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # looks up a route; connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])
@@ -139,14 +144,14 @@ _DESCRIPTORS = "/dev/fd"  # lists this process's descriptors, on Linux and macOS
 
 
 class CloseOnFork:
-    """A set of TCP sockets that are closed in forked children."""
+    """Set of TCP sockets that are closed automatically in forked child processes."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor, to detect reused descriptors
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Register all TCP sockets that any thread or library opens during a `with` block."""
+        """Context manager that registers all TCP sockets opened during its block, by any thread."""
         before = tcp_sockets()
         try:
             yield
@@ -188,7 +193,10 @@ def tcp_sockets() -> dict[int, int]:
 
 
 def hang_up(descriptor: int, inode: int) -> None:
-    """Shut down another library's connection; do nothing if its descriptor has been reused."""
+    """Shut down a TCP connection that another library opened.
+
+    Do nothing if the descriptor no longer refers to the socket with this inode.
+    """
     with suppress(OSError):
         if os.fstat(descriptor).st_ino == inode:
             with socket.socket(fileno=os.dup(descriptor)) as copy:

@@ -1,8 +1,8 @@
 """Find the transformer blocks of a model, the repeated modules that make up most of it.
 
-A block is a child of an outermost `ModuleList` or `Sequential` that has at least two children, all
-of the same class: `transformer.h` of GPT-2, `model.layers` of Llama, `encoder.block` and
-`decoder.block` of T5.
+A block is a child of a `ModuleList` or `Sequential` that is not inside another block and has at
+least two children, all of the same class: `transformer.h` of GPT-2, `model.layers` of Llama,
+`encoder.block` and `decoder.block` of T5.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def is_compiled_submodule(module: nn.Module) -> bool:
-    """Return whether `torch.compile` or `Module.compile` was called on exactly this module."""
+    """Return whether this module itself, rather than a parent or child, was compiled.
+
+    Both `torch.compile(module)` and `module.compile()` count as compiling it.
+    """
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
@@ -33,7 +36,8 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     """Return the names of the outermost submodules whose class is in `classes`, in model order.
 
     Raises:
-        ValueError: for one of the classes, `module` has no such submodule.
+        ValueError: `module` has no submodule of one of the classes, or has one only inside a
+            submodule of another class in `classes`.
     """
     found: list[str] = []
     seen: set[str] = set()

@@ -78,7 +78,7 @@ def why_unavailable() -> str | None:
 
 
 def refuse_wrapped(strategy: str, module: nn.Module) -> None:
-    """Check that a module is neither compiled nor wrapped for DDP or FSDP, before sharding it.
+    """Check that a module to be sharded is neither compiled nor wrapped by DDP or FSDP.
 
     Raises:
         ValueError: the module or a submodule is compiled or wrapped.
@@ -104,17 +104,17 @@ def apply_fsdp(
 ) -> None:
     """Shard a module's parameters across the ranks of a replica.
 
-    Each block is an FSDP unit, and the rest of the model is another one. A unit's parameters are
-    gathered for its forward pass and again for its backward pass, after which its gradients are
-    averaged over the replica. Parameters become `DTensor`s. The module stays sharded, and `group`
-    must exist as long as the module does.
+    Each transformer block (or each module in `units`) is an FSDP unit, and the rest of the model is
+    another unit. A unit's parameters are gathered for its forward pass and again for its backward
+    pass, after which its gradients are averaged over the replica. Parameters become `DTensor`s. The
+    module remains sharded, so `group` must not be destroyed before the module.
 
     Args:
         module: the plain module, on any device; the same on all ranks of the replica.
         group: the process group of the replica.
         device: device for the shards; each unit is moved there before it is sharded.
-        materializer: initializes a module that is on `meta`, one unit at a time, so that no rank
-            ever holds the full model.
+        materializer: initializes a module that is on the `meta` device, one unit at a time, so
+            that no rank ever holds the full model.
         units: class names of the modules that become units; if empty, the transformer blocks.
 
     Raises:
@@ -122,8 +122,8 @@ def apply_fsdp(
             FSDP2 cannot train.
     """
     names = outermost(module, units) if units else list(block_names(module))
-    _refuse_parameters(module, names)
-    ties = _ties(module)
+    _check_parameters(module, names)
+    ties = _tied_parameters(module)
     # By default, the outermost unit stays gathered after a forward pass without backward, so the
     # training step after a validation would use the validation's weights.
     how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, device.type)}
@@ -145,16 +145,17 @@ def apply_fsdp(
     for step in _STEPS:  # FSDP2 would gather the root's parameters only for `forward`
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
-    _refuse_save_pretrained(module)
+    _disable_save_pretrained(module)
 
 
 _CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
 
 
-def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
-    """Check that FSDP2 can train all parameters; its own errors come later and name no parameter.
+def _check_parameters(module: nn.Module, units: Sequence[str]) -> None:
+    """Check that FSDP2 can train all parameters.
 
-    `units` are the names of the submodules that are gathered separately.
+    FSDP2 itself raises errors only later, without the parameter's name. `units` contains the names
+    of the submodules that are gathered separately.
 
     Raises:
         ValueError: a parameter is empty, has sparse gradients, or has a different dtype than the
@@ -183,7 +184,7 @@ def _refuse_parameters(module: nn.Module, units: Sequence[str]) -> None:
             )
 
 
-def _refuse_save_pretrained(module: nn.Module) -> None:
+def _disable_save_pretrained(module: nn.Module) -> None:
     for model in module.modules():  # transformers and peft models may be submodules
         if isinstance(getattr(model, "save_pretrained", None), MethodType):
             vars(model)["save_pretrained"] = _refuse_to_save
@@ -197,8 +198,8 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return, for each tied parameter, its (module, attribute name) pairs."""
+def _tied_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the (module, attribute name) pairs of each tied parameter, one list per parameter."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -208,7 +209,11 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Within a `with` block, accumulate full gradients locally; the next backward reduces them."""
+    """Context manager in which backward passes accumulate gradients without reducing them.
+
+    Each rank accumulates full gradients locally. The next backward pass after the block reduces
+    them over the replica.
+    """
     assert isinstance(module, FSDPModule), "`apply_fsdp` must come first"
     module.set_requires_gradient_sync(False)
     try:
@@ -218,7 +223,7 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 
 
 def step_bytes(module: nn.Module) -> tuple[int, int]:
-    """Return the bytes that this rank sends per step in all-gathers and in reduce-scatters.
+    """Return the bytes that this rank sends per step in FSDP2's all-gathers and reduce-scatters.
 
     Parameters are gathered twice, for forward and backward, and the gradients of trained parameters
     are reduce-scattered once. Frozen units through which no gradient flows are gathered only once
@@ -240,7 +245,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], held: Set[nn.Parameter]) -
     """Check that the optimizers hold the sharded parameters, not the original ones.
 
     Raises:
-        ValueError: an optimizer holds a parameter that is not in `held`, the sharded parameters.
+        ValueError: an optimizer holds a parameter that is not in `held`, the set of sharded
+            parameters.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     count = sum(parameter not in held for group in groups for parameter in group["params"])

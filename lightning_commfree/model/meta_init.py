@@ -2,8 +2,8 @@
 
 A rank initializes one layer, keeps its shards of that layer, discards the rest and continues with
 the next layer. It never holds more than its shards of the model and one full layer, whereas
-`from_pretrained` reads the full model in every process. Values come from a Hugging Face folder
-(`from_pretrained_on_meta`), the model's own `_init_weights`, or `reset_parameters`.
+`from_pretrained` reads the full model in every process. The initial values come from a Hugging Face
+folder (`from_pretrained_on_meta`), the model's own `_init_weights`, or `reset_parameters`.
 
 All ranks start from the same RNG state and initialize full layers, so initial values do not depend
 on the number of ranks. They differ from the values of a model that is not built on `meta`, because
@@ -28,11 +28,11 @@ _HEADER_BYTES = 1 << 16  # at the start of a file: the names, shapes and offsets
 def from_pretrained_on_meta(
     model_class: Any, folder: str | Path, config: Any = None, **config_changes: Any
 ) -> Any:
-    """Build a model without weights; a strategy loads them from `folder` as it shards the model.
+    """Build a transformers model on the `meta` device; its weights are loaded when it is sharded.
 
     Use this in `configure_model` instead of `from_pretrained`, with `inside="fsdp"`,
-    `inside="domino"` or `DominoTPStrategy`. No rank ever holds more than its shards and one unit or
-    layer.
+    `inside="domino"` or `DominoTPStrategy`. The strategy loads the weights from `folder` while it
+    shards the model, and no rank ever holds more than its shards and one unit or layer.
 
     Args:
         model_class: a transformers class, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
@@ -65,7 +65,7 @@ def from_pretrained_on_meta(
 
 
 class SavedWeights:
-    """The tensors in a Hugging Face folder, which are looked up by their names in a model.
+    """Reader for the tensors in a Hugging Face folder, looked up by their names in a model.
 
     Raises:
         ValueError: the folder contains no safetensors files.
@@ -77,7 +77,7 @@ class SavedWeights:
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif single.is_file():
-            with _opened(single) as file:
+            with _open_safetensors(single) as file:
                 files = dict.fromkeys(file.keys(), _SINGLE_FILE)
         else:
             raise ValueError(
@@ -100,7 +100,7 @@ class SavedWeights:
             )
 
     def find(self, model: Any, names: Iterable[str]) -> str | None:
-        """Return the folder's name for one of the model's tensors, or None if it is missing.
+        """Return the name under which the folder stores one of the model's tensors, or None.
 
         `names` are the tensor's names in the model; a tied tensor has several.
         """
@@ -114,13 +114,13 @@ class SavedWeights:
         return None
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor with this name, in host memory."""
-        with _opened(self._folder / self._files[name]) as file:
+        """Load the tensor that the folder stores under `name` into host memory."""
+        with _open_safetensors(self._folder / self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def fingerprint(self) -> str:
-        """Return a hash of the files' names, sizes and headers."""
+        """Return a hash of the safetensors files' names, sizes and headers."""
         found = blake2b(digest_size=8)
         for name in sorted(set(self._files.values())):
             path = self._folder / name
@@ -130,7 +130,7 @@ class SavedWeights:
 
 
 def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Return all names of each parameter and persistent buffer; tied tensors have several."""
+    """Return the names of each parameter and persistent buffer; tied tensors have several."""
     found: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -138,14 +138,18 @@ def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
     return found
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     from safetensors import safe_open  # a dependency of transformers
 
     return safe_open(path, framework="pt")
 
 
 def meta_fingerprint(module: nn.Module) -> dict[str, str]:
-    """Return the initialization settings that must be the same on all ranks, as strings."""
+    """Return the settings for initialization on `meta` that must be the same on all ranks.
+
+    The settings are strings: whether the model is on `meta`, and a hash of the folder with its
+    weights, if any.
+    """
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]
     found = {"a model on the meta device": str(bool(on_meta(module)))}
@@ -159,7 +163,7 @@ def on_meta(module: nn.Module) -> list[str]:
 
 
 class Materializer:
-    """Initializes a model's layers that are on `meta`.
+    """Initializes the layers of a model that are on the `meta` device.
 
     Args:
         model: a transformers model, or a module that contains such models and whose other layers
@@ -185,7 +189,7 @@ class Materializer:
 
     @property
     def reads_folder(self) -> bool:
-        """Whether any values are read from a folder."""
+        """Whether any initial values are read from a Hugging Face folder."""
         return bool(self._saved)
 
     def materialize(self, layer: nn.Module) -> None:
@@ -197,7 +201,7 @@ class Materializer:
         self._initialize(list(_children_first(layer)))
 
     def materialize_rest(self) -> None:
-        """Initialize all remaining layers of the model."""
+        """Initialize all layers of the model that are still on `meta`."""
         for module in _children_first(self._model):
             self._initialize([module])
 

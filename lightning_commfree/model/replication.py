@@ -26,14 +26,14 @@ def broadcast_initial_weights(
     fingerprint: Mapping[str, str],
     between: Channel | None = None,
 ) -> None:
-    """Check that all ranks have the same settings and module, then broadcast the initial weights.
+    """Check that all ranks have the same settings and model, then broadcast the initial weights.
 
     Args:
         channel: channel between all ranks.
         module: the model; names, shapes and dtypes must be the same on all ranks.
         fingerprint: other settings that must be the same, as a dict from name to text.
-        between: if the model is sharded, channel to the ranks that hold the same shards in other
-            replicas; shards are copied from the first replica.
+        between: if the model is sharded, the channel between the ranks that hold the same shards in
+            different replicas. Shards are copied from the first replica.
 
     Raises:
         ValueError: the ranks differ. The error is the same on all ranks.
@@ -47,7 +47,7 @@ def broadcast_initial_weights(
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
-    """Overwrite `tensors` with the tensors of the channel's first rank; blocks until done.
+    """Copy the first rank's tensors to all other ranks of a channel; block until done.
 
     The tensors must have the same shapes, dtypes and order on all ranks; empty tensors and tensors
     on `meta` are skipped. The ranks compare hashes of 8 bytes per tensor and send only tensors that
@@ -66,7 +66,7 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
 
 
 def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> list[bool]:
-    """Return whether each tensor differs from the first rank's; collective.
+    """Return, for each tensor, whether it differs from the first rank's tensor; collective.
 
     All ranks must have the same number of tensors, in the same order; their sizes may differ.
     """
@@ -82,7 +82,10 @@ def digests_of_all(
     tag: str,
     hashed: Callable[[Tensor], Tensor] = thorough_digest,
 ) -> Tensor:
-    """Return all ranks' hashes of their tensors or local shards; int64, shape (ranks, tensors)."""
+    """Gather every rank's hashes of its tensors: int64, shape (ranks, tensors); collective.
+
+    A sharded tensor is hashed by its local shard, and an empty tensor hashes to 0.
+    """
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
     if not tensors:
         return nothing.expand(channel.size, 0)
@@ -94,7 +97,7 @@ def digests_of_all(
 
 
 def share_random_state(channel: Channel, device: torch.device) -> None:
-    """Copy the first rank's RNG states (CPU and device) to all ranks of a channel."""
+    """Copy the first rank's RNG states (CPU and CUDA) to all ranks of a channel; collective."""
     state = torch.get_rng_state().to(channel.device)
     torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
     if device.type == "cuda":
@@ -112,7 +115,10 @@ def _describe(module: nn.Module) -> dict[str, str]:
 
 
 def common_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the persistent floating-point buffers; checkpoints contain their means."""
+    """Return the buffers that replicas average: persistent, floating-point and not empty.
+
+    Checkpoints contain the means of these buffers.
+    """
     kept = module.state_dict(keep_vars=True)
     return [
         buffer
@@ -124,9 +130,10 @@ def common_buffers(module: nn.Module) -> list[Tensor]:
 def averaged_buffers(
     module: nn.Module, channel: Channel, tag: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a module's persistent floating-point buffers, each with its mean over the ranks.
+    """Yield (buffer, mean) for each persistent floating-point buffer of a module; collective.
 
-    Values are summed in rank order, in fp32 or wider, so the means are bit-identical on all ranks.
+    The means are over the channel's ranks. Values are summed in rank order, in fp32 or wider, so
+    the means are bit-identical on all ranks.
     A value that is the same on all ranks is returned unchanged, even if the sum would overflow.
     """
     buffers = common_buffers(module)
@@ -148,17 +155,18 @@ def averaged_buffers(
 
 
 class BucketOrder:
-    """The order in which DDP puts gradients into buckets, for an exact resume.
+    """Records and restores the order in which DDP assigns gradients to buckets, for exact resume.
 
-    After the first backward pass, DDP puts gradients in the order in which they became ready. With
-    three or more ranks, rounding in an all-reduce depends on a value's position in its bucket, so a
-    resumed fit must start with the same order.
+    After the first backward pass, DDP reassigns gradients to buckets in the order in which they
+    became ready. With three or more ranks, rounding in an all-reduce depends on a value's position
+    in its bucket, so a resumed fit must start with the same order.
 
     Args:
         ddp: the wrapped module, before its first backward pass.
 
     Attributes:
-        names: names of the trained parameters in this order; empty before the first backward pass.
+        names: names of the trained parameters in the order in which their gradients became ready;
+            empty before the first backward pass.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -171,7 +179,7 @@ class BucketOrder:
         ]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Make DDP use a saved order of buckets by a backward pass with zeros; collective."""
+        """Restore a saved bucket order by a backward pass with zero gradients; collective."""
         if set(names) != self._trained.keys():  # saved before the first backward
             return
         self._ddp.require_forward_param_sync = False  # do not broadcast buffers
@@ -197,7 +205,7 @@ class BucketOrder:
             self.close()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Stop recording: remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -232,6 +240,6 @@ class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
         self._channel = channel
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, and agree with all ranks on whether any rank found NaN or Inf."""
+        """Unscale the gradients, and check whether any rank's gradients contain NaN or Inf."""
         with self._channel.peers.naming_lost("overflow"):
             super().unscale_(optimizer)

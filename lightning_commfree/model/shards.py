@@ -1,4 +1,4 @@
-"""Access this rank's shards of tensors, gather full tensors, and shard full tensors.
+"""Helpers for sharded tensors: get a rank's shard, gather the full tensor, shard a full tensor.
 
 The ranks of a replica may each hold a shard of a tensor. FSDP2's shards are `DTensor`s, split by
 rows; Domino's are plain tensors tagged by `mark_shard`. Code that exchanges, saves or compares
@@ -24,7 +24,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def mark_shard(parameter: nn.Parameter, is_shard: bool) -> None:
-    """Record on a plain parameter whether it is a shard."""
+    """Tag a plain parameter as a shard of a larger tensor, or as a full tensor."""
     parameter.is_shard_of_replica = is_shard  # type: ignore[attr-defined]
 
 
@@ -43,7 +43,7 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
     """Return a copy of nested dictionaries, lists and tuples with some values replaced.
 
     `convert` takes a value and its dotted name, and returns the value or a replacement. It is also
-    called for containers; the items of a container that it replaces are not visited.
+    called for containers; if it replaces a container, the container's items are not visited.
     """
     converted = convert(value, name)
     if converted is not value:
@@ -84,12 +84,13 @@ def full_tensors(state: Any, keep: bool) -> Any:
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Shard `values`, a full tensor or already this rank's shard, in the same way as `like`.
+    """Shard a tensor in the same way as the tensor `like`.
 
-    Return `values` unchanged if `like` is not sharded.
+    `values` is a full tensor, or already this rank's shard. If `like` is not sharded, return
+    `values` unchanged.
 
     Raises:
-        ValueError: `values` has neither the shape of the full tensor nor that of the shard.
+        ValueError: `values` has neither the full tensor's shape nor the shard's shape.
     """
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
@@ -131,12 +132,15 @@ class RowShards:
         }
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
-        """Return the module's full state in host memory, or {} if not `keep`; collective."""
+        """Return the module's full state in host memory, or {} if `keep` is False; collective."""
         state = full_tensors(self.sharded_state_dict(), keep)
         return state if keep else {}
 
     def gather_in_state_dict(self, keep: bool) -> None:
-        """Make the module's own `state_dict` return full tensors from now on."""
+        """Make the module's own `state_dict` gather full tensors from now on.
+
+        Calls to it are then collective. With `keep=False`, this rank gets empty tensors.
+        """
         # Lightning's fork launcher calls `state_dict` without going through the strategy
 
         def gather(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
@@ -154,11 +158,11 @@ class RowShards:
         }
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state as `DTensor`s, even if it keeps plain local shards."""
+        """Return an optimizer's state as `DTensor`s; plain local shards are converted."""
         return _map_optimizer_state(optimizer, optimizer.state_dict(), shard_like)
 
     def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Return an optimizer's full state, or {} if not `keep`; collective."""
+        """Return an optimizer's full state in host memory, or {} if `keep` is False; collective."""
         state: dict[str, Any] = full_tensors(self.sharded_optimizer_state(optimizer), keep)
         return state if keep else {}
 
@@ -178,7 +182,7 @@ def _map_optimizer_state(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
-    # not strict: the optimizer itself rejects another model's state
+    # not strict: the optimizer itself rejects a state from another model
     parameter_of = dict(zip(saved, parameters, strict=False))
     converted: dict[Any, dict[str, Any]] = {}
     for index, own in state["state"].items():

@@ -1,7 +1,7 @@
-"""Temporarily swap the replicas' shared weights into the module, then restore the local ones.
+"""Temporarily swap the replicas' shared weights into the module, then restore the local weights.
 
-Between exchanges, replicas that train independently have different local weights. Validation and
-checkpoints use the shared weights.
+Replicas that train independently have different *local* weights between exchanges. The *shared*
+weights are the same on all replicas; validation and checkpoints use them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADVICE = (
 
 
 class SharedPart(Protocol):
-    """A subset of a module's tensors, together with their shared values."""
+    """Interface for a subset of a module's tensors and their values shared by all replicas."""
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -36,25 +36,25 @@ class SharedPart(Protocol):
         """The module's own tensors, parameters before buffers."""
 
     def outer(self) -> list[Tensor]:
-        """Return the shared values, with the same shapes and in the same order as `local`."""
+        """Return the shared values, in the order and with the shapes of `local`."""
 
     def show(self, shown: Tensor | None = None) -> None:
         """Copy the shared values, or `shown` if it is not None, into the module."""
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
+        """Return whether the parameters (and buffers, if `buffers`) have the shared values."""
 
     def take_local(self) -> None:
-        """Overwrite the shared values with the module's own."""
+        """Overwrite the shared values with the module's own values."""
 
 
 class SharedCopy:
-    """Shared copy of a model's trained parameters and persistent floating-point buffers.
+    """Copy of the weights shared by all replicas: trained parameters and averaged buffers.
 
-    Create it while all replicas hold the same weights.
+    Create it while all replicas hold the same weights, which become the shared values.
 
     Attributes:
-        names: names of the trained parameters, and names of the persistent buffers.
+        names: names of the trained parameters, and names of the persistent floating-point buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -88,31 +88,31 @@ class SharedCopy:
             tensor.copy_(part)
 
     def load(self, shared: Sequence[Tensor]) -> None:
-        """Set the shared values, in the order of `outer`."""
+        """Overwrite the shared values with `shared`, in the order of `outer`."""
         for own, value in zip(self._shared, shared, strict=True):
             own.copy_(value)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
+        """Return whether the parameters (and buffers, if `buffers`) have the shared values."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
     def take_local(self) -> None:
-        """Overwrite the shared values with the module's own."""
+        """Overwrite the shared values with the module's own values."""
         self.load(self.local)
 
 
 class WeightSwap:
     """Switches a module between its local weights and the shared weights.
 
-    The entries of `parts` together cover the model; the list may grow.
+    `parts` contains all exchanged tensors of the module; parts may be added to the list later.
     """
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:
         self._parts = parts
         self._stashed: list[Tensor] = []  # the local weights
         self._shared_hashes: list[Tensor] = []  # hashes of the shared weights in the module
-        self.swapped_in = False  # whether the module contains the shared weights now
+        self.swapped_in = False  # whether the module currently contains the shared weights
 
     @property
     def in_module(self) -> list[Tensor]:
@@ -132,19 +132,20 @@ class WeightSwap:
 
     @torch.no_grad()
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the parameters (and, if `buffers`, the buffers) equal the shared ones."""
+        """Return whether the parameters (and buffers, if `buffers`) have the shared values."""
         return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()
     def take_local(self) -> None:
-        """Overwrite the shared weights with the module's weights, before the first step."""
+        """Overwrite the shared weights with the module's own weights, before the first step."""
         for part in self._parts:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
         """Return a dict of the shared weights and averaged buffers; collective within a replica.
 
-        They have the module's dtypes and are on the device of the shared copy. Do not modify them.
+        The tensors have the module's dtypes and are on the device of the shared copy. Do not modify
+        them.
         """
         return {
             name: tensor
@@ -154,7 +155,7 @@ class WeightSwap:
 
     @contextmanager
     def local_weights(self) -> Iterator[None]:
-        """Swap the local weights into the module for the duration of a `with` block."""
+        """Context manager that swaps the local weights into the module during its block."""
         swapped = self.swapped_in
         self.swap_out()
         yield
@@ -163,7 +164,10 @@ class WeightSwap:
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Swap in the shared weights during a `with` block; nested calls have no effect."""
+        """Context manager that swaps the shared weights into the module during its block.
+
+        If they are already in the module, it has no effect. For `shown`, see `swap_in`.
+        """
         if self.swapped_in:
             yield
             return
@@ -175,7 +179,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
-        """Swap the shared weights and buffers into the module, unless they are already there.
+        """Swap the shared weights and buffers into the module, if it has the local weights now.
 
         If `shown` is given, use its values instead, one entry per part (see `SharedPart.show`).
         """
@@ -189,7 +193,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_out(self, check: bool = True) -> None:
-        """Restore the module's local weights, bit for bit, unless they are already there.
+        """Restore the module's local weights, bit for bit, if it has the shared weights now.
 
         Raises:
             RuntimeError: `check` is True, and a parameter was modified since `swap_in`. The local
@@ -224,7 +228,10 @@ class WeightSwap:
 
 
 class OuterView:
-    """View of a module that has the shared weights, gathered on first use, in place of its own."""
+    """View of a module in which the shared weights replace the module's own weights.
+
+    The shared weights are gathered on first use. Other attributes are the module's own.
+    """
 
     def __init__(self, module: nn.Module, swap: WeightSwap) -> None:
         self._module, self._swap = module, swap

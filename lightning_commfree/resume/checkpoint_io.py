@@ -13,8 +13,9 @@ from lightning_commfree.host import AsyncCheckpointIO, CheckpointIO, TorchCheckp
 from lightning_commfree.resume.files import FilePath, local_path, write_atomic
 from lightning_commfree.resume.folders import read_folder
 
-# earlier releases of Lightning do not have this argument
-_ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
+# earlier releases of Lightning do not have the argument `weights_only`
+_PARAMETERS = inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
+_HAS_WEIGHTS_ONLY = "weights_only" in _PARAMETERS
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -39,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return saved
         if not self._maps or local is None or not zipfile.is_zipfile(local):
             return super().load_checkpoint(path, *args, **kwargs)
-        weights_only = asked if _ASKS else False
+        weights_only = asked if _HAS_WEIGHTS_ONLY else False
         state: dict[str, Any] = torch.load(
             local, map_location="cpu", mmap=True, weights_only=weights_only
         )
@@ -61,7 +62,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def with_atomic_writes(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
-    """Return the user's plugin, or the default one; if the user's is a wrapper, it wraps ours."""
+    """Return the checkpoint plugin to use: the user's `plugin`, or else an `AtomicCheckpointIO`.
+
+    If the user's plugin is a wrapper, make it wrap an `AtomicCheckpointIO`.
+    """
     if plugin is None:
         return AtomicCheckpointIO(maps)
     if hasattr(plugin, "checkpoint_io"):
@@ -71,7 +75,7 @@ def with_atomic_writes(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
 
 
 def writes_later(checkpoint_io: Any) -> bool:
-    """Return whether a plugin, or one that it wraps, writes asynchronously."""
+    """Return whether a checkpoint plugin, or a plugin that it wraps, writes asynchronously."""
     while checkpoint_io is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
         checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)  # the wrapped plugin
     return checkpoint_io is not None

@@ -4,15 +4,15 @@ Without a shared disk, rank 0 writes a checkpoint to its own disk, and every oth
 rank file to its own disk. On resume, files that a rank needs but does not have are sent over the
 channel between all ranks:
 
-1. The ranks agree on the checkpoint. A rank without a path (`ckpt_path="last"` found nothing on its
-   disk) uses the path of the first rank that has one.
+1. The ranks agree on a checkpoint. A rank without a path (because `ckpt_path="last"` found no
+   checkpoint on its disk) uses the path of the first rank that has one.
 2. The first rank that has the checkpoint sends it to the ranks that do not have it.
 3. These ranks load a hidden copy beside the path, which is removed after all ranks have loaded it.
    If it were kept, the next resume might use this old checkpoint.
-4. Rank files are sent in the same way. They are kept until the next save, because their folder is
-   unique to a save.
+4. Rank files are sent in the same way. They can be kept until the next save, because their folder
+   is unique to a save.
 
-Ranks on a shared disk have the same file, and nothing is sent.
+If all ranks share a disk, they have the same files, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
         path: this rank's path, or None if it found no checkpoint.
 
     Returns:
-        `path`, another rank's path, or the path of a temporary copy. None if no rank has a path.
+        `path`, another rank's path, or the path of a temporary copy; None if no rank has a path.
 
     Raises:
         RuntimeError: ranks have different checkpoints, or a copy cannot be written; raised on all
@@ -76,7 +76,7 @@ def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
 
 
 def drop_copy(path: FilePath | None) -> None:
-    """Remove a temporary copy returned by `find_checkpoint`; other paths are not removed."""
+    """Remove `path` if it is a temporary copy made by `find_checkpoint`; keep any other file."""
     local = None if path is None else local_path(path)
     if local is not None and local.name.startswith(".") and local.name.endswith(".received"):
         _remove(local)
@@ -114,9 +114,9 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
         if ranks.rank == source:
             pieces = _pieces(path)
         if target is not None:
-            half = target.with_name(f".{target.name}.receiving")
-            half.parent.mkdir(parents=True, exist_ok=True)
-            _remove(half)  # left by a killed process
+            partial = target.with_name(f".{target.name}.receiving")
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            _remove(partial)  # left by a killed process
     pieces = ranks.broadcast(pieces, source)
     size_mb = sum(size for _, _, size in pieces) / 1e6
     name = Path(pieces[0][0]).parts[0]
@@ -124,7 +124,7 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
         f"Rank {source} is sending {name!r} ({size_mb:,.2f} MB) to ranks that do not have it."
     )
     with on_disk():
-        writes = target is not None and _make(half)
+        writes = target is not None and _create_folder(partial)
 
     for file, start, size in pieces:
         piece = bytearray(size)
@@ -136,17 +136,17 @@ def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
             ranks.channels.world.broadcast(chunk, TAG, source).wait()
         with on_disk():
             if writes:
-                _append(half / file, piece)
+                _append(partial / file, piece)
 
     with on_disk():
         if target is not None and writes:
             _remove(target)
-            os.replace(half / name, target)
-            half.rmdir()
+            os.replace(partial / name, target)
+            partial.rmdir()
 
 
 def _identity(path: Path) -> str:
-    """Return a string that is the same for all copies of a checkpoint; "" if it does not exist."""
+    """Return a string that identifies a checkpoint's contents, or "" if `path` does not exist."""
     if not path.exists():
         return ""
     file = path / REST if path.is_dir() else path
@@ -159,7 +159,10 @@ def _identity(path: Path) -> str:
 
 
 def _pieces(path: Path) -> list[tuple[str, int, int]]:
-    """Split a file or folder into pieces: name relative to its parent, start and size in bytes."""
+    """Split a file or folder into chunks, each a tuple (file, start in bytes, size in bytes).
+
+    File names are relative to the parent of `path`.
+    """
     files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
     return [
         (str(file.relative_to(path.parent)), start, min(size - start, CHUNK_BYTES))
@@ -169,7 +172,7 @@ def _pieces(path: Path) -> list[tuple[str, int, int]]:
     ]
 
 
-def _make(folder: Path) -> bool:
+def _create_folder(folder: Path) -> bool:
     """Create a folder; return False if another rank on the same disk has already created it."""
     try:
         folder.mkdir()

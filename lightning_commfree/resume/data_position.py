@@ -1,13 +1,13 @@
 """Save and restore a rank's position in an epoch: RNG state, loaders, gradients.
 
-Lightning restores the loops (with help from `loops`), but not the RNG state, partly accumulated
-gradients, or the position of a loader without a `state_dict`, which would start over at the epoch's
-first batch.
+Lightning restores the loops (which `resume.loops` corrects), but not the RNG state, partially
+accumulated gradients, or the position of a loader without a `state_dict`, which would start over at
+the epoch's first batch.
 
 A shuffling loader draws from the global random number generator or from its own
 (`DataLoader(generator=...)`). Without worker processes, it draws when its first batch is read. With
 workers, it draws when its iterator is created, which also seeds the workers. `EpochStart` records
-the RNG state at both points, and a resumed fit restores it at both.
+the RNG state at both points, and a resumed fit restores it at both points.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from lightning_commfree.lightning_internals import (
 from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks, start_in_epoch
 from lightning_commfree.resume.rank_files import plain_or_none
 
-GeneratorStates = dict[str, Any]  # "random": state of the host; "generators": of the loaders
+# "random": the host's RNG state; "generators": the states of the loaders' own generators
+GeneratorStates = dict[str, Any]
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -121,7 +122,7 @@ def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object
 
 
 def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
-    """Set the epoch of the loaders' samplers; some samplers derive their order from it."""
+    """Call `set_epoch` on the loaders' samplers that have it; they derive their order from it."""
     for loader in loaders:
         for owner in (loader, getattr(loader, "batch_sampler", None)):
             sampler: Any = getattr(owner, "sampler", None)
@@ -138,7 +139,7 @@ def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
 
 
 class EpochStart:
-    """Records the RNG state at two points at the start of each epoch.
+    """Records the RNG state at the start of each epoch, at two points.
 
     1. Before the epoch's iterator is created: in the first epoch, when Lightning prepares the
        loaders; in later epochs, when Lightning's loop begins the epoch.
@@ -146,7 +147,7 @@ class EpochStart:
 
     If there are several loaders of different lengths, it does not record when a shorter one
     restarts in the middle of an epoch. Create this object before the Trainer creates its loaders.
-    `patches` receives wrappers for two methods.
+    It wraps two methods of the Trainer's objects, which `patches` can restore.
 
     Attributes:
         iterator: the state before this epoch's iterator was created; None if it has not been
@@ -189,12 +190,12 @@ class EpochStart:
         patches.put(loop, "on_run_start", record_and_begin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both records (None if not yet made) and the loaders' current RNG state."""
+        """Return both recorded states (None if not yet recorded) and the loaders' current state."""
         iterator = self._when_prepared() if self.iterator is None else self.iterator
         return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore saved records; `begun` says whether the fit resumes within the recorded epoch."""
+        """Restore recorded states; `begun` is whether the fit resumes within the recorded epoch."""
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
     def _now(self) -> GeneratorStates:
@@ -217,8 +218,8 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     return [] if loaders is None else CombinedLoader(loaders).flattened
 
 
-def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochStart) -> Any:
-    """Return this rank's position in the training data.
+def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], epoch_start: EpochStart) -> Any:
+    """Return this rank's position in the training data, for a checkpoint.
 
     "loaders" contains the states of loaders with a `state_dict`, or None if they need pickle;
     Lightning then restores rank 0's. "ahead" contains the prefetched batches (a single batch if the
@@ -228,14 +229,14 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
     ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
     return {
         "random": random_state(trainer.strategy.root_device),
-        "epoch_start": begin.state_dict(),
+        "epoch_start": epoch_start.state_dict(),
         "loaders": plain_or_none(_loader_states(checkpoint)),
         "ahead": plain_or_none([*ahead]),
     }
 
 
 def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Return partly accumulated gradients, without copies, as a dict from parameter name to tensor.
+    """Return partially accumulated gradients by parameter name, without copying them.
 
     The dict is empty right after an optimizer step. With manual optimization, all gradients are
     returned, because only the module knows whether it will use them.
@@ -252,7 +253,7 @@ EPOCH_METRICS = "cover only the batches after the resume"
 def not_saved(
     trainer: pl.Trainer, checkpoint: Mapping[str, Any], own: Mapping[str, Any]
 ) -> list[str]:
-    """Return messages about state that cannot be restored from a checkpoint saved now."""
+    """Return messages about state that is lost if a checkpoint is saved now."""
     texts = needing_pickle(checkpoint, own, trainer.world_size)
     if in_accumulation(trainer) and not own["gradients"]:
         texts.append(
@@ -269,7 +270,7 @@ def not_saved(
 
 
 def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
-    """Return messages about states that need pickle, which only rank 0 can save."""
+    """Return messages about state that needs pickle, which a rank file cannot contain."""
     shared = "contains objects other than tensors and plain values, so every rank gets rank 0's"
     texts = []
     # a single rank loses nothing: Lightning saves its state
@@ -286,7 +287,7 @@ def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks:
 
 
 def _skipped_schedulers(trainer: pl.Trainer) -> list[str]:
-    """Return messages about metric-based schedulers that will skip a step after a resume.
+    """Return messages about schedulers that monitor a metric and will skip a step after a resume.
 
     Lightning does not save metrics, so such a scheduler does not step for the batch after which the
     checkpoint was saved, or at the end of that epoch.
@@ -316,7 +317,7 @@ _OTHER_ORDER = (
 
 
 def restore_data_position(
-    trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]
+    trainer: pl.Trainer, epoch_start: EpochStart, own: Mapping[str, Any]
 ) -> list[str]:
     """Restore the loops, the loaders and the RNG state, right before training starts.
 
@@ -327,8 +328,8 @@ def restore_data_position(
        Lightning then creates the next epoch's iterator, which uses it.
 
     Loaders with a `state_dict` restore their own position. `own` contains the entries of
-    `data_state`, and `begin` takes over the records saved there. Return messages about state that
-    could not be restored.
+    `data_state`; the RNG states recorded at the epoch's start are loaded into `epoch_start`. Return
+    messages about state that could not be restored.
     """
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
@@ -354,17 +355,20 @@ def restore_data_position(
             texts += map(_OTHER_ORDER.format, samplers_with_generators(loader))
     at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
     if at_batch and MID_EPOCH.works(trainer):
-        begin.load_state_dict(own["epoch_start"], begun=moment.begun)
-        texts += _restore_iterator(trainer, moment, bool(states), own["ahead"] or [], begin)
+        epoch_start.load_state_dict(own["epoch_start"], begun=moment.begun)
+        texts += _restore_iterator(trainer, moment, bool(states), own["ahead"] or [], epoch_start)
         set_random_state(own["random"], trainer.strategy.root_device)
     set_generators(own["epoch_start"]["now"], loaders)
     return texts
 
 
 def _restore_iterator(
-    trainer: pl.Trainer, moment: Moment, loaded: bool, ahead: Sequence[Any], begin: EpochStart
+    trainer: pl.Trainer, moment: Moment, loaded: bool, ahead: Sequence[Any], epoch_start: EpochStart
 ) -> list[str]:
-    """Create an epoch's iterator and skip the batches already trained on."""
+    """Create an epoch's iterator and skip the batches already trained on.
+
+    Return messages about loaders whose position cannot be restored.
+    """
     fetcher, loaders = data_fetcher(trainer), training_loaders(trainer)
     if any(hasattr(loader, "load_state_dict") for loader in loaders):
         if ahead:
@@ -384,19 +388,19 @@ def _restore_iterator(
     for loader in loaders:
         if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
             loader._iterator = None  # its persistent workers were seeded before this restore
-    set_generator_states(begin.iterator, loaders)
+    set_generator_states(epoch_start.iterator, loaders)
     iter(fetcher)
-    set_generator_states(begin.batch, loaders)
+    set_generator_states(epoch_start.batch, loaders)
     for _ in range(moment.batches):
         next(fetcher.iterator)  # not `next(fetcher)`: Lightning has already restored its counters
     return []
 
 
-# -- starting in the middle of other replicas' fit
+# -- joining a fit that other replicas have already started
 
 
-class _Skipping:
-    """A sampler that skips its first `count` samples, but only on the first iteration over it."""
+class _SkippingSampler:
+    """Sampler wrapper that skips the first `count` samples, but only on the first iteration."""
 
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler, self._count = sampler, count
@@ -413,7 +417,7 @@ class _Skipping:
 
 
 def continue_at(trainer: pl.Trainer, step: int) -> None:
-    """Start a fit at `step`, which other replicas have reached, without reading earlier batches.
+    """Start a joining replica's fit at `step`, without reading the earlier batches.
 
     Call this in `on_train_start`. Schedulers that do not monitor a metric advance to `step`, too.
 
@@ -435,16 +439,16 @@ def continue_at(trainer: pl.Trainer, step: int) -> None:
     for loader, sampler in zip(loaders, samplers, strict=True):
         loader._iterator = None  # persistent workers have read the first batches
         if batches:
-            loader.batch_sampler.sampler = _Skipping(sampler, batches * loader.batch_size)
+            loader.batch_sampler.sampler = _SkippingSampler(sampler, batches * loader.batch_size)
     if batches:
         iter(data_fetcher(trainer))
     step_schedulers(trainer, step, epoch)
 
 
 def step_schedulers(trainer: pl.Trainer, step: int, epoch: int) -> None:
-    """Step the learning-rate schedulers as often as `step` steps and `epoch` epochs would have.
+    """Advance the learning-rate schedulers to their state after `step` steps and `epoch` epochs.
 
-    Those that monitor a metric are left as they are.
+    Schedulers that monitor a metric are not advanced.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

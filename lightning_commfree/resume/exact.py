@@ -12,9 +12,9 @@ A checkpoint is a Lightning checkpoint with full tensors and one additional entr
 A rank's own state has these entries (`ExactResume._state`):
 
     "algorithm"                            the algorithm's state: local weights, in-flight fragments
-    "optimizers", "precision", "tensors"   only if replicas have different weights
+    "optimizers", "precision", "tensors"   only if each replica has its own weights
     "inside"                               the layout's state (`Inside.state_dict`)
-    "gradients", "schedulers"              partly accumulated gradients; schedulers
+    "gradients", "schedulers"              partially accumulated gradients; schedulers
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
     "shared"                               only on ranks with different shards than rank 0
     "lost"                                 messages about state that could not be saved
@@ -105,18 +105,20 @@ class Resumable(Protocol):
     def adopt(
         self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
     ) -> tuple[State, str] | None:
-        """Reuse the valid parts of a checkpoint saved with other ranks or settings; collective.
+        """Reuse parts of a checkpoint saved with other settings or by another number of ranks.
+
+        This is collective.
 
         Args:
             was: the fingerprint in the checkpoint, which was saved by the same algorithm.
             ranks: the number of ranks that saved the checkpoint.
-            load: takes a list of ranks and returns their own states, or an empty list if any file
-                is missing.
+            load: function that takes a list of ranks and returns the saved states of these ranks,
+                or an empty list if any file is missing.
 
         Returns:
             Entries for this rank's own state, and a description of the reused state, which
-            continues the sentence "Every rank starts from the checkpoint's weights, ". None, on all
-            ranks, if nothing is reused.
+            continues the sentence "Every rank starts from the checkpoint's weights, ". If nothing
+            is reused, None on all ranks.
         """
         del was, ranks, load
         return None
@@ -124,7 +126,7 @@ class Resumable(Protocol):
 
 @dataclass
 class _Fit:
-    """The objects of the current fit, from `begin` to `end`."""
+    """Objects that `ExactResume` holds during a fit, from `begin` to `end`."""
 
     trainer: pl.Trainer
     algorithm: Resumable
@@ -135,8 +137,9 @@ class _Fit:
 class Save:
     """A checkpoint to resume from, and its rank files.
 
-    `entry` is the checkpoint's value for `KEY`, which contains the state that only this library
-    saves; {} if there is none. `weights_only` is the argument of `Trainer.fit`; None means True.
+    The attribute `entry` is the checkpoint's value for `KEY`, which contains the state that only
+    this library saves; {} if there is none. `weights_only` is the argument of `Trainer.fit`; None
+    means True.
 
     Raises:
         RuntimeError: the entry was written by another version of this package.
@@ -170,7 +173,10 @@ class Save:
         return found
 
     def fetch(self, wanted: Iterable[int]) -> None:
-        """Copy the `wanted` ranks' files that are only on other ranks' disks; collective."""
+        """Copy rank files that this rank needs from other ranks' disks; collective.
+
+        `wanted` contains the ranks whose files this rank needs.
+        """
         folder, all_flags = self.entry["folder"], self._ranks.all_flags
         saved = range(1, self.entry["ranks"])  # rank 0 has no file
         found = {rank: RankFiles(self.path).find(folder, rank) for rank in saved}
@@ -184,7 +190,7 @@ class Save:
                 send(self._ranks, has.index(True), place, place if rank in lacks else None)
 
     def load(self, wanted: Iterable[int]) -> list[State]:
-        """Return the states of the `wanted` ranks, or [] if any is missing; collective."""
+        """Return the states of the ranks in `wanted`, or [] if any is missing; collective."""
         wanted = list(wanted)
         self.fetch(wanted)
         with self._ranks.fail_together():
@@ -193,9 +199,9 @@ class Save:
         return [state for state in found if state is not None and complete]
 
     def why_not_exact(self, algorithm: Resumable, found: bool) -> str:
-        """Explain why an exact resume is impossible, or return "" if it is possible; collective.
+        """Explain why an exact resume is impossible; return "" if it is possible; collective.
 
-        `found` says whether this rank found its own state.
+        `found` is whether this rank has found its own state.
         """
         if not self.entry:
             return (
@@ -235,7 +241,10 @@ class Save:
 
 
 class ExactResume:
-    """Saves and restores each rank's own state; `strategy` calls the methods in the order below."""
+    """Saves and restores each rank's own state.
+
+    The strategy calls the methods in the order in which they are defined.
+    """
 
     def __init__(self, strategy: Any, ranks: Any) -> None:
         self._strategy, self._ranks = strategy, ranks
@@ -316,7 +325,10 @@ class ExactResume:
         return True
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
-        """Restore the state that Lightning needs before it restores the rest."""
+        """Restore as much of this rank's own state as possible before Lightning's own restore.
+
+        States that Lightning restores, such as optimizer states, are copied into the checkpoint.
+        """
         self._save = None
         reason = save.why_not_exact(fit.algorithm, self._own is not None)
         self._complete = not reason
@@ -329,7 +341,7 @@ class ExactResume:
         own, checkpoint = self._own or {}, save.checkpoint
         self._own = {"shared": save.entry.get("shared"), **own} if own else {}
 
-        # Lightning restores these later, from the checkpoint, which contains rank 0's states
+        # Lightning restores these later from the checkpoint, which contains rank 0's states so far
         if own.get("schedulers"):
             checkpoint["lr_schedulers"] = own["schedulers"]
         if "optimizers" in own:
@@ -350,7 +362,7 @@ class ExactResume:
             fit.inside.load_state_dict(own["inside"])
 
     def skip(self) -> None:
-        """Stop restoring state from the checkpoint."""
+        """Discard this rank's own state, because other replicas are ahead of the checkpoint."""
         self._own = None
 
     # -- saving
@@ -445,7 +457,7 @@ class ExactResume:
             self._removed.append(filepath)
 
     def remove_leftovers(self) -> None:
-        """Remove this machine's rank files for recently removed checkpoints; collective."""
+        """Remove the rank files of recently removed checkpoints on every machine; collective."""
         if self._fit is not None:
             self._remove_files_of(self._ranks.broadcast(self._removed))
 
@@ -455,12 +467,14 @@ class ExactResume:
         self._removed = []
 
     def end(self) -> None:
-        """Drop all references to the fit; called in `teardown`."""
+        """End a fit and drop all references to it; called in `teardown`."""
         self._fit = self._save = self._own = None
 
 
 class OwnTensors:
-    """Untrained tensors that can differ between ranks: mean teachers, counters, queues, caches.
+    """Saves and restores untrained tensors that can differ between ranks.
+
+    Examples are the weights of mean teachers, counters, queues and caches.
 
     A checkpoint contains only rank 0's tensors and no non-persistent buffers. So each rank saves
     the persistent tensors that differ from rank 0's, and the non-persistent buffers that changed
@@ -477,10 +491,11 @@ class OwnTensors:
         self._at_begin = _digests(self._tensors()[1])
 
     def state(self, channels: ReplicaChannels) -> dict[str, Tensor]:
-        """Return the tensors that this rank must save, without copying them; collective."""
+        """Return the untrained tensors that this rank must save, without copies; collective."""
         persistent, others = self._tensors()
         found: dict[str, Tensor] = {}
-        # comparing digests keeps a large frozen base model, the same on all ranks, out of the files
+        # a large frozen base model is the same on all ranks, and comparing hashes keeps it out of
+        # the files
         for channel, sharded in ((channels.world, False), (channels.between, True)):
             some = {name: one for name, one in persistent.items() if is_shard(one) == sharded}
             differ = differ_from_first(channel, list(some.values()), TAG)
@@ -509,7 +524,7 @@ class OwnTensors:
             module._buffers[own_name] = buffer
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the untrained tensors: those that a checkpoint contains, and all others."""
+        """Return two dicts of untrained tensors: those that a checkpoint contains, and the rest."""
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         kept = self._module.state_dict(keep_vars=True)
@@ -522,10 +537,10 @@ class OwnTensors:
                 others[name] = buffer
             elif not buffer.is_floating_point():
                 persistent[name] = buffer
-        return _with_values(persistent), _with_values(others)
+        return _dense_and_materialized(persistent), _dense_and_materialized(others)
 
 
-def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _dense_and_materialized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in tensors.items()

@@ -2,12 +2,12 @@
 
 A file is written under a hidden name in the same folder, flushed to disk and renamed; then the
 folder is flushed. If the process is killed or the disk is full, the old file is unchanged.
-(Lightning writes to `$TMPDIR` and then moves the file; across file systems, that overwrites the old
-file.) The hidden name is always the same, so the next save replaces anything that a killed process
-left behind.
+(Lightning writes to `$TMPDIR` and then moves the file. If that is on another file system, the move
+overwrites the old file in place.) The hidden name is always the same, so the next save replaces
+anything that a killed process left behind.
 
 `torch.save` writes a checksum (CRC-32) for every record, but `torch.load` ignores it. `verify_file`
-checks all of them, which takes about 0.3 s per GB in the page cache.
+checks all checksums, which takes about 0.3 s per GB if the file is in the page cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FOLDER_BIT = 0x10  # in a zip record's attributes; marks a folder
 
 
 def write_atomic(state: Any, path: FilePath) -> None:
-    """Write a file atomically with `torch.save`; create missing parent folders.
+    """Write a file atomically with `torch.save`, and create missing parent folders.
 
     Args:
         state: tensors and other values, which must not change during the call.
@@ -49,29 +49,29 @@ def write_atomic(state: Any, path: FilePath) -> None:
             torch.save(state, file)
         return
     sink = _Sink()
-    half = target.with_name(f".{target.name}{_WRITING}")
+    temporary = target.with_name(f".{target.name}{_WRITING}")
     try:
         new = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
-        with half.open("wb") as file:
+        with temporary.open("wb") as file:
             sink.write_all(state, file)
-        os.replace(half, target)
+        os.replace(temporary, target)
         # the entries of new folders must survive a power failure, too
         for folder in (target.parent, *(folder.parent for folder in new)):
             sync_folder(folder)
     except OSError as error:
-        written = half.stat().st_size if half.exists() else 0
+        written = temporary.stat().st_size if temporary.exists() else 0
         raise RuntimeError(_why_not_written(target, error, sink.needed, written)) from error
     finally:
         with suppress(OSError):
-            half.unlink()
+            temporary.unlink()
 
 
 class _Sink:
-    """A file object for `torch.save` that survives a full disk.
+    """A file object for `torch.save` that holds back write errors, such as a full disk.
 
-    After an error, it stops writing but continues to count bytes. Therefore, torch does not raise
-    its own error about a half-written file, and our message can say how much space is missing.
+    After an error, it stops writing but continues to count bytes. So torch does not raise its own
+    error about an incomplete file, and our error message can say how much space is missing.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class _Sink:
         self._error: OSError | None = None
 
     def write_all(self, state: Any, file: IO[bytes]) -> None:
-        """Write a state to disk; at the end, raise the first `OSError`, if any."""
+        """Write `state` to `file` and flush it to disk; raise the first `OSError` at the end."""
         self._write = file.write
         torch.save(state, cast("IO[bytes]", self))  # calls only `write` and `flush`
         if self._error is not None:
@@ -156,7 +156,7 @@ def read_verified(path: FilePath, weights_only: bool = True) -> Any:
 
 @contextmanager
 def verified_reading(path: FilePath) -> Iterator[None]:
-    """Verify a checkpoint before a `with` block reads it, and explain errors while it is read.
+    """Context manager that verifies a checkpoint file, and explains errors while it is read.
 
     Raises:
         RuntimeError: the file is damaged.
@@ -172,7 +172,7 @@ def verified_reading(path: FilePath) -> Iterator[None]:
 
 
 def verify_file(path: FilePath) -> None:
-    """Verify the checksums in a local file written by `torch.save`; other files are not checked.
+    """Verify the checksums in a local file written by `torch.save`; do nothing for other files.
 
     Raises:
         RuntimeError: the file is damaged.
@@ -205,7 +205,7 @@ def verify_records(archive: Path | IO[bytes]) -> None:
 
 
 def damaged(path: FilePath, error: BaseException) -> RuntimeError:
-    """Return the error to raise for a checkpoint that cannot be read."""
+    """Return the exception to raise if a checkpoint file is damaged and cannot be read."""
     return RuntimeError(
         f"The checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {error}. It was"
         " probably truncated by a full disk or an interrupted copy, or corrupted on disk. Nothing"
@@ -214,13 +214,13 @@ def damaged(path: FilePath, error: BaseException) -> RuntimeError:
 
 
 def local_path(path: FilePath) -> Path | None:
-    """Return the path on this machine's file system, or None if it is remote."""
+    """Convert a path or URL to a local path; return None if it is on a remote file system."""
     fs, place = url_to_fs(str(path))
     return Path(place) if "file" in fs.protocol else None
 
 
 def _is_archive(path: FilePath) -> bool:
-    """Return whether the file ends like a zip archive, which a truncated file does not."""
+    """Return whether a file ends with a zip archive's directory; a truncated file does not."""
     with fsspec.open(str(path), "rb") as file:
         try:
             return zipfile.is_zipfile(file)

@@ -4,10 +4,11 @@ A checkpoint file is gathered and written by a single rank. With FSDP, all ranks
 replica can instead write their shards in parallel, with `torch.distributed.checkpoint`:
 
     last.ckpt/checkpoint.pt               the checkpoint, with names in place of sharded tensors
-    last.ckpt/1763..64/.metadata          for each tensor name, the files that contain its shards
+    last.ckpt/1763..64/.metadata          which files contain the shards of each tensor
     last.ckpt/1763..64/__1_0.distcp       rank 1's shards
 
-`checkpoint.pt` names the subfolder of its save, so replacing this one file replaces the checkpoint:
+`checkpoint.pt` contains the name of the subfolder with its shards, so replacing this single file
+replaces the checkpoint:
 
 1. Everything is written into a hidden folder beside the checkpoint. If no checkpoint with this name
    exists, the hidden folder is renamed, which completes the save.
@@ -18,13 +19,14 @@ replica can instead write their shards in parallel, with `torch.distributed.chec
 If the process is killed at any point, either the old or the new checkpoint is intact, on any file
 system. (Exchanging two folders atomically is impossible on NFS.)
 
-`checkpoint.pt` also contains a checksum of `.metadata`; every other file has its own (`files`).
+`checkpoint.pt` also contains a checksum of `.metadata`; all other files contain their own checksums
+(see `resume.files`).
 
 To convert a folder to a single file, on a machine with enough memory for the full model:
 
     python -m lightning_commfree.resume.folders last.ckpt one.ckpt
 
-If that file is in the same directory as the folder, a fit can resume exactly from it. torch's
+If `one.ckpt` is in the same directory as `last.ckpt`, a fit can resume exactly from it. torch's
 `dcp_to_torch_save` cannot be used, because it turns the parameter indices in an optimizer's state
 into a list.
 """
@@ -70,8 +72,9 @@ from lightning_commfree.resume.files import (
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
 NAME = "in the folder"  # {NAME: name} replaces a sharded tensor in checkpoint.pt
-# key of a number that is unique to a save and that all its files contain; checkpoint.pt stores it
-# together with the number of ranks that wrote shards and the checksum of the metadata
+# Key of the token, a number that is unique to a save and that all of its files contain.
+# checkpoint.pt stores it together with the number of ranks that wrote shards and the checksum of
+# the metadata.
 TOKEN = "lightning_commfree.token"
 # the only types that unpickling the metadata may construct; their constructors are harmless
 _DCP = "torch.distributed.checkpoint"
@@ -84,7 +87,7 @@ _ALSO = {
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is a checkpoint folder."""
+    """Return whether `path` is a checkpoint folder, which contains `checkpoint.pt`."""
     return (path / REST).is_file()
 
 
@@ -94,8 +97,8 @@ def is_folder(path: Path) -> bool:
 def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
-    On all ranks but the first, only the shards in `checkpoint` are used. Anything at `path` is
-    replaced.
+    All ranks write their shards, and the first rank writes the rest of `checkpoint`. Anything at
+    `path` is replaced.
 
     Raises:
         RuntimeError: the checkpoint cannot be written; an existing checkpoint is unchanged.
@@ -118,13 +121,13 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
         return {NAME: name}
 
     rest = map_nested(checkpoint, named)
-    half, first = target.with_name(f".{target.name}.writing"), channel.rank == 0
-    problem = _make_empty(half) if first else ""
+    staging, first = target.with_name(f".{target.name}.writing"), channel.rank == 0
+    problem = _make_empty(staging) if first else ""
     from_first = gather_texts(channel, json.dumps((time.time_ns(), problem)))[0]
     token, problem = json.loads(from_first)
     if problem:
         raise _not_written(target, problem)
-    written = half / str(token)
+    written = staging / str(token)
     shards[f"{TOKEN}.{channel.rank}"] = torch.tensor([token, channel.rank])
     try:
         save(shards, storage_writer=FileSystemWriter(written), process_group=channel.group)
@@ -136,14 +139,14 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     try:
         _check_complete(written)
         rest[TOKEN] = token, channel.size, _checksum(written)
-        write_atomic(rest, half / REST)
-        _replace(target, half, written.name)
+        write_atomic(rest, staging / REST)
+        _replace(target, staging, written.name)
     except OSError as error:
         raise _not_written(target, error) from error
 
 
 def _make_empty(folder: Path) -> str:
-    """Create an empty folder, removing leftovers of a killed save; return an error text or ""."""
+    """Create an empty folder, and remove leftovers of a killed save; return an error text or ""."""
     try:
         _remove(folder)
         folder.mkdir(parents=True)
@@ -152,20 +155,24 @@ def _make_empty(folder: Path) -> str:
     return ""
 
 
-def _replace(target: Path, half: Path, token: str) -> None:
-    """Replace the checkpoint `target` with the complete folder `half` (see module docstring)."""
+def _replace(target: Path, staging: Path, token: str) -> None:
+    """Replace the checkpoint `target` with the complete folder `staging`.
+
+    The module docstring describes the steps. `token` is the name of the subfolder that contains the
+    new checkpoint's shards.
+    """
     if target.is_symlink() or not target.is_dir():
         target.unlink(missing_ok=True)
-        os.replace(half, target)
+        os.replace(staging, target)
         sync_folder(target.parent)
         return
-    os.replace(half / token, target / token)
+    os.replace(staging / token, target / token)
     sync_folder(target)  # before `checkpoint.pt` names it
-    os.replace(half / REST, target / REST)
+    os.replace(staging / REST, target / REST)
     sync_folder(target)
     for entry in {*target.iterdir()} - {target / token, target / REST}:
         _remove(entry)
-    _remove(half)
+    _remove(staging)
 
 
 def _checksum(folder: Path) -> str:
@@ -201,7 +208,7 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """A tensor in a checkpoint folder, read lazily: either in full or only this rank's shard."""
+    """A tensor in a checkpoint folder that is read lazily: in full, or only this rank's shard."""
 
     reader: FileSystemReader
     name: str
@@ -209,7 +216,7 @@ class FolderTensor:
     dtype: torch.dtype
 
     def read(self, like: Tensor | None = None) -> Tensor:
-        """Read the tensor; if `like` is a shard of it, read only that shard."""
+        """Read the full tensor, or only this rank's shard if `like` is a `DTensor` of its shape."""
         if isinstance(like, DTensor) and like.shape == self.shape:
             values: Tensor = torch.empty_like(like.detach(), dtype=self.dtype)
         else:
@@ -226,12 +233,12 @@ class FolderTensor:
 
 
 def read_folder_tensors(state: Any) -> Any:
-    """Replace all `FolderTensor`s in nested containers with full tensors read from the folder."""
+    """Read all `FolderTensor`s in nested containers, and replace them with the full tensors."""
     return map_nested(state, lambda one, _: one.read() if isinstance(one, FolderTensor) else one)
 
 
 def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> Any:
-    """Read a checkpoint folder; not collective.
+    """Read a checkpoint folder, without communication between ranks.
 
     With `weights_only`, reject objects that could run code when loaded. With `lazy`, return a
     `FolderTensor`, to be read later, in place of each sharded tensor.
@@ -281,7 +288,11 @@ def _check_shard(path: Path, offset: int, length: int) -> None:
 
 
 def _check_token(folder: Path, reader: _Reader, token: int, rank: int) -> None:
-    """Check that a rank's file belongs to this save and this rank."""
+    """Check that a rank's file of shards belongs to this save and to this rank.
+
+    Raises:
+        RuntimeError: the file is from another save or rank, or is damaged.
+    """
     tensor = FolderTensor(reader, f"{TOKEN}.{rank}", torch.Size([2]), torch.int64)
     try:
         if tensor.read().tolist() != [token, rank]:
@@ -291,7 +302,10 @@ def _check_token(folder: Path, reader: _Reader, token: int, rank: int) -> None:
 
 
 class _Reader(FileSystemReader):
-    """Reader that loads the metadata once, without running code from it."""
+    """Reader for torch's checkpoint format that never runs code from the metadata.
+
+    It loads the metadata only once.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -318,14 +332,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the metadata, which lists the shards in each file, without running code from it."""
+    """Read a checkpoint folder's `.metadata`, without running code from it."""
     with (folder / _METADATA).open("rb") as file:
         metadata: Metadata = _Unpickler(file).load()
     return metadata
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command that converts a checkpoint folder to a single file."""
+    """Entry point of the command that converts a checkpoint folder to a single file."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_commfree.resume.folders",
         description="Convert a checkpoint folder to a single file.",

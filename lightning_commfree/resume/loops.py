@@ -1,8 +1,8 @@
-"""Restore Lightning's loops to their state when a checkpoint was saved.
+"""Restore Lightning's loops to the state that they had when a checkpoint was saved.
 
-Lightning restores the counters of its loops and derives the remaining work from them. Near the end
-of an epoch, it skips or repeats steps. This module sets the loops so that a resumed fit continues
-exactly as the original fit did after the save:
+Lightning restores its loops' counters and derives the remaining work from them. Near the end of an
+epoch, this makes it skip or repeat steps. This module corrects the loops, so that a resumed fit
+continues exactly as the original fit did after the save:
 
 ===================================  ===============================================================
 checkpoint saved                     resumed fit begins with
@@ -85,7 +85,7 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
 
 
 def start_in_epoch(trainer: pl.Trainer, step: int, epoch: int, batches: int) -> None:
-    """Make Lightning's loops start at step `step`, after the first `batches` batches of an epoch.
+    """Make Lightning's loops start at `step`, after the first `batches` batches of `epoch`.
 
     Call this in `on_train_start`.
     """
@@ -105,7 +105,10 @@ def start_in_epoch(trainer: pl.Trainer, step: int, epoch: int, batches: int) -> 
 
 
 def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook: bool) -> None:
-    """Continue an epoch after its first `batches` batches."""
+    """Make Lightning's loops continue an epoch after its first `batches` batches.
+
+    For `trained` and `in_hook`, see `Moment`.
+    """
     restart_in_mid_epoch(trainer)
     progress = trainer.fit_loop.epoch_loop.batch_progress
     for name in ("ready", "started", "completed"):

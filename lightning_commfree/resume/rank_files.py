@@ -1,8 +1,8 @@
 """Rank files: each rank's own state, in one file per rank beside the checkpoint.
 
-Replicas differ in weights, optimizer state, RNG state and data position. A Lightning checkpoint
-has room for one of each, and gathering them on rank 0 would send more data than training does. So
-rank 0's own state is in the checkpoint, and every other rank writes a file:
+Replicas differ in weights, optimizer state, RNG state and data position. A Lightning checkpoint can
+contain only one rank's state, and gathering all states on rank 0 would send more data than training
+does. So the checkpoint contains rank 0's own state, and every other rank writes a file:
 
     checkpoints/last.ckpt                                   the checkpoint, with rank 0's own state
     checkpoints/.commfree/last.ckpt/120-5f3a.../rank_3.pt   rank 3's own state, saved at step 120
@@ -48,7 +48,7 @@ class Owner(NamedTuple):
 
 
 class RankFiles:
-    """The rank files of one checkpoint path, with a folder for each save to that path.
+    """Access to the rank files of one checkpoint path, with a folder for each save to that path.
 
     `checkpoint_path` may be a local path or any URL that fsspec can open.
     """
@@ -57,14 +57,14 @@ class RankFiles:
         self._path = str(checkpoint_path)
         self._fs, _ = url_to_fs(self._path)
         self._name = f"{FOLDER}/{os.path.basename(self._path)}"
-        self._root = _beside(self._path, self._name)
+        self._root = _sibling_path(self._path, self._name)
 
     def folder(self, token: str) -> str:
-        """Return the folder that contains a save's files, relative to the checkpoint's folder."""
+        """Return the folder for a save's rank files, relative to the checkpoint's folder."""
         return f"{self._name}/{token}"
 
     def write(self, owner: Owner, state: dict[str, Any]) -> None:
-        """Write a rank's state; sharded tensors are saved as the rank's own shards.
+        """Write a rank's state to its rank file; sharded tensors are saved as local shards.
 
         Raises:
             RuntimeError: the file cannot be written.
@@ -80,7 +80,7 @@ class RankFiles:
             ) from error
 
     def read(self, owner: Owner, folder: str, weights_only: bool = True) -> Any:
-        """Read a rank's state, or return None if its file is missing.
+        """Read a rank's state from its rank file, or return None if the file is missing.
 
         `folder` is the folder recorded in the checkpoint, relative to the checkpoint's own folder.
         With `weights_only`, reject objects that could run code when loaded.
@@ -93,14 +93,16 @@ class RankFiles:
             return None
         saved = read_verified(file, weights_only)
         if not isinstance(saved, dict) or not {*Owner._fields, "state"} <= saved.keys():
-            raise _refused(file, "it is not a rank file")
+            raise _rejected(file, "it is not a rank file")
         found = Owner(*(saved[field] for field in Owner._fields))
         if found != owner:
-            raise _refused(file, f"it contains {found}, but {owner} is needed")
+            raise _rejected(file, f"it contains {found}, but {owner} is needed")
         return saved["state"]
 
     def find(self, folder: str, rank: int) -> str | None:
-        """Return the path of a rank's file in the folder named in a checkpoint; None if missing.
+        """Return the path of a rank's file, or None if the file is missing.
+
+        `folder` is the folder recorded in the checkpoint.
 
         Raises:
             RuntimeError: `folder` cannot be a folder of rank files.
@@ -145,15 +147,15 @@ class RankFiles:
 
 
 def file_of_rank(path: FilePath, folder: str, rank: int) -> str:
-    """Return the path of a rank's file, given a checkpoint's path and the folder named in it."""
-    return f"{_beside(str(path), folder)}/rank_{rank}.pt"
+    """Return the path of a rank's file, given a checkpoint's path and the folder recorded in it."""
+    return f"{_sibling_path(str(path), folder)}/rank_{rank}.pt"
 
 
-def _beside(path: str, name: str) -> str:
+def _sibling_path(path: str, name: str) -> str:
     return f"{os.path.dirname(path) or '.'}/{name}"
 
 
-def _refused(file: str, why: str) -> RuntimeError:
+def _rejected(file: str, why: str) -> RuntimeError:
     return RuntimeError(
         f"The rank file {file!r} cannot be used: {why}. Nothing was loaded. Restore the files as"
         " they were saved, or resume from another checkpoint."
@@ -161,7 +163,7 @@ def _refused(file: str, why: str) -> RuntimeError:
 
 
 def local_tensors(state: Any) -> Any:
-    """Return nested containers with each `DTensor` replaced by this rank's local tensor."""
+    """Return a copy of nested containers, with each tensor replaced by this rank's local part."""
     return map_nested(
         state, lambda value, _: local_tensor(value) if isinstance(value, Tensor) else value
     )
@@ -170,7 +172,7 @@ def local_tensors(state: Any) -> Any:
 def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
     """Copy the tensors in nested containers to CPU memory.
 
-    If `only` is given, copy only tensors that share memory with one of its tensors.
+    If `only` is given, copy only tensors that share memory with a tensor in `only`.
     """
     shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
     copies: dict[Any, Tensor] = {}  # tied tensors are copied, and later written, once
@@ -192,9 +194,10 @@ def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
 
 
 def plain_or_none(state: Any) -> Any:
-    """Return the state if it consists of plain values and tensors, else None.
+    """Return `state` if it consists of plain values and tensors, else None.
 
-    Only such states can be saved, because rank files are loaded without unpickling other objects.
+    Rank files can contain only such states, because they are loaded without unpickling arbitrary
+    objects.
     """
     return state if _is_plain(state) else None
 

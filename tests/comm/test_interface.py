@@ -25,7 +25,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def towards(host: pytest.MonkeyPatch, address: str | None) -> None:
-    host.setattr(sockets, "_address_towards", lambda _: address)
+    host.setattr(sockets, "_local_address_for", lambda _: address)
 
 
 def test_the_way_to_the_main_node_counts(host: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_the_environment_is_as_it_was_and_the_users_word_stands(host: pytest.Mon
 def test_this_very_machine() -> None:
     assert sockets.interface_address("lo") == "127.0.0.1"
     assert sockets.interface_address("absent0") is None
-    assert sockets._address_towards("127.0.0.1") == "127.0.0.1"
-    assert sockets._address_towards("no-such-host.invalid") is None
+    assert sockets._local_address_for("127.0.0.1") == "127.0.0.1"
+    assert sockets._local_address_for("no-such-host.invalid") is None
 
 
 def test_a_machine_knows_its_address_towards_a_host(host: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ class Family(ABC):
         return getattr(*self.blocks_in(model))
 
     def vocabulary(self, model: Any) -> tuple[nn.Module, nn.Module]:
-        """Return the word embedding and the head."""
+        """Return the word embedding and the language model head."""
         return getattr(getattr(model, self.base), self.embedding_name), model.lm_head
 
     def shard(self, sharding: Sharding) -> None:

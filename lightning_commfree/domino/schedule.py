@@ -64,7 +64,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def of(cls, kind: str) -> Autocast:
-        """Return the current state for a device type, such as "cuda"."""
+        """Return the current autocast state for a device type, such as "cuda"."""
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:

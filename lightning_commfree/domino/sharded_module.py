@@ -236,7 +236,7 @@ class ShardedModule:
 
     @property
     def specs(self) -> dict[nn.Parameter, ShardSpec]:
-        """The spec of each sharded parameter; all other parameters are full on every rank."""
+        """The spec of each sharded parameter; every rank holds all other parameters in full."""
         return {p: spec for model in self.models for p, spec in model.sharding.specs.items()}
 
     def check_first(self, verb: str, batch: Any) -> None:

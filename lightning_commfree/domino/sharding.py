@@ -106,7 +106,7 @@ class Sharding:
         model: the transformers model, changed in place.
         group: the tensor group.
         materializer: initializes layers that are on the meta device.
-        specs: the spec of each sharded parameter; all other parameters are full on every rank.
+        specs: the spec of each sharded parameter; every rank holds all other parameters in full.
         blocks: the transformer blocks in order; empty if the model is not scheduled.
         sublayers: the sublayers of all blocks in order, the same number per block.
         experts: modules with sharded expert parameters.

@@ -134,7 +134,7 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
-        """Wrap a step or part of one; run the algorithm's communication after a whole step.
+        """Context manager around a step, or part of one; exchanges run after a whole step.
 
         `optimizer` is the optimizer being stepped, or None for a whole `training_step`.
         """

@@ -116,7 +116,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks in the job."""
         return self._strategy.world_size
 
     @property

@@ -115,7 +115,7 @@ class Stopping:
             self._agree(int(self._requested))
 
     def no_step_follows(self, in_step: bool = False) -> bool:
-        """Return whether the latest step is known to be the last one.
+        """Return whether the latest step is known to be the last one of the fit.
 
         With `in_step`, the step is still running, so the Trainer has not fully counted it yet.
         """

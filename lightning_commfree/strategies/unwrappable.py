@@ -1,4 +1,4 @@
-"""Proxy for the LightningModule, used as `trainer.model` when DDP does not wrap the module."""
+"""Proxy for a LightningModule, used as `trainer.model` when DDP does not wrap the module."""
 
 from __future__ import annotations
 

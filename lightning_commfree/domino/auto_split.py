@@ -1,7 +1,7 @@
 """Choose the fastest split for each batch size by timing, for `split="auto"`.
 
 Whether a split pays off depends on the batch, the model, the processor and the network link: two
-half batches take longer to compute than one full batch, which may cost more time than the hidden
+half batches take longer to compute than one full batch, and the extra time may exceed what hidden
 communication saves. So the first batches of each size train with each possible split in turn, for
 `PASSES` timed passes each. The split with the shortest median pass on the slowest rank is kept.
 Checkpoints contain the choices and timings.
@@ -52,7 +52,7 @@ class Size(NamedTuple):
 
 
 class SplitTrial:
-    """Timings of splits by batch size, and the choices based on them.
+    """Times each split for each batch size, and chooses the fastest.
 
     Args:
         channel: the tensor group.
@@ -70,7 +70,7 @@ class SplitTrial:
         self.on_choice: Callable[[str], None] = lambda _: None
 
     def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
-        """Return the split to use for a batch, and whether to time the pass with that split.
+        """Return the split to use for a batch, and whether to time this pass.
 
         While a size is being timed, the splits take turns. Once all have `PASSES` timings, the
         ranks agree on the fastest (collective), and later calls return it.
@@ -101,7 +101,7 @@ class SplitTrial:
         return (best if best in names else names[-1]), False
 
     def timed(self, run: ScheduleRun, name: str, hidden: Tensor) -> TimedRun:
-        """Wrap `run` to record its time as a pass with the split `name`; `hidden` is the batch."""
+        """Wrap `run` to record its time for the split `name` and the size of `hidden`."""
         seconds, tokens = self._seconds[Size.of(hidden)][name], hidden.shape[0] * hidden.shape[1]
 
         def now() -> float:

@@ -9,8 +9,8 @@ resumed on                   position in data     random number generators
 ===========================  ===================  ================================================
 the same ranks               restored             restored: the fit continues bit for bit
 the same number of groups    restored             shared ones are restored; each rank's own
-of a different size                               (attention dropout) start afresh
-different number of groups   start of the epoch   start afresh
+of a different size                               (attention dropout) are reset
+different number of groups   start of the epoch   reset
 ===========================  ===================  ================================================
 
 The second row needs the rank file of each group's first rank. Partly accumulated gradients are
@@ -40,15 +40,15 @@ FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 values per rank, exchanged b
 
 
 class GradientMean:
-    """Average gradients over the data axis during backward: the algorithm of `DominoTPStrategy`.
+    """The algorithm of `DominoTPStrategy`: averages gradients over the data axis during backward.
 
     Args:
-        sharded: the module with the sharded models.
+        sharded: the module whose models are sharded.
         channels: channels across and within tensor groups.
         settings: the user's settings.
 
     Attributes:
-        average: launches and lands the all-reduces.
+        average: launches the all-reduces and waits for them.
         models: the sharded models.
     """
 
@@ -70,11 +70,11 @@ class GradientMean:
             model.done = self.average.sublayer_is_done
 
     def land(self, module: nn.Module) -> None:
-        """Wait for the mean gradients and store them in the parameters."""
+        """Wait for the mean gradients, and store them in `p.grad` of each parameter."""
         self.average.land(module.parameters())
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing."""
+        """Return a context manager that does nothing: a step needs no preparation."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
@@ -87,11 +87,11 @@ class GradientMean:
         del optimizers
 
     def figures(self) -> dict[str, float]:
-        """Return no metrics; the ledger has the traffic."""
+        """Return no metrics: traffic is counted in the ledger."""
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return a one-step cycle without bytes, which depend on the batch (`bytes_per_step`)."""
+        """Return no bytes and a cycle of one step; for bytes, see `bytes_per_step`."""
         return {}, 1
 
     def bytes_per_step(
@@ -113,7 +113,7 @@ class GradientMean:
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that determine the order of random draws."""
+        """Return the settings that must be the same on all ranks and for an exact resume."""
         chosen, size = self._settings.fingerprint(), self._channels.within.size
         split = {name: chosen[name] for name in ("split", "num_micro_batches")}
         return {"tensor_parallel_size": str(size), **split}
@@ -132,7 +132,11 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume on other ranks than before; keep the data position and, if possible, RNG state."""
+        """Resume on different ranks; keep the data position and, if possible, the RNG state.
+
+        The arguments and the return value are as in `Resumable.adopt`. The result is None if the
+        number of tensor groups has changed, or if rank files are missing.
+        """
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
         if ranks // size != world.size // within.size:

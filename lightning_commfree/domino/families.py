@@ -3,9 +3,10 @@
 =====================  ========================================================================
 class in transformers  differences from Llama
 =====================  ========================================================================
-`GPT2LMHeadModel`      learned positions, `Conv1D` linears of shape (in, out) with packed query,
-                       key and value, dropout after both sums; it has its own class, `GPT2`
-`LlamaForCausalLM`     none: rotary positions, RMS norms, SwiGLU, grouped key heads
+`GPT2LMHeadModel`      learned position embeddings, `Conv1D` linears of shape (in, out) with
+                       packed query, key and value, dropout after both sums; it has its own
+                       class, `GPT2`
+`LlamaForCausalLM`     none: rotary embeddings, RMS norms, SwiGLU, grouped-query attention
 `MistralForCausalLM`   none: the mask from transformers contains the sliding window
 `Qwen2ForCausalLM`     biases of query, key and value, sharded with their weights
 `Qwen3ForCausalLM`     per-head norms of queries and keys
@@ -16,9 +17,9 @@ class in transformers  differences from Llama
 
 To add an architecture, add a line to `FAMILIES`, and a subclass of `Family` if its modules are not
 Llama's. Models are recognized by class name, because the library does not import transformers.
-Phi and GPT-NeoX, whose attention and MLP outputs are added to the residual stream in one sum, are
-sharded by the plan in their config instead (`plan`): a `Sublayer` has one row-parallel layer, and
-theirs would need two.
+Phi and GPT-NeoX add the outputs of attention and MLP to the residual stream in one sum, so they
+would need a `Sublayer` with two row-parallel layers instead of one. They are sharded by the plan in
+their config instead (`plan`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from lightning_commfree.domino.sublayers import Sublayer, attention_body, mlp_bo
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """Causal language model architecture: identical blocks of attention and an MLP.
+    """A causal language model architecture with identical blocks of attention and an MLP.
 
     Attributes:
         base: attribute name of the model without its head.
@@ -94,7 +95,7 @@ class Family(ABC):
         return getattr(*self.blocks_in(model))
 
     def vocabulary(self, model: Any) -> tuple[nn.Module, nn.Module]:
-        """Return the word embedding and the head."""
+        """Return the word embedding and the language model head."""
         return getattr(getattr(model, self.base), self.embedding_name), model.lm_head
 
     def shard(self, sharding: Sharding) -> None:
@@ -205,12 +206,12 @@ class Llama(Family):
 
     @override
     def returns_tensor(self, block: nn.Module) -> bool:
-        # true for every Gemma 2 and 3 that can be scheduled; Gemma 3's annotation is wrong
+        # true for every Gemma 2 and 3 model that can be scheduled; Gemma 3's annotation is wrong
         return self.post_norms or super().returns_tensor(block)
 
 
 def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpec:
-    """Return the spec for key and value projections; ranks share heads if there are too few."""
+    """Return the spec for key and value projections; several ranks may hold the same head."""
     if key_heads % ranks == 0:
         return ShardSpec.even(0, key_heads * head_dim, ranks)
 
@@ -223,7 +224,7 @@ def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpe
 
 @dataclass(frozen=True)
 class GPT2(Family):
-    """GPT-2, with positions and dropout between the embedding and the first block."""
+    """GPT-2, which adds position embeddings and applies dropout before the first block."""
 
     base, blocks_name, embedding_name = "transformer", "h", "wte"
 

@@ -1,4 +1,4 @@
-"""Gradients across ranks: mean over the data axis, norm, and checks for NaN and Inf.
+"""Gradient operations across ranks: mean over the data axis, norm, checks for NaN and Inf.
 
 All ranks detect NaN and Inf before the optimizer step. Each rank checks its own gradients before
 they are averaged over the data axis, because the mean would hide their origin. The check computes
@@ -29,14 +29,14 @@ SHARED_TAG = "tensor_shared"
 NORM_TAG = "tensor_norm"
 
 # parameters, their gradients at launch, and the all-reduce of these gradients in one flat tensor
-Flying = tuple[list[nn.Parameter], list[Tensor], Pending[Tensor]]
+InFlight = tuple[list[nn.Parameter], list[Tensor], Pending[Tensor]]
 
 
 class GradientAverage:
     """Average gradients over the data axis during backward.
 
     Args:
-        channel: connects the ranks that hold the same shard of the model.
+        channel: connects the ranks that hold the same shard of the model, one per tensor group.
 
     Attributes:
         active: whether this backward pass is the last one before an optimizer step.
@@ -45,7 +45,7 @@ class GradientAverage:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.active = True
-        self._flying: list[Flying] = []
+        self._in_flight: list[InFlight] = []
         self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradient, version
 
     def sublayer_is_done(self, sublayer: Sublayer) -> None:
@@ -54,7 +54,7 @@ class GradientAverage:
             self._launch([p for module in sublayer.modules for p in module.parameters()])
 
     def land(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Launch the remaining all-reduces, wait for all, and store the means in the gradients."""
+        """Launch the remaining all-reduces, wait for all of them, and store the mean gradients."""
         if self._channel.size == 1:
             return
 
@@ -69,16 +69,16 @@ class GradientAverage:
         for p in late:
             del self._launched[p]
 
-        early, self._flying = self._flying, []
+        early, self._in_flight = self._in_flight, []
         self._launch(parameters)
-        again, self._flying = self._flying, []
+        again, self._in_flight = self._in_flight, []
         self._launched.clear()
 
-        self._put(early, late)
-        self._put(again, set())
+        self._store(early, late)
+        self._store(again, set())
 
-    def _put(self, flying: Sequence[Flying], late: set[nn.Parameter]) -> None:
-        for parameters, gradients, pending in flying:
+    def _store(self, in_flight: Sequence[InFlight], late: set[nn.Parameter]) -> None:
+        for parameters, gradients, pending in in_flight:
             mean = pending.wait().div_(self._channel.size)
             means = torch.split(mean, [gradient.numel() for gradient in gradients])
             for p, gradient, values in zip(parameters, gradients, means, strict=True):
@@ -97,8 +97,8 @@ class GradientAverage:
             gradients = [self._launched[p][0] for p in members]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             # the channel between tensor groups may use CPU tensors
-            flying = self._channel.all_reduce(flat.to(self._channel.device), AVERAGE_TAG)
-            self._flying.append((members, gradients, flying))
+            in_flight = self._channel.all_reduce(flat.to(self._channel.device), AVERAGE_TAG)
+            self._in_flight.append((members, gradients, in_flight))
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
@@ -125,14 +125,14 @@ def gradient_norm(
 ) -> Tensor:
     """Return the p-norm of the full model's gradient; collective.
 
-    `specs` has the specs of the sharded parameters, and `norm_type` is p. The result is 0-d, in
-    fp32 or wider, and the same on all ranks.
+    `specs` maps each sharded parameter to its spec; other parameters are the same on every rank.
+    `norm_type` is p. The result is 0-d, in fp32 or wider, and the same on all ranks.
     """
     if math.isinf(norm_type):
         largest = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         return group.channel.all_gather(largest, NORM_TAG).wait().amax()
 
-    total: dict[bool, Tensor] = {}  # by whether the parameters are sharded
+    total: dict[bool, Tensor] = {}  # key: whether the parameters are sharded
     for p in parameters:
         if p.grad is None:
             continue
@@ -162,7 +162,7 @@ def looks_finite(parameters: Iterable[nn.Parameter], peers: PeerWatch | None = N
     """Return whether the norm of this rank's gradients is finite; synchronizes the device once.
 
     Raises:
-        PeerLostError: the device is waiting for one of `peers`, which is lost.
+        PeerLostError: one of `peers`, for which the device is waiting, is lost.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
@@ -226,7 +226,7 @@ def _norm_is_finite(tensors: list[Tensor]) -> bool:
 
 
 def _named(channel: Channel, text: str, group_size: int) -> str:
-    """Gather each rank's `text` and list the ranks whose text is not empty; collective."""
+    """Gather each rank's `text`, and describe the ranks whose text is not empty; collective."""
     affected = [
         f"rank {rank} (tensor group {rank // group_size}) has {found}"
         for rank, found in zip(channel.ranks, gather_texts(channel, text), strict=True)

@@ -79,7 +79,7 @@ class TensorGroup:
 
     @contextmanager
     def under_schedule(self) -> Iterator[None]:
-        """In a `with` block, make modules leave their all-reduces to the schedule."""
+        """Context manager in which modules leave their all-reduces to the schedule."""
         before, self.scheduled = self.scheduled, True
         try:
             yield
@@ -88,10 +88,10 @@ class TensorGroup:
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
-        """In a `with` block, use this rank's own random number generators."""
+        """Context manager in which random draws use this rank's own generators."""
         shared, on_device = random_state(device)
 
-        # the device's generator is seeded on first use: the device is not known earlier
+        # the device's generator is seeded on first use, because the device is not known before
         if self._own_device_random is None and on_device is not None:
             torch.manual_seed(self._seed + 1 + self.rank)
             self._own_device_random = random_state(device)[1]
@@ -112,12 +112,12 @@ class TensorGroup:
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the states of the generators that all ranks share and of this rank's own."""
+        """Return the states of the shared random generators and of this rank's own."""
         return random_state(device), self.own_state()
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """In a `with` block, repeat the random draws made after `random_states` saved `states`."""
+        """Context manager that repeats the random draws since `random_states` returned `states`."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -131,7 +131,7 @@ class TensorGroup:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of torch's generators for the CPU and for a CUDA `device` (else None)."""
+    """Return torch's RNG states of the CPU and, if it is a CUDA device, of `device` (else None)."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 
@@ -171,7 +171,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of the last dimension in forward, this rank's slice of it in backward."""
+    """All-gather along the last dimension in forward, this rank's slice in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -185,7 +185,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Slice(torch.autograd.Function):
-    """This rank's slice of the last dimension in forward, all-gather of it in backward."""
+    """This rank's slice of the last dimension in forward, all-gather of gradients in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -199,7 +199,7 @@ class _Slice(torch.autograd.Function):
 
 
 class _Head(torch.autograd.Function):
-    """Language model head, x w^T; backward computes dw while the all-reduce of dx is in flight."""
+    """Language model head, x w^T; backward computes dw during the all-reduce of dx."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
@@ -216,7 +216,7 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (gradient,), (x, weight) = grads, ctx.saved_tensors
         d_x = (gradient @ weight).to(ctx.dtypes[0])
-        flying = ctx.group.all_reduce(d_x, BACKWARD_TAG)
+        in_flight = ctx.group.all_reduce(d_x, BACKWARD_TAG)
 
         # this product overlaps with the all-reduce; a frozen head does not need it
         d_weight = None
@@ -224,7 +224,7 @@ class _Head(torch.autograd.Function):
             d_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
             d_weight = d_weight.to(ctx.dtypes[1])
 
-        return flying.wait(), d_weight, None
+        return in_flight.wait(), d_weight, None
 
 
 def spread(x: Tensor, group: TensorGroup) -> Tensor:
@@ -234,7 +234,7 @@ def spread(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def summed(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum of `x` over the group; backward returns the gradient unchanged."""
+    """Return the sum of `x` over the group; backward passes the gradient through unchanged."""
     total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 
@@ -268,7 +268,7 @@ class _Linear(nn.Module):
         self.group, self.transposed = group, transposed
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x times the weight, plus `bias`."""
+        """Return x times the weight, plus `bias` unless it is None."""
         return F.linear(x, self.weight.T if self.transposed else self.weight, bias)
 
 
@@ -285,24 +285,24 @@ class RowLinear(_Linear):
 
     _launch: Callable[[Tensor], None] | None = None
     _num_slices = 1
-    _made: list[Tensor]
+    _computed: list[Tensor]
 
     @contextmanager
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """In a `with` block, make `forward` compute its output in slices and launch each one.
+        """Context manager in which `forward` computes its output in slices and launches each one.
 
         Yields a list to which `forward` appends the slices, with their autograd graphs.
         """
-        self._launch, self._num_slices, self._made = launch, num_slices, []
+        self._launch, self._num_slices, self._computed = launch, num_slices, []
         try:
-            yield self._made
+            yield self._computed
         finally:
             self._launch = None
 
     def _slices(self, x: Tensor, launch: Callable[[Tensor], None]) -> Tensor:
         for weight in self.weight.tensor_split(self._num_slices, dim=1 if self.transposed else 0):
             output = F.linear(x, weight.T if self.transposed else weight)
-            self._made.append(output)
+            self._computed.append(output)
             launch(output)
         return output  # unused: the schedule concatenates the sums when they land
 
@@ -316,7 +316,7 @@ class RowLinear(_Linear):
         return self.finish(summed(self.product(x), self.group))
 
     def finish(self, total: Tensor) -> Tensor:
-        """Add the bias to a sum over the group."""
+        """Add the bias to the all-reduced output."""
         return total if self.bias is None else total + self.bias
 
 
@@ -329,7 +329,7 @@ class GatheredLinear(ColumnLinear):
 
 
 class SplitRowLinear(RowLinear):
-    """Row-parallel linear layer whose input is full on every rank; it takes this rank's slice."""
+    """Row-parallel linear layer that takes the full input, of which it uses this rank's slice."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, shape (..., out)."""
@@ -337,7 +337,7 @@ class SplitRowLinear(RowLinear):
 
 
 class DropoutAfterSum(nn.Dropout):
-    """Dropout after a `RowLinear`. Under a schedule, `finish` applies it to the sum instead."""
+    """Dropout after a `RowLinear`; under a schedule, applied by `finish`, not `forward`."""
 
     def __init__(self, p: float, group: TensorGroup) -> None:
         super().__init__(p)
@@ -348,7 +348,7 @@ class DropoutAfterSum(nn.Dropout):
         return input if self.group.scheduled else super().forward(input)
 
     def finish(self, total: Tensor) -> Tensor:
-        """Apply dropout to a sum."""
+        """Apply dropout to the all-reduced output."""
         return super().forward(total)
 
 
@@ -380,8 +380,8 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         """Return the embeddings of integer token ids, shape (..., H)."""
-        # look up row 0 for words of other ranks and zero it: in the sum over ranks, each word gets
-        # its row from the one rank that holds it
+        # look up row 0 for words that other ranks hold, and zero it: in the sum over ranks, each
+        # word gets its row from the rank that holds it
         local = words - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
 

@@ -34,14 +34,14 @@ from lightning_commfree.domino.splits import choose_split, legal_splits
 from lightning_commfree.domino.sublayers import Arguments
 from lightning_commfree.model.meta_init import Materializer
 
-# arguments that request outputs of single blocks, or pass inputs to them: not scheduled
+# arguments that request outputs of individual blocks, or pass inputs to them: not scheduled
 _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
 # KV cache arguments: a forward with a cache is not scheduled
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Raise a `ValueError` if a model cannot be sharded among `ranks` ranks; do not change it."""
+    """Raise a `ValueError` if an unsharded model cannot be divided among `ranks` ranks."""
     family = family_of(model)
     if family is not None:
         check_adapters(model, family.vocabulary(model))
@@ -58,7 +58,7 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
 
 
 class ParallelModel:
-    """A transformers model, sharded and scheduled in place.
+    """Shards a transformers model in place and, if possible, runs it on Domino's schedule.
 
     Args:
         model: the model, with the same weights on every rank. A model in `FAMILIES` may also be on
@@ -128,7 +128,7 @@ class ParallelModel:
 
         for parameter, values in full.items():
             parameter.data = values  # keep the object: optimizers and tied modules refer to it
-            parameter.grad = None  # has the shard's shape
+            parameter.grad = None  # it has the shard's shape
         # in reverse: a later change may be inside a module that an earlier one replaced
         for undo in reversed(self.sharding.restore):
             undo()
@@ -146,7 +146,7 @@ class ParallelModel:
         one_kind, as_tensor = len(set(kinds)) == 1, family.returns_tensor(blocks[0])
         self._blocks = _ScheduledBlocks(blocks, self._run_blocks, one_kind, as_tensor)
         self.sharding.restore.append(self._blocks.replace_in(*family.blocks_in(model)))
-        # `always_call`, because after a failed forward the loop must get the blocks again
+        # `always_call`, so that the loop gets the real blocks again even after a failed forward
         self._handles += [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
@@ -230,13 +230,13 @@ class ParallelModel:
             kwargs.get(name) if name in kwargs else getattr(base.config, name, None)
             for name in _NOT_SCHEDULED
         )
-        # transformers has not applied `config.use_cache` yet: True is from the caller
+        # transformers has not applied `config.use_cache` yet, so True is from the caller
         cached = cache is not None or kwargs.get("use_cache") is True
 
         active = torch.is_grad_enabled() and not requested and not cached
         self._blocks.begin(active)
-        # Older transformers checkpoint around the call of a block. The recomputation would take the
-        # embedding's partial sums for the finished embedding.
+        # Older versions of transformers checkpoint around the call to a block. The recomputation
+        # would mistake the embedding's partial sums for the finished embedding.
         around = getattr(base, "gradient_checkpointing", False) and not hasattr(
             self.sharding.blocks[0], "gradient_checkpointing"
         )
@@ -265,8 +265,8 @@ class ParallelModel:
 class _ScheduledBlocks(nn.ModuleList):
     """List of blocks that yields stand-ins while the schedule is active.
 
-    It replaces the model's own list until `join`. Its children are the blocks, under the same
-    names, so parameter names and state dicts do not change.
+    It replaces the model's own list until `ParallelModel.join`. Its children are the blocks, under
+    the same names, so parameter names and state dicts do not change.
 
     Args:
         blocks: the model's blocks.
@@ -287,7 +287,7 @@ class _ScheduledBlocks(nn.ModuleList):
         self.stand_ins.append(_StandIn(last, self._recorded, run, as_tensor))
 
     def replace_in(self, owner: nn.Module, name: str) -> Callable[[], None]:
-        """Replace the plain list in `owner`; return a function that undoes it."""
+        """Replace the plain list in `owner`, and return a function that undoes the change."""
         plain = getattr(owner, name)
         self.training = plain.training
         setattr(owner, name, self)
@@ -299,7 +299,7 @@ class _ScheduledBlocks(nn.ModuleList):
         return undo
 
     def begin(self, active: bool) -> None:
-        """Prepare for a forward pass with or without the schedule."""
+        """Prepare for a forward pass, with the schedule if `active`."""
         self.active = active
         self._recorded.clear()
 
@@ -317,7 +317,7 @@ RunBlocks = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
 
 
 class _StandIn:
-    """Stand-in for a block in the model's loop, with the block's attributes.
+    """Stand-in for a block in the model's loop; forwards attribute access to the block.
 
     Calling it records the block's arguments, because each kind of block has a different mask, and
     returns the residual stream unchanged. Calling the last stand-in runs all blocks.

@@ -38,7 +38,7 @@ from lightning_commfree.domino.sharding import (
 _COLUMNS = {
     "colwise": ColumnLinear,
     "colwise_gather_output": GatheredLinear,
-    "colwise_rep": GatheredLinear,  # its older name
+    "colwise_rep": GatheredLinear,  # older name of the same style
 }
 _ROWS = {
     "rowwise": RowLinear,
@@ -57,7 +57,7 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
 
 
 def has_plan(model: nn.Module) -> bool:
-    """Return whether this is a transformers model whose config has a plan."""
+    """Return whether a module is a transformers model whose config has a tensor-parallel plan."""
     # check the class: a peft wrapper forwards attribute access to the model inside
     return bool(plan_of(model)) and hasattr(type(model), "base_model_prefix")
 
@@ -75,7 +75,7 @@ def check_plan(model: Any, ranks: int) -> None:
             f"`{name}` has adapters, which the tensor-parallel plan in its config does not cover."
             " The model is unchanged; train it with another strategy."
         )
-    for path, style, module in _styled(model):
+    for path, style, module in _matched(model):
         if isinstance(module, nn.Embedding) or style == _SHARED_STYLE:
             continue
         if style == _EXPERTS_STYLE and (width := _experts_width(module)):
@@ -124,7 +124,7 @@ def apply_plan(sharding: Sharding) -> None:
     """Shard a model according to its plan; call `check_plan` first."""
     base, ranks = _base(sharding.model), sharding.group.size
 
-    for path, style, module in _styled(sharding.model):
+    for path, style, module in _matched(sharding.model):
         if isinstance(module, nn.Embedding):
             continue
         if style == _SHARED_STYLE:
@@ -170,7 +170,7 @@ def _shard_vocabulary(sharding: Sharding) -> None:
 
 
 def _experts_width(module: nn.Module | nn.Parameter) -> int:
-    """Return the width of experts that `sharding.experts` can shard, or 0 for anything else."""
+    """Return the width of a module's experts, or 0 if `sharding.experts` cannot shard it."""
     if not isinstance(module, nn.Module):
         return 0
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -181,7 +181,7 @@ def _experts_width(module: nn.Module | nn.Parameter) -> int:
     return width if shapes["gate_up_proj"] == (number, 2 * width, hidden) else 0
 
 
-def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
+def _matched(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
     """Return the modules and parameters that the plan matches, as (path, style, object)."""
     base, plan = _base(model), plan_of(model)
     found: list[tuple[str, str, nn.Module | nn.Parameter]] = []

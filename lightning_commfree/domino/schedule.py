@@ -42,7 +42,7 @@ from lightning_commfree.domino.layers import BACKWARD_TAG, FORWARD_TAG, TensorGr
 from lightning_commfree.domino.splits import Launch, Split
 from lightning_commfree.domino.sublayers import (
     Arguments,
-    Inflow,
+    InputTensors,
     MicroInput,
     MicroSublayer,
     Sublayer,
@@ -50,13 +50,13 @@ from lightning_commfree.domino.sublayers import (
 )
 
 Done = Callable[[Sublayer], None]
-Flying = list[Pending[Tensor]]  # all-reduces of one micro-sublayer: one, or one per slice
+InFlight = list[Pending[Tensor]]  # all-reduces of one micro-sublayer: one, or one per slice
 
 EMBEDDING = "embedding"  # name in traces, in place of a sublayer's
 
 
 class Autocast(NamedTuple):
-    """Autocast's state during forward, restored in backward, which runs outside autocast."""
+    """Autocast state during forward, to be restored in backward, which runs outside autocast."""
 
     device_type: str = "cpu"
     enabled: bool = False
@@ -64,7 +64,7 @@ class Autocast(NamedTuple):
 
     @classmethod
     def of(cls, kind: str) -> Autocast:
-        """Return the current state for a device type, such as "cuda"."""
+        """Return the current autocast state for a device type, such as "cuda"."""
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:
@@ -95,10 +95,10 @@ class ScheduleRun:
     done: Done | None = None
     unsummed: bool = False
     _autocast: Autocast = field(default=Autocast(), init=False)
-    # both indexed by sublayer, then by micro-batch
+    # both are indexed by sublayer, then by micro-batch
     _inputs: list[list[MicroInput]] = field(default_factory=list, init=False)
     _computed: list[list[MicroSublayer]] = field(default_factory=list, init=False)
-    _ends: list[tuple[Inflow, Tensor]] = field(default_factory=list, init=False)
+    _ends: list[tuple[InputTensors, Tensor]] = field(default_factory=list, init=False)
 
     # -- forward
 
@@ -116,30 +116,34 @@ class ScheduleRun:
 
         # clone: all-reduce is in place, and the micro-batches share the embedding's memory
         embeddings = enumerate(streams) if self.unsummed else ()
-        flying = {i: [self._launch(x.clone(), "forward", EMBEDDING, i)] for i, x in embeddings}
+        in_flight = {i: [self._launch(x.clone(), "forward", EMBEDDING, i)] for i, x in embeddings}
 
         before: Sublayer | None = None
         for k, sublayer in enumerate(self.sublayers):
             micros: list[MicroSublayer] = []
             for i, own in enumerate(given[k // per_block]):
-                inflow = self._inflow(before, streams[i], flying.get(i, []), i)
-                source = MicroInput(sublayer, own, inflow, self._replay(hidden.device))
-                micro, flying[i] = self._compute(source, micros, i)
+                tensors = self._input_tensors(before, streams[i], in_flight.get(i, []), i)
+                source = MicroInput(sublayer, own, tensors, self._replay(hidden.device))
+                micro, in_flight[i] = self._compute(source, micros, i)
                 streams[i] = micro.entered.detach()  # the graph stays with the micro-sublayer
                 micros.append(micro)
             self._keep(micros)
             before = sublayer
 
-        return self.split.join([self._end(streams[i], flying[i], i) for i in range(len(streams))])
+        return self.split.join(
+            [self._end(streams[i], in_flight[i], i) for i in range(len(streams))]
+        )
 
-    def _inflow(self, before: Sublayer | None, stream: Tensor, flying: Flying, i: int) -> Inflow:
+    def _input_tensors(
+        self, before: Sublayer | None, stream: Tensor, in_flight: InFlight, i: int
+    ) -> InputTensors:
         if before is not None:
-            total = self._land(flying, "forward", before.name, i)
-            return Inflow((leaf(stream), leaf(total)), before.finish)
+            total = self._land(in_flight, "forward", before.name, i)
+            return InputTensors((leaf(stream), leaf(total)), before.finish)
 
-        if flying:
-            stream = self._land(flying, "forward", EMBEDDING, i)
-        return Inflow((leaf(stream),))
+        if in_flight:
+            stream = self._land(in_flight, "forward", EMBEDDING, i)
+        return InputTensors((leaf(stream),))
 
     def _replay(self, device: torch.device) -> Callable[[], Any]:
         if not self.checkpoint:
@@ -148,8 +152,8 @@ class ScheduleRun:
 
     def _compute(
         self, source: MicroInput, earlier: Sequence[MicroSublayer], i: int
-    ) -> tuple[MicroSublayer, Flying]:
-        launched: Flying = []
+    ) -> tuple[MicroSublayer, InFlight]:
+        launched: InFlight = []
 
         def launch(sum_of_this_rank: Tensor) -> None:
             # summing in place is safe: backward does not read a row linear's output
@@ -163,7 +167,7 @@ class ScheduleRun:
 
     def _enter(self, source: MicroInput, i: int, direction: str) -> MicroSublayer:
         name = source.sublayer.name
-        self._tell(f"enter {direction}", name, i)
+        self._trace_event(f"enter {direction}", name, i)
         with record_function(f"enter {name} #{i}"):
             return MicroSublayer(source)
 
@@ -176,7 +180,7 @@ class ScheduleRun:
         launch: Launch,
     ) -> None:
         name, device = micro.sublayer.name, micro.x.device
-        self._tell(f"body {direction}", name, i)
+        self._trace_event(f"body {direction}", name, i)
         # switching generators copies their states: do it only where dropout uses them
         own = self.group.own_random(device) if micro.sublayer.draws_own() else nullcontext()
         with record_function(f"body {name} #{i}"), self.group.under_schedule(), own:
@@ -187,11 +191,11 @@ class ScheduleRun:
         if not self.checkpoint:
             self._computed.append(micros)
 
-    def _end(self, stream: Tensor, flying: Flying, i: int) -> Tensor:
-        inflow = self._inflow(self.sublayers[-1], stream, flying, i)
+    def _end(self, stream: Tensor, in_flight: InFlight, i: int) -> Tensor:
+        tensors = self._input_tensors(self.sublayers[-1], stream, in_flight, i)
         with torch.enable_grad():
-            output = inflow.add()
-        self._ends.append((inflow, output))
+            output = tensors.add()
+        self._ends.append((tensors, output))
         return output.detach()
 
     # -- backward
@@ -205,25 +209,25 @@ class ScheduleRun:
 
             # the last sublayer has no dx of a later sublayer to land
             micros = self._next_computed()
-            flying = {i: self._body_backward(micros[i], d_partials[i], i) for i in order}
+            in_flight = {i: self._body_backward(micros[i], d_partials[i], i) for i in order}
             while self._inputs:
                 after, micros = micros, self._next_computed()
                 for i in order:
-                    d_streams[i], d_partial = self._leave(after[i], d_streams[i], flying[i], i)
-                    flying[i] = self._body_backward(micros[i], d_partial, i)
-                self._tell_done(after)
+                    d_streams[i], d_partial = self._leave(after[i], d_streams[i], in_flight[i], i)
+                    in_flight[i] = self._body_backward(micros[i], d_partial, i)
+                self._report_done(after)
 
             for i in order:
-                (d_streams[i],) = self._leave(micros[i], d_streams[i], flying[i], i)
-            self._tell_done(micros)
+                (d_streams[i],) = self._leave(micros[i], d_streams[i], in_flight[i], i)
+            self._report_done(micros)
         return self.split.join(d_streams)
 
     def _backward_ends(self, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         ends, self._ends = self._ends, []
         found = []
-        for (inflow, output), part in zip(ends, self.split.micro_batches(gradient), strict=True):
+        for (tensors, output), part in zip(ends, self.split.micro_batches(gradient), strict=True):
             torch.autograd.backward(output, part)
-            found.append(inflow.gradients())
+            found.append(tensors.gradients())
         return [d_stream for d_stream, _ in found], [d_partial for _, d_partial in found]
 
     def _next_computed(self) -> list[MicroSublayer]:
@@ -243,39 +247,39 @@ class ScheduleRun:
 
     def _body_backward(self, micro: MicroSublayer, d_partial: Tensor, i: int) -> Pending[Tensor]:
         name = micro.sublayer.name
-        self._tell("body backward", name, i)
+        self._trace_event("body backward", name, i)
         gradients = self.split.gradients(micro, d_partial)
         with record_function(f"body backward {name} #{i}"), self.group.under_schedule():
             d_x = micro.backward_body(gradients)
         return self._launch(d_x, "backward", name, i)
 
     def _leave(
-        self, micro: MicroSublayer, d_stream: Tensor, flying: Pending[Tensor], i: int
+        self, micro: MicroSublayer, d_stream: Tensor, in_flight: Pending[Tensor], i: int
     ) -> list[Tensor]:
         name = micro.sublayer.name
-        d_x = self._land([flying], "backward", name, i)
-        self._tell("enter backward", name, i)
+        d_x = self._land([in_flight], "backward", name, i)
+        self._trace_event("enter backward", name, i)
         with record_function(f"enter backward {name} #{i}"):
             return micro.backward_entry(d_stream, d_x)
 
     # -- both
 
     def _launch(self, summand: Tensor, direction: str, name: str, i: int) -> Pending[Tensor]:
-        self._tell(f"launch {direction}", name, i)
+        self._trace_event(f"launch {direction}", name, i)
         tag = FORWARD_TAG if direction == "forward" else BACKWARD_TAG
         with record_function(f"launch {direction} {name} #{i}"):
             return self.group.all_reduce(summand, tag)
 
-    def _land(self, flying: Flying, direction: str, name: str, i: int) -> Tensor:
-        self._tell(f"land {direction}", name, i)
+    def _land(self, in_flight: InFlight, direction: str, name: str, i: int) -> Tensor:
+        self._trace_event(f"land {direction}", name, i)
         with record_function(f"land {direction} {name} #{i}"):
-            sums = [pending.wait() for pending in flying]
+            sums = [pending.wait() for pending in in_flight]
         return sums[0] if len(sums) == 1 else torch.cat(sums, -1)
 
-    def _tell_done(self, micros: Sequence[MicroSublayer]) -> None:
+    def _report_done(self, micros: Sequence[MicroSublayer]) -> None:
         if self.done is not None:
             self.done(micros[0].sublayer)
 
-    def _tell(self, event: str, name: str, i: int) -> None:
+    def _trace_event(self, event: str, name: str, i: int) -> None:
         if self.trace is not None:
             self.trace(event, name, i)

@@ -1,4 +1,4 @@
-"""Interface through which strategies use a LightningModule with sharded transformers models."""
+"""Interface between strategies and a LightningModule whose transformers models are sharded."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
         ranks: number of ranks in a tensor group.
 
     Raises:
-        ValueError: there is no such model, or one is wrapped, has tensors on the meta device that
-            would never get values, cannot be divided among `ranks`, or has unsupported adapters.
+        ValueError: the module contains no model that Domino can shard; or a model is wrapped, has
+            tensors on the meta device that would never get values, cannot be divided among `ranks`,
+            or has unsupported adapters.
     """
     refuse_wrapped(strategy, module)
 
@@ -140,17 +141,17 @@ STATE_TAG = "tensor_state"
 class OptimizerShards:
     """Gathers and shards a tensor group's optimizer states, during and after a fit.
 
-    `specs` contains the specs of the sharded parameters.
+    `specs` maps each sharded parameter to its spec.
     """
 
     # After a fit every rank has the full models again, but optimizer states stay sharded: AdamW's
     # state is twice the size of the model, and few users save it then.
     def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
-        # with the shapes, because parameters have their full shapes again after the fit
+        # keep the shards' shapes: after the fit, parameters have their full shapes again
         self._sharded = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def full_state_dict(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory; return {} if not `keep`; collective."""
+        """Gather an optimizer's full state in CPU memory, or {} if not `keep`; collective."""
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
@@ -235,17 +236,17 @@ class ShardedModule:
 
     @property
     def specs(self) -> dict[nn.Parameter, ShardSpec]:
-        """The spec of each sharded parameter; all other parameters are full on every rank."""
+        """The spec of each sharded parameter; every rank holds all other parameters in full."""
         return {p: spec for model in self.models for p, spec in model.sharding.specs.items()}
 
     def check_first(self, verb: str, batch: Any) -> None:
-        """Run `check_batch` on the first batch for each `verb`; collective for that batch."""
+        """Run `check_batch` on the first batch for each `verb`; later calls do nothing."""
         if verb not in self._checked:
             self._checked.add(verb)
             check_batch(self._channel, verb, batch)
 
     def mark_shards(self, argument: str) -> None:
-        """Mark the sharded parameters for DiLoCo and Lion, which do not use `ShardSpec`.
+        """Mark which parameters are shards, for DiLoCo and Lion, which do not use `ShardSpec`.
 
         `argument` is the name of the strategy's argument for the group size, for messages.
 
@@ -273,7 +274,7 @@ class ShardedModule:
     # -- states
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
-        """Return the module's full state in CPU memory, or {} if not `keep`; collective."""
+        """Gather the module's full state in CPU memory, or {} if not `keep`; collective."""
         # by address: the tensors in a state dict are not the parameters themselves
         specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
         gathered: dict[int, Tensor] = {}  # tied parameters are gathered once
@@ -310,7 +311,7 @@ class ShardedModule:
             model.trial.load_state_dict(split)
 
     def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory; return {} if not `keep`; collective."""
+        """Gather an optimizer's full state in CPU memory, or {} if not `keep`; collective."""
         return self.optimizer_shards.full_state_dict(optimizer, self._channel, keep)
 
     def shard_optimizer_state(
@@ -327,11 +328,11 @@ class ShardedModule:
             sum_shared(model.sharding.specs, model.group)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the full gradient, in which each element counts once; collective."""
+        """Return the norm of the full gradient, counting shared elements once; collective."""
         return gradient_norm(parameters, self.specs, self.models[0].group, norm_type)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm of the full gradient, in which each element counts once; collective."""
+        """Clip an optimizer's gradients by the norm of the full gradient; collective."""
         parameters = parameters_of(optimizer)
         norm = self.gradient_norm(parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

@@ -33,8 +33,8 @@ class ShardSpec:
     """How a tensor is sharded: each rank holds a range of one dimension.
 
     A packed q, k, v weight has three equal blocks, and each rank holds the same range of each.
-    Several ranks may hold the same range: if there are fewer key heads than ranks, ranks share a
-    head.
+    Several ranks may hold the same range: if there are fewer key-value heads than ranks, ranks
+    share a head.
 
     Attributes:
         dim: the sharded dimension.
@@ -52,7 +52,7 @@ class ShardSpec:
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
-        """Create a spec that shards each block evenly; a single block may be padded."""
+        """Create a spec with shards of equal length, padded if needed (only if `blocks` is 1)."""
         block = size // blocks
         length = -(-block // ranks)
         ranges = tuple((rank * length, (rank + 1) * length) for rank in range(ranks))
@@ -106,7 +106,7 @@ class Sharding:
         model: the transformers model, changed in place.
         group: the tensor group.
         materializer: initializes layers that are on the meta device.
-        specs: the spec of each sharded parameter; all other parameters are full on every rank.
+        specs: the spec of each sharded parameter; every rank holds all other parameters in full.
         blocks: the transformer blocks in order; empty if the model is not scheduled.
         sublayers: the sublayers of all blocks in order, the same number per block.
         experts: modules with sharded expert parameters.
@@ -202,7 +202,7 @@ def row(
 
 
 def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
-    """Apply the dropout of a row-parallel linear layer after the all-reduce of its output."""
+    """Replace a dropout module after a row-parallel linear with a `DropoutAfterSum`."""
     old = getattr(parent, name)
     sharding.replace(parent, name, DropoutAfterSum(old.p, sharding.group))
 
@@ -235,11 +235,11 @@ def vocabulary(
 
 
 def experts(sharding: Sharding, module: Any) -> None:
-    """Shard the hidden layer of every expert, so that routing needs no communication.
+    """Shard the hidden layer of every expert (MoE), so that routing needs no communication.
 
     `module` has the parameters `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, shape
-    (experts, H, I). It is called with the hidden states and with the indices and weights of the
-    chosen experts.
+    (experts, H, I). Its forward takes the hidden states, and the indices and weights of the chosen
+    experts.
     """
     group, width = sharding.group, module.down_proj.shape[2]
     gate_up = ShardSpec.even(1, 2 * width, group.size, blocks=2)
@@ -278,12 +278,12 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a peft adapter around a layer."""
+    """Return whether a module is a peft layer that wraps a base layer with an adapter."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def base_of(module: Any) -> Any:
-    """Return the layer inside a peft adapter, or the module itself if it is not one."""
+    """Return the base layer of a peft layer, or the module itself if it is not a peft layer."""
     return module.base_layer if is_adapted(module) else module
 
 

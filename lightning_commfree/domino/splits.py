@@ -27,13 +27,13 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_commfree.domino.settings import DominoSettings
-from lightning_commfree.domino.sublayers import Arguments, LentTensor, MicroSublayer
+from lightning_commfree.domino.sublayers import Arguments, MicroSublayer, ReusedTensor
 
 Launch = Callable[[Tensor], None]
 
 
 class Split:
-    """No split: one micro-batch, one all-reduce per sublayer; also the base class of other splits.
+    """Base class of all splits; used directly, it keeps the batch as a single micro-batch.
 
     Args:
         num_slices: number of slices of each row-parallel linear's outputs, each with its own
@@ -60,7 +60,9 @@ class Split:
         return [arguments]
 
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
-        """Compute the body of a micro-sublayer, set `micro.outputs` and launch the partial sums.
+        """Compute a sublayer's body for one micro-batch, and launch its partial sums.
+
+        Sets `micro.outputs`.
 
         Args:
             micro: a micro-sublayer whose body has not run yet.
@@ -122,7 +124,7 @@ class BatchSplit(Split):
 
 
 class TokenSplit(Split):
-    """Split the sequence into chunks, under causal attention.
+    """Split each sequence into chunks; requires causal attention.
 
     Args:
         num_micro_batches: number of micro-batches, at most the number of tokens in a sequence.
@@ -155,20 +157,20 @@ class TokenSplit(Split):
 
     @override
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
-        keys = _KeyCache([before.lent for before in earlier])
+        keys = _KeyCache([before.reused for before in earlier])
         more: Arguments = {}
         if micro.sublayer.attention is not None:
             more = {self._cache_argument(type(micro.sublayer.attention)): keys}
         partial = micro.body(more)
 
         micro.outputs = [partial, *keys.own]
-        micro.lent = [LentTensor(tensor) for tensor in keys.own]
+        micro.reused = [ReusedTensor(tensor) for tensor in keys.own]
         launch(partial)
 
     @override
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
         # later chunks have already run backward and accumulated these gradients
-        return [d_total, *(lent.gradient() for lent in micro.lent)]
+        return [d_total, *(tensor.gradient() for tensor in micro.reused)]
 
     def _cache_argument(self, attention: type[nn.Module]) -> str:
         name = cache_argument(attention)
@@ -195,7 +197,7 @@ class TokenSplit(Split):
         return pytree.tree_map(chunk, value)
 
     def _mask(self, mask: Tensor | None, start: int, stop: int, hidden: Tensor) -> Tensor | None:
-        """Return a chunk's mask, which also covers the tokens before the chunk."""
+        """Return the mask for a chunk's queries over all keys up to its end; None if not needed."""
         if mask is None:
             if start == 0 or self._flash:  # correct without a mask, because attention is causal
                 return None
@@ -208,15 +210,15 @@ _CACHES = ("past_key_values", "past_key_value")  # the latter in older transform
 
 
 def cache_argument(attention: type[nn.Module]) -> str | None:
-    """Return the name of an attention class's cache argument, or None if it has none."""
+    """Return the name of an attention class's KV cache argument, or None if it has none."""
     parameters = inspect.signature(attention.forward).parameters
     return next((name for name in _CACHES if name in parameters), None)
 
 
 class _KeyCache:
-    """Stand-in for transformers' cache that prepends the keys and values of earlier chunks."""
+    """Substitute for transformers' KV cache that prepends keys and values of earlier chunks."""
 
-    def __init__(self, earlier: Sequence[Sequence[LentTensor]]) -> None:
+    def __init__(self, earlier: Sequence[Sequence[ReusedTensor]]) -> None:
         self._earlier = earlier
         self.own: list[Tensor] = []
 
@@ -224,8 +226,8 @@ class _KeyCache:
         self.own = [keys, values]
         joined = []
         for index, own in enumerate(self.own):
-            lent = [tensors[index].lend() for tensors in self._earlier]
-            joined.append(torch.cat([*lent, own], dim=-2))
+            before = [tensors[index].new_leaf() for tensors in self._earlier]
+            joined.append(torch.cat([*before, own], dim=-2))
         return joined[0], joined[1]
 
 
@@ -281,7 +283,7 @@ def choose_split(
 def legal_splits(
     hidden: Tensor, arguments: Mapping[str, Any], attention: nn.Module | None
 ) -> list[str]:
-    """Return the possible splits for a batch, out of "none", "batch" and "token".
+    """Return which of the splits "none", "batch" and "token" are possible for a batch.
 
     Args:
         hidden: the batch's hidden state, shape (B, T, H).
@@ -313,7 +315,7 @@ def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
 
 
 def is_packed(arguments: Mapping[str, Any]) -> bool:
-    """Return whether rows contain packed examples, as indicated by example starts or positions."""
+    """Return whether rows contain packed examples, judging by example starts or positions."""
     if arguments.get("cu_seq_lens_q") is not None:
         return True
     positions = arguments.get("position_ids")  # start at 0 in each example

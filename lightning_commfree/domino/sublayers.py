@@ -37,8 +37,8 @@ class Sublayer:
 
     Attributes:
         name: name in traces.
-        norm: computes x from h.
-        body: computes the partial sum from x and the block's arguments.
+        norm: computes the body's input x from the residual stream h.
+        body: computes this rank's partial sum from x and the block's arguments.
         row: the last linear layer of the body.
         modules: the modules that hold the sublayer's parameters; these are used nowhere else.
         dropout: dropout applied to the sum, or None.
@@ -59,7 +59,7 @@ class Sublayer:
     draws_own: Callable[[], bool] = lambda: False
 
     def finish(self, total: Tensor) -> Tensor:
-        """Compute the sublayer's output from the sum of all ranks' partial sums."""
+        """Apply bias, post-norm and dropout to the all-reduced partial sums."""
         total = self.row.finish(total)
         if self.post_norm is not None:
             total = self.post_norm(total)
@@ -67,7 +67,7 @@ class Sublayer:
 
 
 def attention_body(module: nn.Module) -> Body:
-    """Return a body that calls an attention module as a transformers block would."""
+    """Return a sublayer body that calls an attention module as a transformers block would."""
 
     def body(x: Tensor, arguments: Arguments) -> Tensor:
         partial: Tensor = module(hidden_states=x, **arguments)[0]  # [1] has the attention weights
@@ -77,7 +77,7 @@ def attention_body(module: nn.Module) -> Body:
 
 
 def mlp_body(module: nn.Module) -> Body:
-    """Return a body that calls an MLP as a transformers block would."""
+    """Return a sublayer body that calls an MLP as a transformers block would."""
 
     def body(x: Tensor, _: Arguments) -> Tensor:
         partial: Tensor = module(x)
@@ -92,15 +92,15 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 def take_gradient(leaf: Tensor) -> Tensor:
-    """Return a leaf's gradient and clear it."""
+    """Return an autograd leaf's gradient, and clear it."""
     gradient, leaf.grad = leaf.grad, None
     assert gradient is not None, "a sublayer depends on all of its inputs"
     return gradient
 
 
 @dataclass(frozen=True)
-class Inflow:
-    """Input tensors of a sublayer, as autograd leaves.
+class InputTensors:
+    """Input tensors of one sublayer for one micro-batch, as autograd leaves.
 
     Attributes:
         leaves: the residual stream h, shape (B, T, H), and in all sublayers but the first, the
@@ -113,7 +113,7 @@ class Inflow:
     finish: Callable[[Tensor], Tensor] | None = None
 
     def add(self) -> Tensor:
-        """Return h + finish(y), or h in the first sublayer, with its autograd graph."""
+        """Return the residual stream: h + finish(y), or h in the first sublayer."""
         if self.finish is None:
             (stream,) = self.leaves
             return stream.view_as(stream)  # a node of its own, whose backward reaches the leaf
@@ -128,43 +128,43 @@ class Inflow:
 
 @dataclass(frozen=True)
 class MicroInput:
-    """Inputs of a micro-sublayer; activation checkpointing keeps nothing else.
+    """Inputs of one sublayer for one micro-batch; activation checkpointing keeps only these.
 
     Attributes:
         sublayer: the sublayer to compute.
         arguments: its block's arguments for this micro-batch.
-        inflow: its input tensors.
+        tensors: its input tensors.
         replayed: returns a context manager that repeats the random draws of the forward pass.
     """
 
     sublayer: Sublayer
     arguments: Arguments
-    inflow: Inflow
+    tensors: InputTensors
     replayed: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-class LentTensor:
-    """Keys or values of a micro-batch that later micro-batches read.
+class ReusedTensor:
+    """Keys or values of one micro-batch that the attention of later micro-batches reads.
 
-    Each reader gets a separate leaf, because their backward passes run separately.
+    Each reader gets a separate autograd leaf, because their backward passes run separately.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._lent: list[Tensor] = []
+        self._leaves: list[Tensor] = []
 
-    def lend(self) -> Tensor:
-        """Return a new leaf for one reader."""
-        lent = leaf(self._tensor)
-        self._lent.append(lent)
-        return lent
+    def new_leaf(self) -> Tensor:
+        """Return a new autograd leaf for one reader."""
+        copy = leaf(self._tensor)
+        self._leaves.append(copy)
+        return copy
 
     def gradient(self) -> Tensor:
         """Return the sum of all readers' gradients."""
         total = torch.zeros_like(self._tensor)  # stays zero for the last micro-batch
-        for lent in self._lent:
-            if lent.grad is not None:
-                total += lent.grad
+        for copy in self._leaves:
+            if copy.grad is not None:
+                total += copy.grad
         return total
 
 
@@ -181,18 +181,18 @@ class MicroSublayer:
         normed: norm(entered), with its graph.
         x: input of the body, a leaf with the values of `normed`.
         outputs: the body's outputs, with their graph; set by `Split.run`.
-        lent: with `split="token"`, the keys and values of this micro-batch, which the attention of
-            later micro-batches also reads; set by `Split.run`.
+        reused: with `split="token"`, the keys and values of this micro-batch, which the attention
+            of later micro-batches also reads; set by `Split.run`.
     """
 
     def __init__(self, source: MicroInput) -> None:
         self.source = source
         self.sublayer = source.sublayer
-        self.entered = source.inflow.add()
+        self.entered = source.tensors.add()
         self.normed = self.sublayer.norm(self.entered)
         self.x = leaf(self.normed)
         self.outputs: list[Tensor] = []
-        self.lent: list[LentTensor] = []
+        self.reused: list[ReusedTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
         """Run the body on `x` with the block's arguments; those in `more` take precedence."""
@@ -207,7 +207,7 @@ class MicroSublayer:
         """Run backward from the gradients of the outputs; return the gradient of `x`."""
         # in one call, because keys, values and output share the body's graph
         torch.autograd.backward(self.outputs, gradients)
-        self.outputs, self.lent = [], []
+        self.outputs, self.reused = [], []
         return take_gradient(self.x)
 
     def backward_entry(self, d_entered: Tensor, d_normed: Tensor) -> list[Tensor]:
@@ -221,4 +221,4 @@ class MicroSublayer:
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])
         # free the activations now: this object lives until the next sublayer
         del self.entered, self.normed, self.x
-        return self.source.inflow.gradients()
+        return self.source.tensors.gradients()

@@ -1,4 +1,4 @@
-"""The strategies, registered with Lightning under their names."""
+"""The Lightning strategies; importing this package registers them with Lightning by name."""
 
 from functools import partial
 from itertools import product
@@ -32,7 +32,7 @@ _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
 def register_strategies() -> None:
     """Register every strategy for `Trainer(strategy="...")`; idempotent.
 
-    Selecting one in Fabric then raises an error that says it needs the Trainer.
+    Passing one of these names to Fabric then raises an error: the strategies need the Trainer.
     """
     for name, strategy in _NAMES.items():
         for suffix, start_method in _START_METHODS.items():
@@ -54,7 +54,7 @@ def _refuse_in(registry: Any, message: str) -> None:
     """Register every strategy name in a registry so that using it raises a `TypeError`.
 
     Used for the registries of Fabric and of the other Lightning package, which do not support the
-    strategies. `message` is the error's text; its field `{name!r}` is replaced with the name.
+    strategies. `message` is the error text, in which `{name!r}` stands for the strategy's name.
     """
     for name in product(_NAMES, _START_METHODS):
         refuse = partial(_refuse, message.format(name="".join(name)))

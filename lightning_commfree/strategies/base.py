@@ -1,14 +1,15 @@
-"""Base class of all strategies: the hooks that Lightning calls.
+"""Base class of all strategies, which implements the hooks that Lightning calls.
 
 Launchers, samplers, the `torch.compile` guard and device handling come from Lightning's
 `DDPStrategy`; its gradient wrapper and per-batch SIGTERM broadcast are not used. During a fit:
 
-1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
-   cross-replica algorithm is created (`begin`); a resumed fit restores its state (`ExactResume`).
-2. Every optimizer step is Lightning's own, inside `FitSession.step`. After a step of the algorithm
-   (`clock`), the exchanges that are due run.
-3. By the time of each validation run, each checkpoint and the end of training, all ranks have taken
-   the same number of steps (`Stopping`), and the session swaps the shared weights into the module.
+1. `setup` checks that all ranks have the same settings, copies rank 0's weights to them and creates
+   the cross-replica algorithm (`begin`). A resumed fit then restores its state (`ExactResume`).
+2. Lightning runs every optimizer step as usual, inside `FitSession.step`. After each step (as
+   counted by `clock`), the algorithm runs the exchanges that are due.
+3. Whenever validation runs, a checkpoint is saved or training ends, all ranks have taken the same
+   number of steps (`Stopping`). If replicas train on local weights, the session swaps the shared
+   weights into the module first (`local_weights`).
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ from lightning_commfree.strategies.signals import save_on_sigterm_only, warn_uns
 from lightning_commfree.strategies.stopping import Stopping
 from lightning_commfree.strategies.unwrappable import Unwrappable
 
-# set to a level above INFO by users who do not want the summary at the end of a fit
+# users can set its level above INFO to hide the summary at the end of a fit
 _logger = logging.getLogger("lightning_commfree")
 
-# advice for errors from torch, by a part of their text
+# advice for errors from torch, keyed by a part of the error's text
 _ADVICE = {
     "data is not allocated yet": (
         "A hook reads the values of a sharded tensor (`DTensor`) as if it were a plain one, as"
@@ -73,20 +74,21 @@ _ADVICE = {
 
 
 class ReplicaStrategy(DDPStrategy):
-    """Replicas of a model, synchronized by an algorithm.
+    """Base class for strategies that train replicas of a model and keep them synchronized.
 
-    A subclass returns the settings that must be the same on all ranks (`fingerprint`), creates the
-    algorithm (`begin`) and sets `session_type`, the class of its fit sessions.
+    A subclass sets `settings`, creates the cross-replica algorithm in `begin`, and may override
+    `session_type`, the class that holds the state of a fit.
 
     Args:
         inside: layout of the model across the ranks of a replica.
         **ddp_kwargs: arguments of `DDPStrategy`, except those for gradient synchronization.
 
     Attributes:
-        ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
-        group_ledger: bytes sent within a replica, by tag; FSDP's bytes are computed by formula, and
-            DDP's are not counted.
-        session: the current fit.
+        ledger: counts the bytes that this rank sends to other replicas and the seconds that it
+            waits for them, by tag.
+        group_ledger: counts the bytes sent within a replica, by tag. FSDP's bytes are computed from
+            a formula; DDP's are not counted.
+        session: state of the current fit, and its hooks.
         ddp_kwargs: the arguments of `DDPStrategy` that differ from its defaults.
         patches: wrappers around Lightning's methods during a fit.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
@@ -107,7 +109,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
-        self._prepared: list[Optimizer] = []  # those that `inside` and the algorithm know
+        self._prepared: list[Optimizer] = []  # already passed to `inside` and the algorithm
         self._log: FitLog | None = None
         self._evaluation: SharedEvaluation
         self._drift: DriftCheck | None = None
@@ -125,7 +127,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def __repr__(self) -> str:
-        # a Trainer of the other package shows this in the error with which it refuses the strategy
+        # a Trainer from the other Lightning package quotes this in the error that it raises
         return f"<{wrong_host(type(self).__name__)}>" if other_is_imported() else super().__repr__()
 
     def fingerprint(self) -> dict[str, str]:
@@ -134,14 +136,20 @@ class ReplicaStrategy(DDPStrategy):
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Create the algorithm; called once everything is set up and all ranks' settings agree."""
+        """Create the cross-replica algorithm; called by `setup`.
+
+        By then the model and optimizers exist, and all ranks have the same settings and weights.
+        """
 
     def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
         """Create the object that decides when the fit stops."""
         return Stopping(trainer, self.ranks, clock, self.patches)
 
     def equal_weights(self) -> tuple[int, Channel]:
-        """Return the number of steps between weight checks (0: never), and the ranks to compare."""
+        """Return how often to compare weights across ranks, and the channel between these ranks.
+
+        The first value is the number of steps between checks; 0 disables them.
+        """
         return 0, self.channels.world
 
     def not_restored(self) -> list[str]:
@@ -170,7 +178,7 @@ class ReplicaStrategy(DDPStrategy):
         return self.session.between
 
     def traffic(self) -> Traffic:
-        """Forecast this rank's traffic; available from `on_fit_start` on."""
+        """Forecast the bytes that this rank sends; available from `on_fit_start` on."""
         if self._log is None:
             raise RuntimeError(
                 "`traffic()` is not available yet: it needs state that `fit` creates. Call it in"
@@ -179,7 +187,7 @@ class ReplicaStrategy(DDPStrategy):
         return self._log.traffic
 
     def figures(self) -> dict[str, float]:
-        """Return a dict of this rank's latest metrics, the same as in the Trainer's loggers."""
+        """Return this rank's latest metrics by name, as sent to the Trainer's loggers."""
         return {} if self._log is None else self._log.figures()
 
     def _open_channels(self, info: RankInfo) -> ReplicaChannels:
@@ -201,9 +209,9 @@ class ReplicaStrategy(DDPStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
-        # Every Trainer that gets this strategy sets this, but the devices and launcher of the first
-        # one would be kept. Lightning's own attribute remains empty; otherwise its check would
-        # complain about accelerators.
+        # Every Trainer that is given this strategy sets this, but the devices and launcher of the
+        # first one would be kept. Lightning's own attribute remains empty; otherwise its check
+        # would complain about accelerators.
         if self._trainers_accelerator is not None:
             raise RuntimeError(
                 f"This `{type(self).__name__}` was already passed to another Trainer. Create a"
@@ -245,7 +253,7 @@ class ReplicaStrategy(DDPStrategy):
         probe(trainer)
         save_on_sigterm_only(trainer, self.ranks, self.patches)
         self.inside.check(self, trainer)
-        # before sharding
+        # counted before sharding, while every rank has the full model
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # before `super().setup` creates the schedulers, which may ask for the length of an epoch
         clock = Clock(spans_batch=not self.module.automatic_optimization)
@@ -298,7 +306,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without synchronization in a `with` block; Lightning calls it."""
+        """Context manager for accumulating gradients without synchronizing; called by Lightning."""
         no_sync = self.inside.accumulating() or super().block_backward_sync()
         with self.session.accumulating(), no_sync:
             yield
@@ -343,7 +351,7 @@ class ReplicaStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _prepare_replaced(self) -> None:
-        """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step."""
+        """Prepare new optimizers that a hook has assigned to `trainer.optimizers`."""
         self.inside.begin(self.optimizers)
         self.session.follow_optimizers(self.optimizers)
         self._prepared = [*self.optimizers]
@@ -351,9 +359,9 @@ class ReplicaStrategy(DDPStrategy):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of the full model's gradient; collective over the ranks of a replica.
 
-        Use it in `on_before_optimizer_step`, where gradients are complete. If ranks hold shards,
-        norms of `self.parameters()` cover only this rank's shards there. With Streaming DiLoCo and
-        Distributed Lion, the result is the norm of this replica's own gradient.
+        Use it in `on_before_optimizer_step`, where gradients are complete. If ranks hold shards, a
+        norm computed from the module's own `parameters()` would cover only this rank's shards. With
+        Streaming DiLoCo and Distributed Lion, the result is the norm of this replica's gradient.
 
         Args:
             norm_type: p in the p-norm, above 0; `math.inf` for the largest absolute value.
@@ -376,7 +384,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.session.fit_ends()
-        # the last point that all ranks reach together
+        # this is the last point in a fit that all ranks reach together
         self._resume.remove_leftovers()
         super().on_train_end()
         self._report()
@@ -391,7 +399,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # also runs in the process that forked the ranks, without a process group
+        # also called in the process that forked the ranks, which has no process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             warn_unsaved("Ctrl-C interrupted the ranks in the middle of different steps")
         for symptom, advice in _ADVICE.items():
@@ -428,7 +436,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all ranks; in a training step, over the ranks of this replica only.
+        """Reduce a tensor over all ranks or, in a training step, over this replica's ranks only.
 
         Otherwise every metric logged per step with `sync_dist=True` would cost a round trip over
         the slow link.

@@ -44,9 +44,10 @@ def why_gradients_change(
 
 
 def compiled_as_a_whole(module: pl.LightningModule) -> str | None:
-    """Return the name of a compiled submodule that has most of the trained parameters, or None.
+    """Return the name of a compiled submodule that contains most trained parameters, or None.
 
-    No gradient of a compiled module is ready before its backward ends.
+    All gradients of a compiled module become available together, when its backward ends, so their
+    communication cannot overlap with backward.
     """
 
     def numel(part: nn.Module) -> int:
@@ -112,9 +113,10 @@ REFUSED_IF_SHARDED = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Raise a `ValueError` if the class of a Trainer's callback, or a base class, is in `reasons`.
+    """Raise a `ValueError` if the Trainer has a callback that `strategy` does not support.
 
-    Callbacks that `Tuner` adds are included.
+    `reasons` maps the class name of each unsupported callback to the reason. Subclasses of these
+    callbacks are refused too, and so are callbacks that `Tuner` adds.
     """
     for name, reason in reasons.items():
         kind = getattr(callbacks, name, None)
@@ -129,8 +131,8 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
     """Raise a `ValueError` if validation is scheduled by time.
 
-    Each rank would measure the time with its own clock, so one rank would validate while the others
-    train.
+    Each rank would measure time with its own clock, so some ranks could start to validate while
+    others are still training.
     """
     seconds = validation_seconds(trainer)
     if seconds is not None and trainer.world_size > 1:
@@ -142,7 +144,7 @@ def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
 
 
 def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
-    """Raise a `ValueError` if a LightningModule that is about to be sharded is compiled."""
+    """Raise a `ValueError` if a LightningModule to be sharded is compiled (`torch.compile`)."""
     if is_compiled(module):
         raise ValueError(
             f"`{strategy}` does not support a LightningModule compiled with `torch.compile`: a"
@@ -152,7 +154,10 @@ def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
 
 
 def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> None:
-    """Raise a `ValueError` for manual optimization, which also rules out several optimizers."""
+    """Raise a `ValueError` with `reason` if a LightningModule uses manual optimization.
+
+    This also rules out multiple optimizers, which Lightning allows only in manual optimization.
+    """
     if not module.automatic_optimization:
         raise ValueError(
             f"`{strategy}` does not support manual optimization: {reason}. Set"
@@ -162,7 +167,10 @@ def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> Non
 
 
 def refuse_fp16(strategy: str, precision: Precision) -> None:
-    """Raise a `ValueError` for fp16: each rank of a sharded model would scale its own gradients."""
+    """Raise a `ValueError` if a sharded model would train in fp16.
+
+    Each rank would scale its gradients, and skip steps on overflow, independently of the others.
+    """
     fp16 = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if fp16 or str(precision.precision).startswith("16"):
         raise ValueError(
@@ -173,9 +181,10 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
 
 
 def refuse_muon(strategy: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise a `ValueError` for Muon, which would orthogonalize each shard of a model separately.
+    """Raise a `ValueError` if a sharded model would be trained with Muon.
 
-    Any optimizer with "ns_steps" above 0 in a group counts as Muon, such as `torch.optim.Muon`.
+    Muon would orthogonalize each shard separately instead of the full matrix. An optimizer counts
+    as Muon if a parameter group has an "ns_steps" above 0, as in `torch.optim.Muon`.
     """
     for optimizer in optimizers:
         if any(group.get("ns_steps") for group in optimizer.param_groups):
@@ -192,14 +201,18 @@ def check_ddp_kwargs(
 ) -> dict[str, Any]:
     """Return the arguments that differ from DDP's defaults; reject those that do not apply.
 
-    If `with_ddp`, DDP averages gradients within replicas, and its arguments apply.
+    Args:
+        strategy: the strategy class, for messages.
+        ddp_kwargs: the user's arguments.
+        with_ddp: whether DDP averages gradients within a replica. If not, the arguments of
+            `DistributedDataParallel`, and most of `DDPStrategy`'s, do not apply.
 
     Raises:
         TypeError: an argument does not exist or does not apply.
     """
     taken = [inspect.signature(kind).parameters for kind in (DistributedDataParallel, DDPStrategy)]
     defaults = {name: known.default for names in taken for name, known in names.items()}
-    said = {
+    given = {
         name: value
         for name, value in ddp_kwargs.items()
         if name not in defaults or not _is_same(value, defaults[name])
@@ -209,7 +222,7 @@ def check_ddp_kwargs(
     if with_ddp:
         legal = tuple(defaults.keys() - _INTERNAL_DDP_KWARGS)
         why = "Of the arguments of `DDPStrategy` and `DistributedDataParallel` it"
-    for name in said:
+    for name in given:
         if name not in legal:
             own = [one for one in inspect.signature(strategy).parameters if one != "ddp_kwargs"]
             near = difflib.get_close_matches(name, (*own, *legal), n=1)
@@ -219,7 +232,7 @@ def check_ddp_kwargs(
                 f" {', '.join(f'`{one}`' for one in own)}. {why} takes only"
                 f" {', '.join(f'`{one}`' for one in sorted(legal))}."
             )
-    return said
+    return given
 
 
 def _is_same(value: Any, default: Any) -> bool:

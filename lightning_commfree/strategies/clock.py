@@ -14,13 +14,14 @@ class Clock:
     """Counter of the steps in a fit.
 
     Args:
-        spans_batch: whether a step is a whole `training_step` in which at least one optimizer
-            steps (manual optimization), instead of a step of the only optimizer.
+        spans_batch: if False, every optimizer step counts. If True (manual optimization), a
+            `training_step` counts as one step if it steps any optimizer.
 
     Attributes:
         steps: number of steps so far.
-        uncounted: optimizer steps that `trainer.global_step` lacks when a step ends. Lightning
-            counts one only after `Strategy.optimizer_step` has returned.
+        uncounted: number of optimizer steps that are done but not yet included in
+            `trainer.global_step` when a step ends. Lightning counts an optimizer step only after
+            `Strategy.optimizer_step` has returned.
     """
 
     def __init__(self, spans_batch: bool = False) -> None:
@@ -29,9 +30,9 @@ class Clock:
         self._stepped = False  # whether any optimizer has stepped in the current batch
 
     def tick(self, optimizer: Optimizer | None) -> bool:
-        """Count a step if one has just ended; return whether one has.
+        """Count a step if one has just ended, and return whether it has.
 
-        `optimizer` is the one that has just stepped; None at the end of a `training_step`.
+        `optimizer` is the optimizer that has just stepped, or None at the end of a `training_step`.
         """
         if self.spans_batch and optimizer is not None:
             self._stepped = True

@@ -1,8 +1,8 @@
-"""The two parts of a strategy: a layout inside each replica, and a cross-replica algorithm.
+"""Interfaces for the two parts of a strategy: its layout and its cross-replica algorithm.
 
-*Inside* a replica, one or more ranks hold and compute one model. *Between* replicas, an algorithm
-exchanges weights, gradients or votes. To add a strategy, write an algorithm or a layout, and a
-subclass of `ReplicaStrategy` that combines the two.
+*Inside* a replica, a layout distributes one model over one or more ranks. *Between* replicas, an
+algorithm exchanges weights, gradients or votes. To add a strategy, write an algorithm or a layout,
+and a subclass of `ReplicaStrategy` that combines the two.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Inside(Protocol):
         ...
 
     def prepare(self, strategy: Any) -> None:
-        """Copy rank 0's weights to all ranks and prepare the model; collective.
+        """Copy rank 0's weights to all ranks and set up the model for this layout; collective.
 
         Call it before the optimizers are created.
 
@@ -54,7 +54,7 @@ class Inside(Protocol):
         ...
 
     def mesh(self, world_size: int) -> Mesh:
-        """Arrange all ranks in a mesh: replicas on the first axis, their ranks on the second.
+        """Return the mesh of all ranks: replicas on the first axis, their ranks on the second.
 
         Raises:
             ValueError: the number of ranks is not a multiple of `size`.
@@ -65,12 +65,15 @@ class Inside(Protocol):
         """Check optimizers that were just created, or replaced during a fit.
 
         Raises:
-            ValueError: they cannot train the prepared model's parameters.
+            ValueError: an optimizer cannot train the prepared model's parameters.
         """
         del optimizers
 
     def accumulating(self) -> AbstractContextManager[None] | None:
-        """Return a context manager that accumulates without sync, or None to use Lightning's."""
+        """Return a context manager for accumulating gradients without synchronization.
+
+        Return None to use Lightning's own.
+        """
         return None
 
     def train_begins(self) -> None:
@@ -90,7 +93,7 @@ class Inside(Protocol):
     def after_backward(self, steps: bool) -> None:
         """Combine gradients after backward; collective within the replica.
 
-        `steps` is whether an optimizer step follows; otherwise gradients accumulate.
+        `steps` is whether an optimizer step follows. If not, gradients are still accumulating.
         """
         del steps
 
@@ -104,7 +107,10 @@ class Inside(Protocol):
         return get_total_norm(gradients, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's own state for an exact resume, without weights or optimizer states."""
+        """Return the layout's own state on this rank, for an exact resume.
+
+        It contains no weights or optimizer states, which are saved separately.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,11 +123,14 @@ class Inside(Protocol):
         return []
 
     def release(self) -> None:
-        """Release the model, after a fit or an error."""
+        """Clean up after a fit or an error."""
         return
 
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
-        """Set up the module for evaluation or prediction. By default, call Lightning's `setup`."""
+        """Set up the module for validation, testing or prediction outside a fit.
+
+        By default, this only calls `setup`, which is Lightning's own method.
+        """
         setup(trainer)
 
     # -- states of a sharded model
@@ -173,7 +182,7 @@ class Between(Resumable, Protocol):
     """
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Context manager around a step: forward, backward, clipping and update."""
+        """Return a context manager to wrap around a step: forward, backward, clipping, update."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
@@ -185,19 +194,22 @@ class Between(Resumable, Protocol):
         ...
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Called before the first step of optimizers that have replaced the original ones.
+        """Called when a hook has replaced the optimizers, before the new ones step.
 
         Raises:
-            ValueError: the algorithm cannot use them.
+            ValueError: the algorithm cannot use the new optimizers.
         """
         del optimizers
 
     def figures(self) -> dict[str, float]:
-        """Return a dict of the latest metrics for the Trainer's loggers."""
+        """Return the latest metrics by name, for the Trainer's loggers."""
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle."""
+        """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle.
+
+        A cycle is the period after which the communication pattern repeats.
+        """
         ...
 
     def close(self) -> None:
@@ -214,7 +226,7 @@ class LocalUpdates(Between, Protocol):
     def stops_after(self) -> int | None:
         """The step after which all ranks would stop if a stop were requested now; None if unknown.
 
-        It is read in a signal handler.
+        It is called from a signal handler.
         """
         return None
 
@@ -226,30 +238,33 @@ class LocalUpdates(Between, Protocol):
         ...
 
     def wait_in_flight(self) -> None:
-        """Wait until in-flight exchanges have arrived, without applying them before their step."""
+        """Wait for in-flight exchanges to arrive; their results are still applied on schedule."""
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights for validation, or None for the shared weights."""
+        """Return the weights for validation and checkpoints, or None for the shared weights."""
         return None
 
     def unready(self, what: str) -> str | None:
-        """Return a warning if a "validation" or "checkpoint" would come too early, else None."""
+        """Return a warning if the shared weights are not meaningful yet, else None.
+
+        `what` is the intended use: "validation" or "checkpoint".
+        """
         return None
 
     def refuse_to_save(self, world: Channel) -> None:
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
 
     def average_moved(self) -> None:
-        """Average the frozen weights that hooks have made different across replicas; collective."""
+        """Average frozen weights that hooks have changed differently per replica; collective."""
 
 
 class EveryStep(Between, Protocol):
     """An algorithm that communicates in every step, so that all replicas hold the same weights."""
 
-    stream_ended: bool = False  # whether any rank's stream ended with the latest step, on all ranks
+    stream_ended: bool = False  # whether any rank's data stream ended with the latest step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Set the functions that return this rank's flags, which are sent in every step.
+        """Register functions that return this rank's two flags, which are sent in every step.
 
         Args:
             stop: returns whether this rank requests a stop; `after_step` returns whether any rank
@@ -259,7 +274,7 @@ class EveryStep(Between, Protocol):
         ...
 
     def follow_parameters(self) -> None:
-        """Accept changes that hooks have made to the weights before the first step."""
+        """Pick up changes that hooks have made to the weights before the first step."""
 
     def average_buffers(self) -> None:
-        """Average the buffers of all replicas, before validation or a checkpoint; collective."""
+        """Average buffers over all replicas, before validation or a checkpoint; collective."""

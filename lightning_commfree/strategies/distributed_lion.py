@@ -67,7 +67,7 @@ class DistributedLionStrategy(ReplicaStrategy):
             ready. Disabled with a warning if gradients may change after backward: through clipping,
             fp16 scaling, `node_size` above 1, or hooks between backward and step.
         check_drift_every: number of steps between comparisons of the ranks' parameters, by a hash
-            sent with the votes; a difference ends the fit. 0: never.
+            sent with the votes; a difference ends the fit. 0 disables the check.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
             but no more than about 15 minutes, because Linux then drops the connections.

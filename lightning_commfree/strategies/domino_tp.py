@@ -22,7 +22,7 @@ from lightning_commfree.strategies.inside.domino import TensorParallel
 
 
 class DominoSession(FitSession[GradientMean]):
-    """State of a fit with Domino, in which the ranks that share a model communicate in every batch.
+    """Fit session for Domino, in which the ranks that share a model communicate in every batch.
 
     Before each optimizer step, every rank sends three numbers to all others: the index of its
     batch, whether its gradient contains NaN or Inf, and whether it requests a stop.
@@ -46,7 +46,7 @@ class DominoSession(FitSession[GradientMean]):
 
     @override
     def after_backward(self, loss: Tensor) -> None:
-        """Check all ranks and wait for the mean gradients, if an optimizer step follows.
+        """If an optimizer step follows, check the gradients on all ranks and wait for their means.
 
         Raises:
             RuntimeError: a gradient is not finite, or ranks are on different batches; raised on all
@@ -120,9 +120,9 @@ class DominoTPStrategy(ReplicaStrategy):
             "batch", "token" and "none", chosen by timing the first 30 batches of each size
             (`domino.auto_split`).
         num_micro_batches: number of micro-batches, 2 or more.
-        check_drift_every: number of steps between comparisons of the parameters that several ranks
-            hold, by a hash; a difference ends the fit with an error that names the parameters and
-            ranks. 0: never.
+        check_drift_every: number of steps between checks that parameters which several ranks hold
+            are still equal (by a hash). A difference ends the fit with an error that names the
+            parameters and ranks. 0 disables the check.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
             but no more than about 15 minutes, because Linux then drops the connections.
@@ -155,7 +155,7 @@ class DominoTPStrategy(ReplicaStrategy):
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         self.check_drift_every = check_drift_every
         super().__init__(TensorParallel(self, self.settings), **ddp_kwargs)
-        self.group_ledger = self.ledger  # one ledger for both axes, told apart by tags
+        self.group_ledger = self.ledger  # one ledger for both axes: tags tell them apart
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -23,21 +23,21 @@ _NAMED = 3  # maximum number of parameters to name in an error
 
 
 class DriftCheck:
-    """Periodic comparison of hashes of the trained parameters.
+    """Compares hashes of the trained parameters across ranks at regular intervals.
 
     Args:
         strategy: the strategy of the fit.
         every: number of optimizer steps between checks, at least 1.
-        channel: connects the ranks whose weights must be equal. Shards are compared with the same
-            shards in other replicas, if the channel includes these.
+        channel: connects the ranks whose weights must be equal. If these are all ranks, each shard
+            is also compared with the same shard in the other replicas.
     """
 
     def __init__(self, strategy: ReplicaStrategy, every: int, channel: Channel) -> None:
         self._strategy, self._every, self._channel = strategy, every, channel
-        self._period, self._missed = -1, 0  # at the latest check
+        self._period, self._missed = -1, 0  # values at the latest check
 
     def before_step(self) -> None:
-        """Compare weights if a check is due; collective, after the same step on all ranks.
+        """Compare weights if a check is due; collective, so all ranks call it after the same step.
 
         Raises:
             AgreedError: weights differ; raised on all ranks that hold them.

@@ -43,7 +43,7 @@ _SHOWN = 20  # ranks in a message
 
 
 class SharedEvaluation:
-    """A Trainer's evaluation loop on a rank that may share its model with other ranks.
+    """Wraps a Trainer's evaluation loop so that ranks that share a model run the same batches.
 
     Args:
         trainer: the Trainer; in a fit, its validation loop is used.
@@ -62,7 +62,7 @@ class SharedEvaluation:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Context manager around the computation of a batch; errors in it name the lost ranks."""
+        """Context manager around a batch. If a collective fails, its error names the lost ranks."""
         if not self._inside.shares_model:
             yield
             return
@@ -70,7 +70,10 @@ class SharedEvaluation:
             yield
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
-        """Wrap the loaders' setup, and limit each loader to its shortest length in the replica."""
+        """Run `set_up`, then limit each loader to its shortest length within the replica.
+
+        `set_up` is the loop's own method, which creates the loaders.
+        """
         before = batch_limits(self._loop)
         set_up()
         limits = batch_limits(self._loop)
@@ -90,19 +93,22 @@ class SharedEvaluation:
                 ]
                 if first == within.ranks[0] and not math.isinf(mine):
                     limits[i] = min(replica)
-        self._tell_uneven(uneven, self._ranks.rank == 0)
+        self._report_uneven(uneven, self._ranks.rank == 0)
 
     def _reset(self, reset: Callable[[], None]) -> None:
-        """Wrap the start of the loop, because it may fetch the first batch."""
+        """Run `reset`, then wrap the loop's batches so that the replica's ranks stop together.
+
+        `reset` is the loop's own method, which may already fetch the first batch.
+        """
         reset()
         if not self._inside.shares_model:
             return
         if fetches_ahead(self._loop) and not self._all_have(not has_no_batch(self._loop)):
             drop_first_batch(self._loop)
-        wrap_batches(self._loop, self._together)
+        wrap_batches(self._loop, self._until_any_ends)
 
-    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches as long as all ranks of the replica have one."""
+    def _until_any_ends(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches until any rank of the replica runs out; collective for each batch."""
         while True:
             batch = next(batches, None)
             if not self._all_have(batch is not None):
@@ -117,10 +123,10 @@ class SharedEvaluation:
         without = [rank for rank, has in zip(within.ranks, found, strict=True) if not has]
         if 0 < len(without) < within.size:
             ended = [f"the data of rank {rank} ends first" for rank in without]
-            self._tell_uneven(ended, within.rank == 0)
+            self._report_uneven(ended, within.rank == 0)
         return not without
 
-    def _tell_uneven(self, found: list[str], warns: bool) -> None:
+    def _report_uneven(self, found: list[str], warns: bool) -> None:
         """Warn about skipped batches; in `predict`, raise an error on all ranks."""
         if not found:
             return

@@ -38,9 +38,9 @@ B = TypeVar("B", bound=Between)
 
 
 class FitSession(Generic[B]):
-    """One fit of a strategy. The methods are in the order in which Lightning calls them.
+    """State of one fit, and its hooks in the order in which they are called.
 
-    `numel` is the number of trained values in the full model.
+    `numel` is the number of trained parameters in the full model, before sharding.
 
     Raises:
         ValueError: the ranks have different algorithms; raised on all ranks.
@@ -48,7 +48,7 @@ class FitSession(Generic[B]):
 
     least_ranks = 1  # minimum size of the DDP job with which traffic is compared
     trains_independently = False  # ranks exchange nothing at most steps
-    compares_weights = False  # the exchange of a step compares the ranks' weights
+    compares_weights = False  # each step's exchange also compares the ranks' weights
     computing = False  # whether a training step is running
     accumulates = False  # whether no optimizer step follows the training step
 
@@ -76,7 +76,7 @@ class FitSession(Generic[B]):
         patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
 
     def begin(self, resumed: bool) -> None:
-        """Prepare for the first training step; hooks may have changed the weights before this.
+        """Prepare for the first training step, after hooks that may have changed the weights.
 
         `resumed` is whether the algorithm's state was restored from a checkpoint.
         """
@@ -86,7 +86,7 @@ class FitSession(Generic[B]):
         self.log.begin()
 
     def steps_before(self) -> int:
-        """Return the number of steps in earlier runs of a resumed fit, as counted by the clock."""
+        """Return the number of steps that a resumed fit has taken before, as counted by `clock`."""
         return self._trainer.global_step
 
     def batch_begins(self) -> None:
@@ -134,9 +134,9 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
-        """Wrap a step or part of one; run the algorithm's communication after a whole step.
+        """Context manager around a step, or part of one; exchanges run after a whole step.
 
-        `optimizer` is the one that is stepped; None for a `training_step`.
+        `optimizer` is the optimizer being stepped, or None for a whole `training_step`.
         """
         if self.clock.spans_batch != (optimizer is None):  # only part of a step, or before one
             yield
@@ -158,26 +158,27 @@ class FitSession(Generic[B]):
         self.log.after_step()
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Called before the first step of optimizers that have replaced the original ones."""
-        # with manual optimization, every rank has already begun the step, so positions show nothing
+        """Called when a hook has replaced the optimizers, before the new ones step."""
+        # with manual optimization, every rank has already begun the step, so the ranks' positions
+        # would not show a difference
         if not (self.trains_independently or self.clock.spans_batch):
             self._stopping.check_replaced()
         self.between.follow_optimizers(optimizers)
 
     def after_step(self) -> None:
-        """Called after all ranks have taken a step and know whether to stop after it."""
+        """Called after each step, when the ranks have agreed on whether to stop after it."""
 
     def stops_after(self) -> int | None:
-        """Return the step after which all ranks would know of a SIGTERM received now, or None.
+        """Return the step after which all ranks would stop if SIGTERM came now; None if unknown.
 
-        By default, ranks exchange something in every step, and the current step may already have
-        sent its flags.
+        The default is for ranks that exchange flags in every step. The current step may already
+        have sent its flags, so the request is sent with the next one.
         """
         return self.clock.steps + 2
 
     def _start_validation(self, start: Callable[[], None]) -> None:
-        # Lightning calls the strategy's own hook after those of callbacks and module, which may put
-        # an average of the weights into the module and take it out again before `validation_ends`
+        # Lightning calls the strategy's own hook too late: the hooks of callbacks and module run
+        # before it, and may swap averaged weights in, and out again before `validation_ends`
         self.validation_begins()
         start()
 
@@ -193,7 +194,7 @@ class FitSession(Generic[B]):
             self._stopping.agree_here()
 
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `read`, called while the module holds the weights to save."""
+        """Call `read` while the module holds the weights to save, and return the state it read."""
         return read()
 
     def check_save(self) -> None:
@@ -203,7 +204,7 @@ class FitSession(Generic[B]):
         """Called after the last training step."""
 
     def end(self) -> None:
-        """Release the algorithm's resources, also after a failed fit."""
+        """Release the algorithm's resources, even after a failed fit."""
         self.log.close()
         self.between.close()
 
@@ -213,7 +214,7 @@ class FitSession(Generic[B]):
 
 
 class OutsideOfFit(FitSession[Any]):
-    """Placeholder when no fit is running; leaves everything to Lightning."""
+    """Placeholder session for when no fit is running; leaves everything to Lightning."""
 
     def __init__(self) -> None:
         """Create only a clock, which manual optimization needs."""
@@ -222,7 +223,7 @@ class OutsideOfFit(FitSession[Any]):
     @override
     @contextmanager
     def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
-        yield  # a step that is run by hand after `fit` trains this rank only
+        yield  # a step taken manually after `fit` trains only this rank
 
     @override
     def batch_begins(self) -> None:
@@ -238,13 +239,13 @@ class OutsideOfFit(FitSession[Any]):
 
 
 class FitLog:
-    """Metrics of one fit, added to the rows that the Trainer's loggers receive.
+    """Adds the metrics of one fit to the rows that the Trainer's loggers receive.
 
-    They appear only in those rows, not in `callback_metrics`, `logged_metrics` or the results of
-    `validate`, and no logger is called for them alone. They are means over the latest complete
-    cycles, which span at least `log_every_n_steps` steps, and cover only training steps, not the
-    start, validation, checkpoints or the last exchange. `more` returns the algorithm's own metrics;
-    it is called only when a row needs them.
+    The metrics appear only in these rows, not in `callback_metrics`, `logged_metrics` or the
+    results of `validate`, and no row is logged just for them. Traffic metrics are means over the
+    algorithm's latest complete cycles, at least `log_every_n_steps` steps. They cover only training
+    steps, not the start, validation, checkpoints or the last exchange. `more` returns the
+    algorithm's own metrics, and is called only when a row needs them.
     """
 
     def __init__(
@@ -261,10 +262,10 @@ class FitLog:
         self._steps_in_rows = 0
         self._before = ledger.totals()
         self._last: dict[str, float] | None = None
-        add_to_rows(trainer, patches, self._more_for)
+        add_to_rows(trainer, patches, self._metrics_for)
 
     def begin(self) -> None:
-        """Start counting for the summary; called when training starts."""
+        """Start counting traffic for the summary; called when training starts."""
         self._before = self._ledger.totals()
 
     def after_step(self) -> None:
@@ -278,13 +279,13 @@ class FitLog:
         return self._means.steps
 
     def figures(self) -> dict[str, float]:
-        """Return a dict of the current metrics or, after the fit, of the last ones."""
+        """Return the current metrics by name or, after the fit, the last ones."""
         if self._last is not None:
             return dict(self._last)
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
 
     def summary(self, to: str = "") -> str:
-        """Summarize the traffic of the fit in a sentence; `to` says who received the bytes."""
+        """Return a summary of the fit's traffic for the user; `to` may name the recipients."""
         now, steps = self._ledger.totals(), self._means.steps
         sent = now.bytes_sent - self._before.bytes_sent
         ddp = steps * self.traffic.ddp_bytes_per_step
@@ -296,11 +297,11 @@ class FitLog:
         )
 
     def close(self) -> None:
-        """Stop logging at the end of the fit; the last metrics stay readable."""
+        """Stop updating metrics at the end of the fit; `figures` still returns the last ones."""
         self._last, self._more = self.figures(), dict
 
-    def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics to add to a row for the loggers; {} if no step followed the last."""
+    def _metrics_for(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics to add to a logger's row; {} if no step followed the previous row."""
         logs = self._trainer.loggers and self._trainer.training
         if not logs or self._means.steps == self._steps_in_rows:
             return {}

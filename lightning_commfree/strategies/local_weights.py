@@ -1,4 +1,4 @@
-"""Fits in which each replica trains local weights and synchronizes only occasionally.
+"""Fit session for replicas that train local weights and synchronize only occasionally.
 
 Validation and checkpoints use the shared weights; the local weights are restored afterwards. Before
 the last validation run and the last checkpoint, the algorithm makes the weights of all ranks equal
@@ -30,7 +30,10 @@ from lightning_commfree.strategies.stopping import Stopping
 
 
 class LocalWeightsSession(FitSession[LocalUpdates]):
-    """Fit session that validates, saves checkpoints and ends with the shared weights."""
+    """Fit session for replicas that train independently on local weights.
+
+    Validation, checkpoints and the trained module use the weights shared by all replicas.
+    """
 
     trains_independently = True
 
@@ -52,12 +55,12 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @property
     def finished(self) -> bool:
-        """Whether `finish` has run after the latest step."""
+        """Whether the algorithm has made all replicas' weights equal since the latest step."""
         return self._finished_at == self.between.step
 
     @override
     def steps_before(self) -> int:
-        # Lightning does not save how many batches have stepped; the algorithm does
+        # Lightning does not save the number of batches that took a step; the algorithm does
         return self.between.step if self.clock.spans_batch else super().steps_before()
 
     # -- the hooks of a fit
@@ -143,9 +146,10 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @contextmanager
     def _with_shared_weights(self) -> Iterator[bool]:
-        """Swap in the shared weights for the duration of a `with` block; no exchange is in flight.
+        """Context manager that waits for in-flight exchanges and swaps in the shared weights.
 
-        Yields whether they were already in the module; if so, they remain there afterwards.
+        Yields True if the module's weights stay the same afterwards: the shared weights were
+        already in the module, or the fit was interrupted and nothing is swapped.
         """
         if self._ranks.interrupted:
             yield True
@@ -162,14 +166,15 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def _saves_by_metric(self) -> bool:
         """Whether a `ModelCheckpoint` selects checkpoints by a monitored metric.
 
-        In that case the weights with that score must be saved before `finish` changes them.
+        If so, a checkpoint must contain the weights that were scored, so it is saved before
+        `finish` changes them.
         """
         savers = self._trainer.checkpoint_callbacks
         return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
 
     def _wrap_save(self, patches: Patches) -> None:
-        """Swap in the shared weights before any hook that adds entries to a checkpoint."""
-        # `Trainer.save_checkpoint` calls those hooks before the strategy
+        """Wrap `Trainer.save_checkpoint` to swap in the shared weights before its hooks run."""
+        # it calls hooks that add entries to the checkpoint before it calls the strategy
         save = self._trainer.save_checkpoint
 
         def save_shared(*args: Any, **kwargs: Any) -> None:
@@ -201,9 +206,10 @@ def average_shared_weights(
 ) -> Callable[[], None]:
     """Make Lightning's `WeightAveraging` and its subclasses average the shared weights.
 
-    Local weights differ between ranks, so their averages would differ too. Such a callback updates
-    as often as under DDP, but with the shared weights. Everything else is unchanged: it swaps its
-    average in for validation and at the end of the fit, and saves it in checkpoints.
+    Local weights differ between replicas, so their averages would differ too. Such a callback
+    updates its average as often as under DDP, but with the shared weights. Everything else is
+    unchanged: it swaps its average in for validation and at the end of the fit, and saves it in
+    checkpoints.
 
     Returns:
         A function that copies the averages into the module. Call it after `finish`, which needs the

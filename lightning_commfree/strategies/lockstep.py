@@ -21,7 +21,7 @@ from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
 
 TAG = "order"
-_NO_STEP = -1  # in place of an optimizer's number
+_NO_STEP = -1  # sent instead of an optimizer's index
 
 
 class LockstepSession(FitSession[EveryStep]):
@@ -38,7 +38,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def batch_begins(self) -> None:
-        # with manual optimization, a stream may end with a batch without a vote to carry the flag
+        # with manual optimization, the last batch of a stream may have no vote to carry the flag
         channel = self._world if self.clock.spans_batch else self._channels.within
         self._stopping.share_last_batch(channel)
 
@@ -86,10 +86,10 @@ class LockstepSession(FitSession[EveryStep]):
     def _compare_order(self, optimizer: Optimizer | None) -> None:
         """With manual optimization, check that all ranks step the same optimizer next; collective.
 
-        `optimizer` is the next one to be stepped; None if no further step follows in this batch.
+        `optimizer` is the optimizer to be stepped next, or None if no step follows in this batch.
 
         Raises:
-            AgreedError: the ranks step different ones; raised on all ranks.
+            AgreedError: the ranks are about to step different optimizers; raised on all ranks.
         """
         # with different orders, ranks would wait for each other until the timeout
         world, trainer = self._world, self._trainer
@@ -101,14 +101,14 @@ class LockstepSession(FitSession[EveryStep]):
         mine = torch.tensor([trainer.fit_loop.total_batch_idx, index], device=world.device)
         found = world.all_gather(mine, TAG).wait().tolist()
         if any(one != found[0] for one in found):
-            said = [
+            orders = [
                 f"rank {rank} "
                 + ("takes no further step in" if i == _NO_STEP else f"steps optimizer {i} in")
                 + f" batch {at}"
                 for rank, (at, i) in enumerate(found)
             ]
             raise AgreedError(
-                f"The ranks are stepping their optimizers in different orders: {', '.join(said)}."
+                f"The ranks are stepping their optimizers in different orders: {', '.join(orders)}."
                 " With manual optimization, `training_step` must step the same optimizers on the"
                 " same batches on all ranks, in the same order."
             )

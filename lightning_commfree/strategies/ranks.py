@@ -1,4 +1,4 @@
-"""Join a strategy's job, open its channels, and run small collectives over all ranks."""
+"""Join the job, open the channels between ranks, and run small collectives over all ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a job from this rank's point of view, during and outside a fit.
+    """The ranks of a job: opens channels between them, and runs small collectives over them.
 
-    `backend` is the user's `process_group_backend`, and `mesh` returns the mesh for a number of
-    ranks.
+    `backend` is the user's `process_group_backend`. `mesh` returns the mesh for a given number of
+    ranks, and `open_channels` opens this rank's channels.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Ranks:
 
     @contextmanager
     def with_channels(self) -> Iterator[ReplicaChannels]:
-        """Context manager that keeps channels open, also outside a fit; collective."""
+        """Context manager in which the channels are open, even outside a fit; collective."""
         was_closed = self._channels is None
         self._open()
         try:
@@ -84,7 +84,7 @@ class Ranks:
                 self.leave()
 
     def leave(self) -> None:
-        """Close the channels, and restore this process's environment."""
+        """Close the channels, and undo the change to this process's environment variables."""
         self._interface.restore()
         if self._channels is not None:
             self._channels.close()
@@ -116,7 +116,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks in the job."""
         return self._strategy.world_size
 
     @property
@@ -132,14 +132,14 @@ class Ranks:
             trainer = module.trainer
         except RuntimeError:  # in the launching process, no Trainer is attached
             return False
-        # a script that has caught the error may save after the fit
+        # after the fit, a script that has caught the error may still save
         in_fit = trainer.state.stage is not None and trainer.world_size > 1
         return in_fit and trainer.state.status == TrainerStatus.INTERRUPTED
 
     # -- Lightning's collectives, over all ranks
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
-        """Context manager that names the lost ranks if a Lightning collective fails in it."""
+        """Context manager in which the error of a failed Lightning collective names lost ranks."""
         if self._channels is None:
             return nullcontext()
         # `computing`: a tensor on the wrong device fails too, without any rank being lost
@@ -179,10 +179,10 @@ class Ranks:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Context manager that raises an error on all ranks if it fails on any; collective.
+        """Context manager that raises an error on all ranks if its block fails on any; collective.
 
-        Ranks on which the block succeeds raise an error with the text from the first rank on which
-        it failed.
+        Ranks on which the block succeeds raise a `RuntimeError` with the error text of the first
+        rank on which it failed.
         """
         failure = None
         try:

@@ -9,10 +9,10 @@ SIGTERM becomes a request to stop (`stopping`), which is sent with the next exch
    after this step Lightning raises `SIGTERMException`, runs the `on_exception` hooks, which may
    save checkpoints, and tears down.
 
-Instead, Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every batch, which costs a
-round trip per batch on a slow link. The delay here is at most a launch interval plus the overlap,
-or before the first launch, a full cycle plus the overlap. A job scheduler's grace period must be
-longer. The terminal shows the step after which all ranks will have stopped.
+Lightning itself (2.5.2 and later) broadcasts a flag from rank 0 before every batch, which would
+cost a round trip per batch on a slow link. Here, the delay is at most a launch interval plus the
+overlap, or a full cycle plus the overlap before the first launch. A job scheduler's grace period
+must be longer. The terminal shows the step after which all ranks will have stopped.
 
 Ctrl-C, or an error on one rank, stops the ranks at different steps, so no checkpoint can be saved
 (`save_on_sigterm_only`).
@@ -69,20 +69,21 @@ def _save_unless_interrupted(
 ) -> None:
     if not ranks.interrupted:
         save(trainer, module, error)
-    elif not isinstance(error, KeyboardInterrupt):  # for which the strategy warns
+    elif not isinstance(error, KeyboardInterrupt):  # the strategy itself warns about Ctrl-C
         warn_unsaved("an error has ended the fit, and the ranks may be at different steps")
 
 
 class DeferredSigterm:
-    """Handler of SIGTERM and SLURM's requeue signal; replaces Lightning's handlers.
+    """Handler for SIGTERM and SLURM's requeue signal, which replaces Lightning's handlers.
 
     Create it before Lightning registers its signal handlers, in `Strategy.setup`, in the training
     process. A single-rank job keeps Lightning's handlers.
     """
 
     def __init__(self, trainer: pl.Trainer, clock: Clock, patches: Patches) -> None:
-        self.requested = self._has_said = False  # whether this rank has received SIGTERM
-        # returns the step after which all ranks would know of a SIGTERM received now, if known
+        self.requested = False  # whether this rank has received SIGTERM
+        self._announced = False  # whether a message about the stop has been written
+        # returns the step after which all ranks would stop if SIGTERM came now; None if unknown
         self.stops_after: Callable[[], int | None] = lambda: None
         self._trainer, self._clock = trainer, clock
         if trainer.world_size > 1:
@@ -90,8 +91,10 @@ class DeferredSigterm:
 
     def agree(self) -> None:
         """Tell the Trainer that SIGTERM was received; call it on all ranks, after the same step."""
-        if self._trainer.is_global_zero and not self._has_said:
-            self._say("Another rank received SIGTERM: all ranks stop together after this step.")
+        if self._trainer.is_global_zero and not self._announced:
+            self._announce(
+                "Another rank received SIGTERM: all ranks stop together after this step."
+            )
         set_sigterm_received(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
@@ -112,12 +115,12 @@ class DeferredSigterm:
         log.info("[rank %d] Received SIGTERM.", self._trainer.global_rank)
         # one message per machine; none if a failing rank ends the others with SIGTERM
         if self._trainer.local_rank == 0 and sys.exc_info()[1] is None:
-            self._say(f"Received SIGTERM: all ranks stop together, {self._when()}.")
+            self._announce(f"Received SIGTERM: all ranks stop together, {self._expected_stop()}.")
         launcher = self._trainer.strategy.launcher
         if launcher is not None:  # forward it to launched processes, as Lightning does
             launcher.kill(signum)
 
-    def _when(self) -> str:
+    def _expected_stop(self) -> str:
         done, last = self._clock.steps, self.stops_after()
         if last is None:
             return f"after their next exchange ({done} steps are done)"
@@ -126,8 +129,8 @@ class DeferredSigterm:
             last = min(last, self._trainer.max_steps)
         return f"after step {last} at the latest ({done} are done)"
 
-    def _say(self, text: str) -> None:
-        self._has_said = True
+    def _announce(self, text: str) -> None:
+        self._announced = True
         _write_now(f"\n{text}\n")
 
 

@@ -84,7 +84,7 @@ class Stopping:
             self._ends = EpochEnds(self._ranks.channels.world.peers)
 
     def step_begins(self) -> None:
-        """Count an optimizer step, before training on its batch.
+        """Count a step that is about to begin.
 
         Raises:
             AgreedError: a rank's epoch ended after an earlier step.
@@ -115,7 +115,7 @@ class Stopping:
             self._agree(int(self._requested))
 
     def no_step_follows(self, in_step: bool = False) -> bool:
-        """Return whether the latest step is known to be the last one.
+        """Return whether the latest step is known to be the last one of the fit.
 
         With `in_step`, the step is still running, so the Trainer has not fully counted it yet.
         """
@@ -135,7 +135,7 @@ class Stopping:
         epoch: Any = loop.epoch_progress.current
         if loop.max_epochs in (None, -1):
             return False
-        if epoch.started < epoch.ready:  # it is beginning; the batch counter is the last epoch's
+        if epoch.started < epoch.ready:  # just beginning; the batch counter is the previous epoch's
             return False
         if in_step:  # the current epoch is not counted as processed yet
             return epoch.processed >= loop.max_epochs - 1 and data_used_up(trainer)
@@ -172,7 +172,7 @@ class Stopping:
         """Check that the epoch ends on all ranks after the same step as on this one.
 
         Raises:
-            AgreedError: it ended after a different step on some ranks.
+            AgreedError: the epoch ended after a different step on some ranks.
         """
         if self._ends is not None:
             self._ends.end(self._epoch, self._step, out_of_data)
@@ -187,7 +187,7 @@ class Stopping:
             self._ends.replaced(self._step)
 
     def share_stream_end(self) -> None:
-        """End the epoch on all ranks if it ends on any; called in the last training step.
+        """End the epoch on all ranks if it ends on any rank; called in the last training step.
 
         With `max_steps`, the last step may exhaust the streams of only some ranks, and Lightning
         would then run validation on those ranks only.
@@ -284,7 +284,7 @@ class Stopping:
         """Check that in this epoch, either all ranks' streams have a batch or none of them does.
 
         Raises:
-            RuntimeError: only some have a batch; raised on all ranks.
+            RuntimeError: only some ranks have a batch; raised on all ranks.
         """
         if not self._unsized:
             return
@@ -354,7 +354,7 @@ _UNKNOWN = (-1, 0, _TRAINS, 0)  # position of a rank that has not published one 
 
 
 class EpochEnds:
-    """Publish this rank's position in the fit, and check the other ranks' positions.
+    """Checks that every epoch ends after the same step on all ranks.
 
     A rank whose epoch ends early would deadlock: it would wait for the others at the end of the
     epoch while they wait for its next exchange. So every rank publishes its position with its
@@ -393,7 +393,7 @@ class EpochEnds:
         """Wait until all ranks have ended this epoch after the same step.
 
         Args:
-            epoch: counted from 0.
+            epoch: index of the epoch, counted from 0.
             step: number of steps in the fit so far.
             out_of_data: whether this rank has run out of data, in which case all ranks must have.
 
@@ -423,7 +423,7 @@ class EpochEnds:
         self._watch.wait_for(behind, "end of epoch")
 
     def replaced(self, step: int) -> None:
-        """Wait until all ranks, like this one, have replaced their optimizers after `step`.
+        """Wait until all ranks have replaced their optimizers after `step`, as this rank has.
 
         Raises:
             AgreedError: a rank has begun the next step with its old optimizers.

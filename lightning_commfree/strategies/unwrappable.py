@@ -1,4 +1,4 @@
-"""The value of `trainer.model` in a fit without DDP's wrapper."""
+"""Proxy for a LightningModule, used as `trainer.model` when DDP does not wrap the module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Unwrappable:
-    """Stand-in for a LightningModule that adds the attribute `module`: the LightningModule itself.
+    """Proxy for a LightningModule that adds an attribute `module`, the LightningModule itself.
 
     Scripts for the `ddp` strategy read `trainer.model.module`. A LightningModule that had itself as
     an attribute would break scripts that unwrap in a loop (`while hasattr(model, "module")`), so

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.domino.splits import TokenSplit
 from lightning_commfree.domino.sublayers import (
-    Inflow,
+    InputTensors,
     MicroInput,
     MicroSublayer,
     Sublayer,
@@ -46,7 +46,7 @@ def outputs(attention: nn.Module) -> list[float]:
     micros: list[MicroSublayer] = []
     launched: list[Tensor] = []
     for chunk in split.micro_batches(torch.ones(1, 5, 1)):
-        micro = MicroSublayer(MicroInput(sublayer, {}, Inflow((chunk.requires_grad_(),))))
+        micro = MicroSublayer(MicroInput(sublayer, {}, InputTensors((chunk.requires_grad_(),))))
         split.run(micro, micros, launched.append)
         micros.append(micro)
     return [float(partial.detach().mean()) for partial in launched]

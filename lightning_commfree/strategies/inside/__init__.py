@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DataParallel(Inside):
-    """The full model on every rank of a replica; DDP averages gradients within it.
+    """Layout with the full model on every rank of a replica; DDP averages their gradients.
 
     `argument` is the name of the strategy's argument that sets `size`, for messages.
     """
@@ -37,7 +37,7 @@ class DataParallel(Inside):
         self.size, self.uses_ddp = size, size > 1
         self._argument = argument
         self._ddp: Any = None  # from `prepare` to `release`, with several ranks
-        self._order: BucketOrder | None = None  # only if it can change a sum
+        self._order: BucketOrder | None = None  # only if bucket order affects rounding
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
@@ -112,7 +112,10 @@ _SETTINGS = {"fsdp": FSDPSettings(), "domino": DominoSettings()}
 
 
 def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
-    """Return the layout as exact resume compares it: without FSDP's settings, which may change."""
+    """Return the value that identifies a layout when ranks or resumed fits compare settings.
+
+    FSDP's settings are left out, because a resumed fit may change them.
+    """
     return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 

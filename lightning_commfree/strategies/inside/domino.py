@@ -43,7 +43,7 @@ _WHY_NOT_MANUAL = (
 
 
 class TensorParallel(ShardedReplica):
-    """A layout that shards every layer across the ranks of a tensor group.
+    """Layout for tensor parallelism: every layer is sharded across a tensor group's ranks.
 
     `argument` is the name of the strategy's argument that sets the group size, for messages.
     `outside` names the mesh axis across tensor groups: `DATA` for `DominoTPStrategy`, `REPLICA` for
@@ -62,7 +62,7 @@ class TensorParallel(ShardedReplica):
         super().__init__(strategy, settings)
         self._argument, self._outside = argument, outside
         self.sharded: ShardedModule | None = None
-        # of the latest fit, whose optimizers stay sharded
+        # from the latest fit: optimizer states remain sharded after it
         self._last_optimizer_shards: OptimizerShards | None = None
         self._states_checked = False
 
@@ -143,8 +143,8 @@ class TensorParallel(ShardedReplica):
 
     @override
     def train_begins(self) -> None:
-        # From here on, the ranks of a tensor group must have the same RNG state. A resumed fit has
-        # already restored it.
+        # From here on, the ranks of a tensor group must have the same RNG state; a resumed fit has
+        # already restored its own.
         strategy = self._strategy
         share_random_state(strategy.channels.within, strategy.module.device)
 
@@ -224,6 +224,6 @@ class TensorParallel(ShardedReplica):
 
 
 def _may_change(module: pl.LightningModule) -> bool:
-    """Return whether hooks on the launched ranks may create or change the model."""
+    """Return whether hooks may still create or change the model after the ranks are launched."""
     names = ("configure_model", "configure_sharded_model", "setup")
     return any(is_overridden(name, module, pl.LightningModule) for name in names)

@@ -51,7 +51,7 @@ _WHY_NOT_MANUAL = (
 
 
 class FullyShard(ShardedReplica):
-    """A layout that shards parameters, gradients and optimizer state across a replica's ranks.
+    """Layout that shards parameters, gradients and optimizer states across a replica's ranks.
 
     `argument` is the name of the strategy's argument that sets `size`, for messages.
 
@@ -67,7 +67,7 @@ class FullyShard(ShardedReplica):
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
         self._sharded: nn.Module | None = None
-        # channel of `_sharded`, kept so that forked workers close its sockets
+        # the channel that `_sharded` uses; kept so that forked workers close its sockets
         self._kept: Channel | None = None
         self._step_bytes, self._in_fit = (0, 0), False
 
@@ -104,7 +104,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def prepare(self, strategy: ReplicaStrategy) -> None:
-        """Shard the model unit by unit, onto this rank's device."""
+        """Shard the model unit by unit, and move the shards to this rank's device."""
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
         channels, fingerprint = strategy.channels, strategy.fingerprint()
@@ -128,7 +128,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def release(self) -> None:
-        """Leave the module sharded, but let forked ranks return full weights to the launcher."""
+        """Leave the module sharded, but make forked ranks return full weights to the launcher."""
         super().release()
         self._in_fit = False
         states = self.states
@@ -153,7 +153,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def accumulating(self) -> AbstractContextManager[None]:
-        """Accumulate full, unsharded gradients on this rank in a `with` block."""
+        """Return a context manager in which this rank accumulates full, unreduced gradients."""
         return accumulating(self._strategy.module)
 
     @override
@@ -182,18 +182,18 @@ class FullyShard(ShardedReplica):
         states = self.states
         if states is None or not self.saves_folders:
             return super().full_module_state(read)
-        return states.sharded_state_dict() if self._takes_part() else {}
+        return states.sharded_state_dict() if self._gathers() else {}
 
     @override
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         states = self.states
         if states is None or not self.saves_folders:
             return super().full_optimizer_state(optimizer, state)
-        return states.sharded_optimizer_state(optimizer) if self._takes_part() else {}
+        return states.sharded_optimizer_state(optimizer) if self._gathers() else {}
 
     @override
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read only this rank's shards if the model is already sharded."""
+        """Load a module's state from a folder: only this rank's shards if the model is sharded."""
         if self.states is None:
             return super()._read(state)
         held = self._strategy.module.state_dict()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """Interface for gathering full states and for extracting this rank's shards from them.
+    """Interface to a sharded model's states: gathers full states, and extracts shards from them.
 
     Gathering is collective within a replica. Ranks with `keep=False` get {}.
     """
@@ -69,7 +69,7 @@ class ShardedReplica(Inside):
     @property
     @abstractmethod
     def states(self) -> States | None:
-        """Access to the sharded model's states; None if no model is currently sharded."""
+        """The sharded model's states; None if no model is currently sharded."""
 
     @property
     @override
@@ -91,7 +91,7 @@ class ShardedReplica(Inside):
             refuse_callbacks(trainer, name, REFUSED_IF_SHARDED)
 
     def _start(self) -> int:
-        """Copy rank 0's full model to all ranks; return a seed that is the same on all of them."""
+        """Copy rank 0's full model to all ranks; return a random seed that all of them share."""
         module, world = self._strategy.module, self._strategy.channels.world
         self._was_on_meta = self.restores_after_setup
         settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}
@@ -120,7 +120,7 @@ class ShardedReplica(Inside):
         states = self.states
         if states is None:
             return read()
-        return states.full_state_dict(self._keeps) if self._takes_part() else {}
+        return states.full_state_dict(self._keeps) if self._gathers() else {}
 
     @override
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class ShardedReplica(Inside):
         states = self.states
         if states is None:
             return state
-        return states.full_optimizer_state(optimizer, self._keeps) if self._takes_part() else {}
+        return states.full_optimizer_state(optimizer, self._keeps) if self._gathers() else {}
 
     @override
     def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -151,12 +151,12 @@ class ShardedReplica(Inside):
     # -- inside
 
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read the tensors in a module's state that are not yet loaded from a checkpoint folder."""
+        """Load those tensors of a module's state that are still in a checkpoint folder."""
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
     def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read the tensors in an optimizer's state that are not yet loaded from a folder."""
+        """Load those tensors of an optimizer's state that are still in a checkpoint folder."""
         del optimizer
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found
@@ -165,6 +165,6 @@ class ShardedReplica(Inside):
     def _keeps(self) -> bool:
         return self._strategy.is_global_zero
 
-    def _takes_part(self) -> bool:
-        """Return whether this rank helps gather states on rank 0; no rank does after Ctrl-C."""
+    def _gathers(self) -> bool:
+        """Return whether this rank is needed to gather states on rank 0; False after Ctrl-C."""
         return self._strategy.global_rank < self.size and not self._strategy.ranks.interrupted

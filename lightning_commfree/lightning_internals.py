@@ -199,7 +199,8 @@ def _exists(trainer: pl.Trainer | None, name: str) -> bool:
         owner, _, last = path.rpartition(".")
         loop = attrgetter(owner)(trainer)
         setattr(loop, last, value)
-        understood = bool(getattr(loop, value, False))  # the property of that name is now true
+        # the loop has a property named after each value, which is true while the value is set
+        understood = bool(getattr(loop, value, False))
         setattr(loop, last, before)
     except (ImportError, AttributeError):
         return False
@@ -271,7 +272,7 @@ def around_loading(
         start(paths[-1], *args, **kwargs)
 
     def end_and_drop() -> None:
-        end()  # with a barrier
+        end()  # includes a barrier
         while paths:
             done(paths.pop())
 
@@ -470,7 +471,7 @@ def epoch_metrics(trainer: pl.Trainer) -> list[str]:
 
 
 def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
-    """Record that the training loaders were last reloaded in this epoch."""
+    """Record that the training loaders were last reloaded in epoch `epoch`."""
     if RELOAD.works(trainer):
         trainer.fit_loop._last_train_dl_reload_epoch = epoch
 

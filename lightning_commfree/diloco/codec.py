@@ -219,8 +219,8 @@ class Fp4Codec:
         if loops := self.compiled and _loops(payload.device):
             loops.decode_e3m0(packed, values.start, scales[blocks], out, BLOCK)
         else:
-            lift = partial(lift_nibbles_part, packed, values.start)
-            quantize.decode_e3m0(lift, scales[blocks], out.view(shape))
+            unpack_codes = partial(lift_nibbles_part, packed, values.start)
+            quantize.decode_e3m0(unpack_codes, scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         split = packed_size(numel, 4)

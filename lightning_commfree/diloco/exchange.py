@@ -291,7 +291,7 @@ def _average(rows_MN: Tensor, weights: Sequence[int] | None, out: Tensor) -> Ten
 class Arrival(NamedTuple):
     """Result of an exchange, the same on all replicas."""
 
-    mean: Tensor  # (N + E,), fp32, over the K replicas that are counted
+    mean: Tensor  # (N + E,), fp32, over the K replicas that are included
     stop: bool  # this and the next four fields are as in `HeaderSummary`
     drifted: bool
     steps_differ: bool

@@ -82,7 +82,7 @@ class ShardLayout:
             self.parameter_numel = sum(trained)
 
     def _slices_of_copies(self, start: int, numel: int) -> list[Slice]:
-        """Return the slices that hold values `start` to `start + numel` of all copies."""
+        """Return the slices with values `start` to `start + numel` of the concatenated copies."""
         slices, begin = [], 0
         for i in self._copies:
             low, high = max(begin, start), min(begin + self._sizes[i], start + numel)
@@ -215,7 +215,7 @@ class OuterFragment:
     @property
     def local(self) -> list[Tensor]:
         """The local copy: the module's own tensors, parameters before buffers."""
-        # looked up every time: a module may replace a buffer, and a parameter's `.data` may change
+        # not cached, because a module may replace a buffer, and a parameter's `.data` may change
         names = [*self.fragment.parameters, *self.fragment.buffers]
         return [self._own(_tensor(self._module, name)) for name in names]
 
@@ -382,7 +382,7 @@ class OuterFragment:
         self.landings += 1
 
     def clear_residual(self) -> None:
-        """Clear the codec's rounding error; call it when the local weights are replaced."""
+        """Clear the codec's rounding error, after the local weights have been replaced."""
         if self.residual is not None:
             self.residual.zero_()
 

@@ -63,7 +63,8 @@ class Workspace:
     def buffer(self, dtype: torch.dtype, shape: torch.Size, slot: int = 0) -> Tensor:
         """Return an uninitialized buffer; calls with the same dtype and slot share memory."""
         if (dtype, slot) not in self._buffers:
-            with torch.inference_mode(False):  # else it is read-only outside inference mode
+            # a buffer created in inference mode would be read-only outside of it
+            with torch.inference_mode(False):
                 flat = torch.empty(self.numel, dtype=dtype, device=self._device)
             self._buffers[dtype, slot] = flat
         return self._buffers[dtype, slot][: shape.numel()].view(shape)
@@ -108,7 +109,7 @@ class Workspace:
         return units.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan)
 
     def _exponents(self) -> Tensor:
-        """Return 0 to 255, int32, with values below the range set to 0, and above it to 255."""
+        """Return exponents 0 to 255, int32; those below the range become 0, those above it 255."""
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < MIN_TOP, 0)
         return exponents.masked_fill_(exponents > MAX_TOP, EXPONENT_OF_NAN)
@@ -186,11 +187,11 @@ def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> 
     return torch.minimum(codes_BV, more_BV, out=codes_BV).view(-1)
 
 
-def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
+def decode_e3m0(unpack_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
     """Decode a chunk encoded by `encode_e3m0`.
 
     Args:
-        lift_codes: fills an int16 tensor of shape (B * V,): bits 12 to 15 hold the chunk's codes;
+        unpack_codes: fills an int16 tensor of shape (B * V,): bits 12 to 15 hold the chunk's codes;
             the lower bits are garbage.
         scales_B: uint8.
         out_BV: fp32; receives the decoded values.
@@ -198,7 +199,7 @@ def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: 
     workspace = workspace_for(out_BV)
     half_BV = workspace.buffer(torch.float16, out_BV.shape)
     half_bits_BV = half_BV.view(torch.int16)
-    lift_codes(half_bits_BV.view(-1))
+    unpack_codes(half_bits_BV.view(-1))
 
     # the sign moves to bit 15 and m to bits 12 to 10, which fp16 reads as 0 or 2^(m-15)
     half_bits_BV.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)

@@ -226,9 +226,9 @@ def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, lea
 
 @compiled
 def _fit_two_bits(values: Any, factor: Any, units: Any, codes: Any) -> Any:
-    """Write 1 for values with the high level, else 0; return the scale in units of 1 / `factor`.
+    """Choose a level for each value of a block (0: low, 1: high), and return the fitted scale.
 
-    `units` is scratch memory.
+    The scale is in units of 1 / `factor`; `units` is scratch memory.
     """
     total = square = i32(0)
     for i in range(values.size):

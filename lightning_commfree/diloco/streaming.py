@@ -494,7 +494,7 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def mean_weights(self) -> list[Tensor]:
-        """Return the mean of the local copies for each fragment: fp32, shape (S,).
+        """Return the mean of the replicas' local copies of each fragment: fp32, shape (S,).
 
         Collective over all ranks. The modules must contain the local copies. Further calls after
         the same step return the same tensors.
@@ -517,7 +517,10 @@ class StreamingDiLoCo:
         return self._mean
 
     def unready(self, what: str) -> str | None:
-        """Return a warning if a "validation" or "checkpoint" would use some initial weights."""
+        """Return a warning if the outer weights are still partly the initial weights, else None.
+
+        `what` is the operation that uses them, "validation" or "checkpoint".
+        """
         count = sum(not fragment.landings for fragment in self.fragments)
         if not count or self.settings.evaluate == "mean":
             return None
@@ -526,7 +529,7 @@ class StreamingDiLoCo:
     # -- checkpoints
 
     def wait_in_flight(self) -> None:
-        """Wait until all in-flight fragments have arrived; they land later, as scheduled."""
+        """Wait for the messages of all in-flight fragments, which still land as scheduled."""
         for p in self.flights:
             self._wait(p)
 
@@ -613,7 +616,7 @@ class StreamingDiLoCo:
 
     @property
     def landings(self) -> dict[int, Landing]:
-        """Each fragment's latest `Landing`, by index; reading it waits for a CUDA device."""
+        """Each fragment's latest `Landing`, by index. Reading this may wait for a CUDA device."""
         return {p: pending.wait() for p, pending in self._landings.items()}
 
     @property
@@ -627,7 +630,7 @@ class StreamingDiLoCo:
         return sum(exchange.num_bytes for exchange in self._exchanges)
 
     def cycle(self) -> tuple[dict[str, int], int]:
-        """Return this rank's bytes per cycle, by tag, and the number of steps per cycle."""
+        """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle."""
         return {TAG: self.bytes_per_cycle}, self.settings.sync_every
 
     def figures(self) -> dict[str, float]:

@@ -29,10 +29,10 @@ _MODULES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_ligh
 
 
 def choose(environment: Mapping[str, str]) -> str:
-    """Return the package to use in this process: "lightning" or "pytorch_lightning".
+    """Choose the Lightning package for this process: "lightning" or "pytorch_lightning".
 
     Raises:
-        ValueError: the environment variable is set to any other value.
+        ValueError: the environment variable `COMMFREE_HOST` is set to any other value.
     """
     if name := environment.get(VARIABLE):
         if name not in _MODULES:
@@ -42,7 +42,7 @@ def choose(environment: Mapping[str, str]) -> str:
                 " Trainer from."
             )
         return name
-    # take the one imported first: a library that uses one may import the other as an integration
+    # take the one imported first: a library built on one may import the other for an integration
     names = {module: name for name, module in _MODULES.items()}
     imported = [names[module] for module in list(sys.modules) if module in names]
     if imported:
@@ -86,12 +86,12 @@ else:
 
 
 def other_is_imported() -> bool:
-    """Return whether the other Lightning package has been imported, too."""
+    """Return whether the Lightning package that this library does not use has been imported."""
     return _MODULES[_OTHER] in sys.modules
 
 
 def wrong_host(what: str) -> str:
-    """Return the error message for using `what` with a Trainer from the other package."""
+    """Return the error message for using `what` with a Trainer from the other Lightning package."""
     return (
         f"{what} is for {_MODULES[HOST]} and does not work with a Trainer from {_MODULES[_OTHER]}."
         f" Set the environment variable {VARIABLE}={_OTHER} before importing lightning_commfree."
@@ -99,7 +99,10 @@ def wrong_host(what: str) -> str:
 
 
 def when_other_is_imported(call: Callable[[Any], None]) -> None:
-    """Call a function with the other package's strategy registry, now or once it is imported."""
+    """Call a function with the strategy registry of the other Lightning package.
+
+    If that package has not been imported yet, make the call right after its import.
+    """
     if other_is_imported():
         call(import_module(f"{_MODULES[_OTHER]}.strategies").StrategyRegistry)
     else:

@@ -1,11 +1,11 @@
-"""All uses of private Lightning names, and the features that are lost if they are missing.
+"""All uses of private Lightning names, and the features that are lost if a name is missing.
 
 A later release of Lightning may rename them. When a fit begins, `probe` checks for missing names,
 and a single warning lists the disabled features. Importing never fails, and neither a fresh fit nor
 a resume at the end of an epoch needs any of these names.
 
 Where Lightning has no hook, a function wraps a method of one object during a fit (`Patches`). If
-several functions wrap the same method, the last one is outermost:
+several functions wrap the same method, the one applied last is outermost:
 
 =============================== ===================================================================
 method                          wrappers, innermost first
@@ -57,21 +57,21 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._put: list[tuple[Any, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Replace the method `name` of `owner` only, not of other objects of its class."""
+        """Replace the method `name` on `owner`, leaving other instances of its class unchanged."""
         assert callable(getattr(owner, name)), f"{owner} has no method {name}"
-        self._put.append((owner, name, vars(owner).get(name)))
+        self._replaced.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
 
     def remove(self) -> None:
         """Restore all replaced methods."""
-        for owner, name, before in reversed(self._put):
+        for owner, name, before in reversed(self._replaced):
             vars(owner).pop(name, None)
-            if before is not None:  # it had been patched before
+            if before is not None:  # an earlier patch of the same object
                 setattr(owner, name, before)
-        self._put = []
+        self._replaced = []
 
 
 _LAUNCHERS = f"{pl.__name__}.strategies.launchers"
@@ -91,10 +91,10 @@ class Feature(NamedTuple):
 
         `trainer` is the Trainer to search, or None if all names start at a module.
         """
-        return [name for name in self.names if not _is_there(trainer, name)]
+        return [name for name in self.names if not _exists(trainer, name)]
 
     def works(self, trainer: pl.Trainer | None) -> bool:
-        """Return whether all names exist."""
+        """Return whether Lightning has all private names that this feature needs."""
         return not self.missing(trainer)
 
 
@@ -179,9 +179,9 @@ FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feat
 
 def probe(trainer: pl.Trainer) -> None:
     """Warn once, when a fit begins, about features that do not work with this Lightning version."""
-    lacks = {feature.lost: names for feature in FEATURES if (names := feature.missing(trainer))}
-    if lacks:
-        lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in lacks.items())
+    missing = {feature.lost: names for feature in FEATURES if (names := feature.missing(trainer))}
+    if missing:
+        lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in missing.items())
         rank_zero_warn(
             "lightning_commfree does not support some internals of Lightning"
             f" {version(HOST)}. Disabled for this fit: {lost}. A later version of"
@@ -189,7 +189,7 @@ def probe(trainer: pl.Trainer) -> None:
         )
 
 
-def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
+def _exists(trainer: pl.Trainer | None, name: str) -> bool:
     module, _, path = name.rpartition(":")
     path, _, value = path.partition("=")
     try:
@@ -199,7 +199,8 @@ def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
         owner, _, last = path.rpartition(".")
         loop = attrgetter(owner)(trainer)
         setattr(loop, last, value)
-        understood = bool(getattr(loop, value, False))  # the property of that name is now true
+        # the loop has a property named after each value, which is true while the value is set
+        understood = bool(getattr(loop, value, False))
         setattr(loop, last, before)
     except (ImportError, AttributeError):
         return False
@@ -212,7 +213,7 @@ def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
 def handle_signals(
     trainer: pl.Trainer, patches: Patches, sigterm: Callable[..., None], slurm: Callable[..., None]
 ) -> None:
-    """Replace Lightning's SIGTERM and SLURM handlers, and disable its broadcast per batch."""
+    """Replace Lightning's SIGTERM and SLURM handlers, and disable its per-batch broadcast."""
     if SIGTERM.works(trainer):
         connector = trainer._signal_connector
         patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -238,7 +239,7 @@ def add_to_rows(
     log = connector.log_metrics
 
     def log_row(metrics: dict[str, Any], step: int | None = None) -> None:
-        # a row with a step comes from a callback
+        # rows with an explicit step come from evaluation and from callbacks
         own = more(metrics) if metrics and step is None else {}
         log({**metrics, **own}, step)
         for name in own:
@@ -271,7 +272,7 @@ def around_loading(
         start(paths[-1], *args, **kwargs)
 
     def end_and_drop() -> None:
-        end()  # with a barrier
+        end()  # includes a barrier
         while paths:
             done(paths.pop())
 
@@ -347,7 +348,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
 def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Return a launcher that exits cleanly, to replace Lightning's; None if `launcher` is None.
+    """Return a launcher like Lightning's that exits cleanly; None if `launcher` is None.
 
     The new launcher first calls `check` in the launching process, so that unsupported settings are
     rejected immediately and only once.
@@ -383,18 +384,21 @@ def _check_and_launch(
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
     """Return the object that fetches training batches, or None before loaders are set up."""
-    # loaders are set up after `on_fit_start`, where a learning-rate finder already saves
+    # the learning-rate finder saves a checkpoint in `on_fit_start`, before loaders are set up
     return trainer.fit_loop._data_fetcher
 
 
 def forget_loaders(trainer: pl.Trainer) -> None:
-    """Make Lightning recreate the training loaders, in case a scheduler has already used them."""
+    """Make Lightning create the training loaders again when the training loop starts.
+
+    A scheduler that reads `trainer.estimated_stepping_batches` causes them to be created earlier.
+    """
     if EPOCHS.works(trainer):
         trainer.fit_loop._combined_loader = None
 
 
 def validate_if(trainer: pl.Trainer, patches: Patches, allowed: Callable[[], bool]) -> None:
-    """Skip the validations that are due while `allowed()` is False."""
+    """Skip each validation run for which `allowed()` returns False when the run is due."""
     if MID_EPOCH.works(trainer):
         loop = trainer.fit_loop.epoch_loop
         is_due = loop._should_check_val_fx
@@ -412,7 +416,7 @@ def set_step(trainer: pl.Trainer, step: int) -> None:
 
 
 def skip_steps(trainer: pl.Trainer, count: int) -> None:
-    """Count optimizer steps that were not taken, for loops and loggers."""
+    """Advance the step counters of loops and loggers by `count` steps that were not taken."""
     loop = trainer.fit_loop.epoch_loop
     progress: Any = loop.automatic_optimization.optim_progress.optimizer.step
     for tracker in (progress.total, progress.current):
@@ -431,7 +435,11 @@ def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
 
 
 def validate_first(trainer: pl.Trainer) -> bool:
-    """Make the loop run any validation due after the latest batch; return whether one is due."""
+    """Make a resumed fit first run any validation that is due after the latest batch.
+
+    Returns:
+        Whether a validation is due.
+    """
     epoch_loop = trainer.fit_loop.epoch_loop
     due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
     if due:
@@ -441,7 +449,7 @@ def validate_first(trainer: pl.Trainer) -> bool:
 
 
 def count_step(trainer: pl.Trainer) -> None:
-    """Count an optimizer step in Lightning's step counter for loggers."""
+    """Increment the step counter that Lightning uses for loggers."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
 
@@ -463,7 +471,7 @@ def epoch_metrics(trainer: pl.Trainer) -> list[str]:
 
 
 def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
-    """Record that the training loaders were last reloaded in this epoch."""
+    """Record that the training loaders were last reloaded in epoch `epoch`."""
     if RELOAD.works(trainer):
         trainer.fit_loop._last_train_dl_reload_epoch = epoch
 
@@ -479,7 +487,7 @@ def validation_seconds(trainer: pl.Trainer) -> float | None:
 
 
 def set_world_backend(strategy: Any, backend: str) -> None:
-    """Set the backend of the process group that the strategy will initialize, if possible."""
+    """Set the backend with which the strategy will create its process group, if supported."""
     if hasattr(strategy, "_process_group_backend"):
         strategy._process_group_backend = backend
 
@@ -488,7 +496,7 @@ def set_ddp_group(strategy: Any, group: Any | None) -> None:
     """Set the process group in which DDP averages gradients; None means all ranks.
 
     Raises:
-        RuntimeError: this version of Lightning does not have this setting.
+        RuntimeError: a group is given, and this version of Lightning does not support groups.
     """
     try:
         strategy._ddp_kwargs["process_group"] = group
@@ -577,7 +585,7 @@ def has_no_batch(loop: Any) -> bool:
 
 
 def evaluation_loop(trainer: pl.Trainer) -> Any:
-    """Return the evaluation loop that the Trainer's current function uses."""
+    """Return the evaluation loop of the running `fit`, `validate`, `test` or `predict` call."""
     loops = {
         TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
         TrainerFn.VALIDATING: trainer.validate_loop,

@@ -71,7 +71,7 @@ def num_blocks(numel: int) -> int:
 
 
 def chunks(numel: int, device: torch.device, block: int = BLOCK) -> Iterator[slice]:
-    """Yield slices that cover `numel` values, in chunks of whole blocks, sized for the device."""
+    """Yield consecutive slices of `numel` values: chunks of whole blocks, sized for the device."""
     # a shorter last block is a chunk of its own, so that all blocks in a chunk have the same size
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     whole = numel // block * block
@@ -129,16 +129,16 @@ class CastCodec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return `numel` times the size of the wire type."""
+        """Return the payload size in bytes: `numel` times the size of the wire dtype."""
         return numel * self.dtype.itemsize
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Cast the values to the wire type."""
+        """Cast the values to the wire dtype, and write them to `out`."""
         out.view(self.dtype).copy_(values)
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Cast a chunk back to fp32."""
+        """Cast a chunk of a payload back to fp32."""
         _check_size(self, payload, numel)
         out.copy_(payload.view(self.dtype)[values])
 
@@ -156,11 +156,11 @@ class Int8Codec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return one byte per value and four per block."""
+        """Return the payload size in bytes: one per value and four per block."""
         return 4 * num_blocks(numel) + numel
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Encode block by block."""
+        """Quantize each block to int8 with its own scale."""
         scales, codes = self._split(out, values.numel())
         if loops := self.compiled and _loops(values.device):
             loops.encode_int8(values, codes, scales, BLOCK)
@@ -172,7 +172,7 @@ class Int8Codec:
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Decode the blocks of a chunk."""
+        """Decode the blocks in a chunk of a payload."""
         _check_size(self, payload, numel)
         scales, codes = self._split(payload, numel)
         blocks, shape = blocks_of(values)
@@ -196,11 +196,11 @@ class Fp4Codec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return half a byte per value, rounded up to whole words, and one byte per block."""
+        """Return the payload size: one byte per block, and 4 bits per value, padded to words."""
         return packed_size(numel, 4) + num_blocks(numel)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Encode block by block, and pack the codes."""
+        """Quantize each block to E3M0 with its own scale, and pack two codes per byte."""
         packed, scales = self._split(out, values.numel())
         if loops := self.compiled and _loops(values.device):
             loops.encode_e3m0(values, packed, scales, BLOCK)
@@ -212,15 +212,15 @@ class Fp4Codec:
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Decode the blocks of a chunk."""
+        """Unpack and decode the blocks in a chunk of a payload."""
         _check_size(self, payload, numel)
         packed, scales = self._split(payload, numel)
         blocks, shape = blocks_of(values)
         if loops := self.compiled and _loops(payload.device):
             loops.decode_e3m0(packed, values.start, scales[blocks], out, BLOCK)
         else:
-            lift = partial(lift_nibbles_part, packed, values.start)
-            quantize.decode_e3m0(lift, scales[blocks], out.view(shape))
+            unpack_codes = partial(lift_nibbles_part, packed, values.start)
+            quantize.decode_e3m0(unpack_codes, scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         split = packed_size(numel, 4)
@@ -241,15 +241,15 @@ class Int2Codec:
 
     @property
     def name(self) -> str:
-        """Name of the codec, including its weight, which must be the same on all replicas."""
+        """Name of the codec, with the error feedback weight; must be the same on all replicas."""
         return f"int2(error_feedback={self.error_feedback})"
 
     def num_bytes(self, numel: int) -> int:
-        """Return two bytes per block, and a quarter byte per value, rounded up to whole words."""
+        """Return the payload size: 2 bytes per block, and 2 bits per value, padded to words."""
         return 2 * num_blocks(numel) + packed_size(numel, 2)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Encode block by block, and pack the codes."""
+        """Quantize each block to two bits with its own scale, and pack four codes per byte."""
         scales, packed = self._split(out, values.numel())
         if loops := self.compiled and _loops(values.device):
             loops.encode_int2(values, packed, scales, BLOCK)
@@ -262,7 +262,7 @@ class Int2Codec:
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Decode the blocks of a chunk."""
+        """Unpack and decode the blocks in a chunk of a payload."""
         _check_size(self, payload, numel)
         scales, packed = self._split(payload, numel)
         blocks, shape = blocks_of(values)
@@ -284,16 +284,16 @@ class Int2Codec:
 class TopKCodec:
     """Codec that sends only the values with the largest magnitudes (SparseLoCo, arXiv:2508.15706).
 
-    The rest decode to zero and reach the other replicas later, through error feedback. A chunk with
-    fewer than `keep` nonzero values sends its largest one several times. A payload contains, for
-    all chunks, the bf16 scales; the low 8 bits of the positions; their high 4 bits, two per byte;
-    and the values as 2-bit codes, four per byte.
+    All other values decode to zero; error feedback adds them to the next outer gradient. If a chunk
+    has fewer than `keep` nonzero values, its largest value is sent several times. A payload has
+    four sections, each for all chunks: the bf16 scales; the low 8 bits of the positions; the high 4
+    bits of the positions, two per byte; and the values as 2-bit codes, four per byte.
 
     Args:
         chunk: number of consecutive values of which `keep` are sent: a power of two from 256 to
             4096. The last chunk of a fragment may be shorter.
         keep: number of values to send per chunk, 1 to 256.
-        error_feedback: as in `Codec`. The paper's 0.95 is for an outer SGD without momentum.
+        error_feedback: as in `Codec`. The paper uses 0.95, with outer SGD without momentum.
 
     Raises:
         ValueError: an argument is out of range.
@@ -326,11 +326,11 @@ class TopKCodec:
 
     @property
     def name(self) -> str:
-        """Name of the codec, including its settings, which must be the same on all replicas."""
+        """Name of the codec, with all its settings; must be the same on all replicas."""
         return f"topk(chunk={self.chunk}, keep={self.keep}, error_feedback={self.error_feedback})"
 
     def num_bytes(self, numel: int) -> int:
-        """Return two bytes per chunk, and 14 bits per selected value, rounded up to whole words."""
+        """Return the payload size: 2 bytes per chunk, and 14 bits per selected value, padded."""
         selected = self._num_chunks(numel) * self.keep
         scales = 2 * self._num_chunks(numel)
         return scales + selected + packed_size(selected, 4) + packed_size(selected, 2)
@@ -409,7 +409,7 @@ def decode_all(codec: Codec, payload: Tensor, out: Tensor) -> Tensor:
 
 
 def warm_up(codec: Codec, device: torch.device) -> None:
-    """Encode and decode one value, to trigger lazy loading and compilation now."""
+    """Encode and decode one value, so that lazy loading and compilation do not delay training."""
     value = torch.zeros(1, dtype=torch.float32, device=device)
     payload = torch.empty(codec.num_bytes(1), dtype=torch.uint8, device=device)
     codec.encode(value, payload)
@@ -417,7 +417,7 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return the slice of blocks in a chunk, and the chunk's shape (blocks, values per block)."""
+    """Return the range of a chunk's blocks, and its shape: (blocks, values per block)."""
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)

@@ -1,6 +1,6 @@
 """Compute the mean of the replicas' outer gradients (arXiv:2501.18512, section 2.4).
 
-Each fragment takes the route of `comm.exchange` that sends fewer bytes: gather for two replicas and
+Each fragment uses the route in `comm.exchange` that sends fewer bytes: gather for two replicas and
 for small fragments, otherwise two-phase. Every replica, even the owner of a shard, decodes the same
 bytes and adds the values in replica order, so the means are bit-identical. On the two-phase route,
 the codec rounds the mean again. Replicas with NaN or Inf are excluded from the mean.
@@ -10,16 +10,16 @@ A message has four sections:
 1. *header*: three int64 values. The first contains flags (the sender requests a stop; its values
    contain NaN or Inf) and, in the higher bits, a hash of the fragments that joined during the fit.
    The second contains the sender's inner step and, in the higher bits, its weight. The third is a
-   hash of the sender's global copy, or 0 for none. On the way down (the second phase), the owner of
-   a shard sends a summary of all headers.
-2. *gram*, on the way down only: inner products of all replicas' gradients, restricted to the
+   hash of the sender's global copy, or 0 for none. In the second phase, the owner of a shard sends
+   a summary of all headers instead.
+2. *gram*, in the second phase only: inner products of all replicas' gradients, restricted to the
    owner's shard.
 3. *payload*: the encoded values.
 4. *buffers*: averaged buffers, always in fp32, because a rounded variance could become zero.
 
 On CUDA, encoding and the copy to host memory run on a side stream, and a background thread waits
 for them and sends the message. When the other replicas' messages have arrived, that thread uploads
-them and starts to decode them on the side stream, so that a landing only has to wait for an event
+them and starts decoding them on the side stream, so that a landing only has to wait for an event
 on the device.
 """
 
@@ -54,24 +54,24 @@ MAX_WEIGHT = 2**22
 
 
 class Header(NamedTuple):
-    """Metadata sent with a replica's values; building it does not synchronize with the GPU."""
+    """Metadata sent with a replica's values; creating it does not synchronize with the GPU."""
 
     stop: bool
     step: int
     digest: Tensor | int  # int64
     nonfinite: Tensor | bool = False  # the values contain NaN or Inf
     joined: int = 0  # hash of the fragments that joined during the fit; `JOINED_BITS` bits
-    weight: int = 1  # of the values in the mean; at most `MAX_WEIGHT`
+    weight: int = 1  # weight of the values in the mean; at most `MAX_WEIGHT`
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
-        """The three int64 values that are sent."""
+        """The header as it is sent: three int64 words."""
         flags = self.stop * _STOP + self.nonfinite * _NONFINITE
         step = self.step + ((self.weight - 1) << _WEIGHT_SHIFT)
         return flags + (self.joined << _JOINED_SHIFT), step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return `values` and those header tensors that are on the same device."""
+        """Return `values` and all tensors in the header that are on the same device."""
         tensors = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in tensors if word.device == values.device)]
 
@@ -84,11 +84,11 @@ class HeaderSummary(NamedTuple):
     steps_differ: bool  # the messages were sent after different inner steps
     joined_differ: bool  # different fragments have joined
     nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
-    weights: tuple[int, ...]  # of all members; on the way down, only 0 or 1
+    weights: tuple[int, ...]  # one per member; in the second phase, only 0 or 1
 
     @property
     def counted(self) -> list[int]:
-        """The members counted in the mean.
+        """Indices of the members that are included in the mean.
 
         Members with nonfinite values are excluded, and so are members with weight 0; neither rule
         applies if it would exclude everyone.
@@ -110,7 +110,7 @@ def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
-    """Combine the summaries sent by all owners (`summary_header`)."""
+    """Combine the summaries that the owners of all shards have sent (`summary_header`)."""
     flags, _, steps_differ = headers_M3.unbind(1)
     drifted, weights = _steps_and_weights(headers_M3)
     seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_SHIFT).any())
@@ -118,8 +118,8 @@ def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
 
 
 def summary_header(summary: HeaderSummary, member: int) -> Header:
-    """Create the header in which the owner `member` sends its summary down."""
-    # the fields `step` and `digest` are unused on the way down; each member sends its own NaN flag
+    """Create the header for the second phase, in which the owner `member` sends its summary."""
+    # `step` and `digest` are not needed in the second phase; each member sends its own NaN flag
     step, digest, joined = summary.drifted, summary.steps_differ, summary.joined_differ
     weight = int(summary.weights[member] > 0)
     nonfinite = member in summary.nonfinite
@@ -141,7 +141,7 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
 
 
 def counted_messages(messages: Tensor, counted: Sequence[int]) -> Tensor:
-    """Return the messages of the members in `counted`."""
+    """Select the messages of the members with indices `counted`, without blocking the host."""
     if len(counted) == len(messages):
         return messages
     # indexing with a list would copy the list to the device, and the host would wait
@@ -152,7 +152,7 @@ def counted_messages(messages: Tensor, counted: Sequence[int]) -> Tensor:
 
 
 class FragmentMessage:
-    """Layout of a message that carries a fragment or one of its shards.
+    """Layout of a message that contains a fragment or one of its shards.
 
     Args:
         codec: codec of the payload.
@@ -183,7 +183,11 @@ class FragmentMessage:
         gram: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        """Fill `message`: uint8, shape (num_bytes,), on the device of `values`."""
+        """Write a header and the encoded values to `message`.
+
+        `message` is uint8, shape (num_bytes,), on the device of `values`; `residual` receives the
+        codec's rounding error.
+        """
         self._layout.clear_gaps(message)
         words = self._layout.section(message, "header", torch.int64)
         for word, value in zip(words, header.words, strict=True):
@@ -219,9 +223,12 @@ class FragmentMessage:
     def average(
         self, messages: Tensor, weights: Sequence[int] | None = None, padding: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean of the values and their inner products: fp32, shapes (numel,), (M, M).
+        """Decode M messages; return the mean and the inner products of their values.
 
-        The last `padding` values are set to zero, because not every codec preserves zeros.
+        Both results are fp32; their shapes are (numel,) and (M, M).
+
+        The last `padding` values of each message are set to zero, because not every codec
+        preserves zeros.
         """
         # chunk by chunk, so that all replicas' decoded values are never in memory at once
         size, device = len(messages), messages.device
@@ -246,7 +253,7 @@ class FragmentMessage:
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
     def average_buffers(self, messages: Tensor, weights: Sequence[int] | None = None) -> Tensor:
-        """Return the mean of the buffers: fp32, shape (num_buffers,)."""
+        """Return the mean of the buffers in M messages: fp32, shape (num_buffers,)."""
         rows_ME = self.buffers(messages)
         mean = _average(rows_ME, weights, out=torch.empty_like(rows_ME[0]))
         # values that are equal on all replicas, even Inf, are kept bit for bit
@@ -284,8 +291,8 @@ def _average(rows_MN: Tensor, weights: Sequence[int] | None, out: Tensor) -> Ten
 class Arrival(NamedTuple):
     """Result of an exchange, the same on all replicas."""
 
-    mean: Tensor  # (N + E,), fp32, over the K replicas that are counted
-    stop: bool  # this and the next four are as in `HeaderSummary`
+    mean: Tensor  # (N + E,), fp32, over the K replicas that are included
+    stop: bool  # this and the next four fields are as in `HeaderSummary`
     drifted: bool
     steps_differ: bool
     joined_differ: bool
@@ -293,7 +300,10 @@ class Arrival(NamedTuple):
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, within: Channel) -> Arrival:
-        """Combine flags and inner products of a replica's ranks; collective within the replica."""
+        """Combine the flags and inner products of the ranks in a replica.
+
+        Collective within the replica.
+        """
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
         parts = flags.float(), self.gram.flatten()
         mine = torch.cat([part.to(within.device, non_blocking=True) for part in parts])
@@ -325,16 +335,18 @@ def mean_cosine(gram_KK: Tensor) -> float:
 
 @dataclass(eq=False)
 class Decoding:
-    """Work that starts when the messages arrive, if the values sent are on CUDA.
+    """Decoding of a fragment's messages on the background thread, as soon as they arrive.
+
+    Used only if the outer gradient is on a CUDA device, and messages are sent from host memory.
 
     Attributes:
         device: device on which the messages are decoded.
-        step: called on the background thread with the mean; takes an outer step in host memory and
-            returns the function `land`.
-        finish: returns the result, for use on the caller's current stream; None until the messages
-            arrive.
-        land: makes the step's result the global copy and returns it on the device of the
-            parameters; None until the step has been taken.
+        step: called with the mean; takes an outer step in host memory and returns `land`. None if
+            the outer step is taken at the landing.
+        finish: returns the exchange's result, for use on the caller's current stream; None until
+            the messages arrive.
+        land: replaces the global copy with the result of `step`, and returns that result on the
+            device of the parameters; None until the step has been taken.
     """
 
     device: torch.device
@@ -356,7 +368,7 @@ class FragmentExchange:
         numel: N.
         num_buffers: E.
         background: thread for work that must not block training.
-        in_thread: whether gathers are launched on the background thread too (`fragment_exchanges`).
+        in_thread: whether to launch gathers, too, on the background thread (`fragment_exchanges`).
     """
 
     route: Route
@@ -377,7 +389,7 @@ class FragmentExchange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this replica sends per exchange of the fragment, by the ledger's formulas."""
+        """Number of bytes that this replica sends in each exchange of the fragment."""
         return self.route.bytes_up(self._up.num_bytes) + self.route.bytes_down(self._down.num_bytes)
 
     def launch(
@@ -388,7 +400,7 @@ class FragmentExchange:
         tag: str = TAG,
         decoding: Decoding | None = None,
     ) -> Pending[Tensor]:
-        """Send this replica's values.
+        """Start exchanging this replica's values with the other replicas.
 
         Args:
             values: fp32, shape (N + E,).
@@ -398,10 +410,10 @@ class FragmentExchange:
             decoding: the background thread sets its `finish` when the messages arrive.
 
         Returns:
-            The received messages, still encoded, on the channel's device. `decode` reads them, and
-            checkpoints may contain them.
+            The received messages, still encoded, on the channel's device. `decode` decodes them;
+            a checkpoint saves them as they are.
         """
-        losses: list[Tensor] = []  # error of the second rounding, in this replica's shard
+        second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
         def send_and_decode(messages: Callable[[], Tensor]) -> Tensor:
             received = exchange(messages)
@@ -415,10 +427,10 @@ class FragmentExchange:
             received = self.route.up(messages(), tag).wait()
             if not self.route.two_phase:
                 return received  # decoded when it lands, on the device of the global copy
-            reduced, lost = self._reduce(received, residual is not None)
-            if lost is not None and residual is not None:
-                goes_up = residual.is_cuda and not lost.is_cuda
-                losses.append(lost.pin_memory() if goes_up else lost)
+            reduced, error = self._reduce(received, residual is not None)
+            if error is not None and residual is not None:
+                is_uploaded = residual.is_cuda and not error.is_cuda
+                second_errors.append(error.pin_memory() if is_uploaded else error)
             return self.route.down(reduced, tag).wait()
 
         if values.device != self.route.view.channel.device:
@@ -440,13 +452,13 @@ class FragmentExchange:
         if residual is None:
             return pending
         kept = residual
-        return pending.then(lambda arrived: self._add_losses(arrived, losses, kept))
+        return pending.then(lambda arrived: self._add_errors(arrived, second_errors, kept))
 
     def decode(self, arrived: Tensor, device: torch.device) -> Callable[[], Arrival]:
         """Start decoding received messages on `device`; the host does not wait for CUDA.
 
         Returns:
-            A function that returns the result, for use on the caller's current stream.
+            A function that returns the exchange's result, for use on the caller's current stream.
         """
         peers = self.route.view.channel.peers
         if self.route.two_phase:
@@ -464,14 +476,14 @@ class FragmentExchange:
         return arrival
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of the counted values, fp32, shape (N + E,), and the inner products."""
+        """Return the mean over counted members, fp32, shape (N + E,), and the inner products."""
         counted = counted_messages(messages, summary.counted)
         weights = [summary.weights[m] for m in summary.counted]
         mean, gram_KK = self._up.average(counted, weights)
         return _concatenate(mean, self._up.average_buffers(counted, weights)), gram_KK
 
     def _read_reduced(self, size: int, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result of `_average` from the owners' messages; `size` is K."""
+        """Assemble the mean and inner products of K = `size` members from all owners' messages."""
         values = self._down.values(messages).view(-1)[: self.numel]
         mean = _concatenate(values, self._down.buffers(messages).flatten()[: self.num_buffers])
         return mean, self._down.gram(messages).sum(0)[: size**2].view(size, size)
@@ -481,42 +493,42 @@ class FragmentExchange:
         size, numel = self.route.num_shards, self.numel
         values_SN = _rows(values[:numel], size, self._shard)
         buffers_SE = _rows(values[numel:], size, self._buffer_shard)
-        lost_SN = None if residual is None else torch.empty_like(values_SN)
+        errors_SN = None if residual is None else torch.empty_like(values_SN)
 
         shape = size, self._up.num_bytes
         messages = torch.empty(shape, dtype=torch.uint8, device=values.device)
         for s, message in enumerate(messages):
-            lost = None if lost_SN is None else lost_SN[s]
-            self._up.write(message, header, values_SN[s], buffers_SE[s], residual=lost)
-        if residual is not None and lost_SN is not None:
-            residual.copy_(lost_SN.view(-1)[:numel])
+            error = None if errors_SN is None else errors_SN[s]
+            self._up.write(message, header, values_SN[s], buffers_SE[s], residual=error)
+        if residual is not None and errors_SN is not None:
+            residual.copy_(errors_SN.view(-1)[:numel])
         return messages
 
-    def _reduce(self, received: Tensor, keep_loss: bool) -> tuple[Tensor, Tensor | None]:
-        """Average the shard that this replica owns; return the message to send and its error."""
+    def _reduce(self, received: Tensor, keep_error: bool) -> tuple[Tensor, Tensor | None]:
+        """Average the shard that this replica owns; return the encoded mean and rounding error."""
         summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
         counted = counted_messages(received, summary.counted)
         weights = [summary.weights[m] for m in summary.counted]
         end = (self.route.shard + 1) * self._shard
         mean, gram_KK = self._up.average(counted, weights, padding=max(end - self.numel, 0))
-        # K < M if replicas are left out, but all messages must have the same size
+        # K < M if replicas are excluded, but all messages must have the same size
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=received.device)
-        lost = torch.empty_like(mean) if keep_loss else None
+        error = torch.empty_like(mean) if keep_error else None
         header = summary_header(summary, self.route.view.rank)
         buffers = self._up.average_buffers(counted, weights)
-        self._down.write(message, header, mean, buffers, gram, lost)
+        self._down.write(message, header, mean, buffers, gram, error)
         # Only this replica corrects the error, and its gradient has weight 1/K in the next mean, so
         # keep K times the error.
-        return message, None if lost is None else lost.mul_(len(counted))
+        return message, None if error is None else error.mul_(len(counted))
 
-    def _add_losses(self, arrived: Tensor, losses: list[Tensor], residual: Tensor) -> Tensor:
-        """Add the second rounding error of this replica's shard to the residual."""
+    def _add_errors(self, arrived: Tensor, errors: list[Tensor], residual: Tensor) -> Tensor:
+        """Add errors of rounding the mean of this replica's shard to the residual."""
         start = self.route.shard * self._shard
-        for loss in losses:
+        for error in errors:
             shard = residual[start : start + self._shard]
-            shard += loss[: len(shard)].to(shard.device, non_blocking=True)
+            shard += error[: len(shard)].to(shard.device, non_blocking=True)
         return arrived
 
 
@@ -535,7 +547,8 @@ def cheaper_exchange(
 ) -> FragmentExchange:
     """Create an exchange on the cheaper route, or on the gather route if the codec requires it.
 
-    Without a `background`, it can only report its bytes and launch gathers.
+    The cheaper route is the one that sends fewer bytes. Without a `background`, the exchange can
+    only report its size and launch gathers.
     """
     background = background or Background(view.channel.ledger)
     exchanges = [
@@ -549,7 +562,17 @@ def cheaper_exchange(
 def fragment_exchanges(
     view: View, codecs: Sequence[Codec], sizes: Sequence[tuple[int, int]], background: Background
 ) -> list[list[FragmentExchange]]:
-    """Call `cheaper_exchange` for each codec and fragment; `sizes` has each fragment's N and E."""
+    """Create an exchange for each codec and fragment, with `cheaper_exchange`.
+
+    Args:
+        view: the replicas.
+        codecs: codecs of the parameter values.
+        sizes: number of parameter values and number of buffer values in each fragment.
+        background: thread for work that must not block training.
+
+    Returns:
+        For each codec, the fragments' exchanges.
+    """
     by_codec = [
         [cheaper_exchange(view, codec, *size, background) for size in sizes] for codec in codecs
     ]
@@ -578,7 +601,7 @@ class Flight:
         return perf_counter() - self.launched_s
 
     def receive(self, device: torch.device, within: Channel | None) -> Arrival:
-        """Wait for the messages, decode them, and combine the results of a replica's ranks."""
+        """Wait for the messages, decode them, and combine the results of the replica's ranks."""
         arrived = self.pending.wait()
         finish = None if self.decoding is None else self.decoding.finish
         arrival = (finish or self.exchange.decode(arrived, device))()

@@ -1,8 +1,8 @@
 """Split a model into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
 
 A *block* is one of the repeated modules that make up most of a model (`model.blocks`). The last of
-the P fragments contains the parameters outside the blocks (embeddings, final norm, head). These
-patterns assign the blocks to the other G fragments:
+the P fragments contains the parameters outside the blocks (embeddings, final norm, head). A
+pattern distributes the blocks over the other G fragments:
 
 - "strided" (the paper's choice): block i goes to fragment i mod G, so that each fragment is spread
   over the depth of the model.
@@ -11,7 +11,7 @@ patterns assign the blocks to the other G fragments:
   fragments has the fewest bytes so far.
 
 The fragments partition the trainable parameters; a tied weight is in one fragment, under its first
-name. Persistent floating-point buffers (BatchNorm statistics) are in the fragment of their module.
+name. Persistent floating-point buffers (BatchNorm statistics) belong to their module's fragment.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def split_into_fragments(
 
 
 def has_blocks(module: nn.Module) -> bool:
-    """Return whether the model has blocks with trainable parameters."""
+    """Return whether the model has repeated blocks (`model.blocks`) with trainable parameters."""
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     return any(_inside(name, block) for block in block_names(module) for name in names)
 
 
 def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers to average: the persistent floating-point ones."""
+    """Return the buffers that replicas average, by name: all persistent floating-point buffers."""
     # integers are counters, and non-persistent buffers are tables rebuilt from the config
     saved = set(module.state_dict(keep_vars=True))
     buffers = module.named_buffers()
@@ -136,7 +136,7 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
 
 
 def _buffers_by_group(groups: list[list[str]], module: nn.Module) -> list[list[str]]:
-    """Assign each buffer to the group that has the most parameters of the buffer's module."""
+    """Assign each averaged buffer to the group with the most parameters of the buffer's module."""
     buffers: list[list[str]] = [[] for _ in groups]
     for name in averaged_buffers(module):
         owner = name.rpartition(".")[0]

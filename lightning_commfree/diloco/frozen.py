@@ -2,16 +2,16 @@
 
 Two things can happen to them during the fit:
 
-- The user unfreezes (*thaws*) them. They become a new fragment before the first step that trains
-  them, while all replicas still have the same values. This fragment's offset in the schedule is the
-  step of the next launch, so it is first launched one cycle after that. The headers of the next
+- The user unfreezes them. They become a new fragment before the first step that trains them, while
+  all replicas still have the same values. This fragment's offset in the schedule is the step of the
+  next launch of any fragment, so it is first launched one cycle after that. The headers of the next
   launch contain a hash of all fragments that have joined. If replicas have unfrozen different
-  parameters, they stop before sending any of these.
-- Hooks *move* them: the teacher in BYOL, DINO, MoCo or Mean Teacher follows the local weights, so
-  it differs between replicas. When validation begins and at the end of the fit, replicas compare
-  hashes and average the parameters that differ. The mean of moving averages is the moving average
-  of the means, so the result is the teacher of the averaged student. Until then each replica learns
-  from its own teacher.
+  parameters, they stop before sending any of these parameters.
+- Hooks *move* them: the teacher in BYOL, DINO, MoCo or Mean Teacher is a moving average of the
+  local weights, so it differs between replicas. When validation begins and when the fit ends,
+  replicas compare hashes and average the parameters that differ. The mean of moving averages is the
+  moving average of the means, so the result is the teacher of the averaged student. Between these
+  times, each replica learns from its own teacher.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TAG = "moved"
 
 
 class FrozenParameters:
-    """A model's parameters that belong to no fragment."""
+    """A model's parameters that were frozen when the fit began, and so belong to no fragment."""
 
     def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}
@@ -41,33 +41,36 @@ class FrozenParameters:
             name: p for name, p in module.named_parameters() if name not in held
         }
 
-    def thawed(self) -> list[str]:
-        """Return the names of the parameters that have become trainable."""
+    def unfrozen(self) -> list[str]:
+        """Return the names of the parameters that have become trainable during the fit."""
         return [name for name, p in self._parameters.items() if p.requires_grad]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove parameters that have become part of a fragment."""
+        """Stop tracking parameters that have become part of a fragment."""
         for name in names:
             del self._parameters[name]
 
     def digests(self) -> list[int]:
-        """Return a hash of each of this rank's tensors."""
+        """Return one hash per frozen parameter, computed from this rank's tensor or shard."""
         return [int(digest(tensor.contiguous())) for tensor in self._tensors().values()]
 
     def average_moved(
         self, view: View, background: Background, fingerprint: Mapping[str, str]
     ) -> None:
-        """Average the parameters that differ across replicas, ignoring NaN and Inf; collective.
+        """Average the frozen parameters that differ across replicas; collective.
+
+        Replicas whose copy of a tensor contains NaN or Inf are excluded from its mean, unless that
+        would exclude all of them.
 
         In a multi-rank replica, each rank averages its own tensors or shards with the same rank in
         the other replicas.
 
         Args:
             view: the replicas.
-            background: thread that runs the exchange, because that thread may already be using the
-                channel.
-            fingerprint: settings that must be the same on all replicas; otherwise hashes cannot be
-                compared.
+            background: thread that runs the collectives. It may still be running an exchange on
+                the same channel, and collectives must keep their order.
+            fingerprint: values that must be the same on all replicas; otherwise, the hashes would
+                belong to different parameters.
 
         Raises:
             ValueError: the fingerprints differ.
@@ -90,7 +93,7 @@ class FrozenParameters:
             tensor.copy_(mean)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return this rank's tensors of the parameters that can be compared, by name."""
+        """Return this rank's tensors or shards of the parameters that can be averaged, by name."""
         return {
             name: local_tensor(p)
             for name, p in self._parameters.items()
@@ -101,6 +104,6 @@ class FrozenParameters:
 
 
 def _finite_mean(rows_M: Tensor) -> Tensor:
-    """Return the mean of the finite rows, or of all rows if none is finite."""
+    """Average the rows that contain only finite values, or all rows if there are none."""
     finite = [row for row in rows_M if bool(row.isfinite().all())] or list(rows_M)
     return ordered_sum(finite) / len(finite)

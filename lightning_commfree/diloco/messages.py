@@ -15,7 +15,7 @@ _ONE_FRAGMENT = (
     " which is sent in one piece every `sync_every` steps. `fragment_pattern='balanced'` splits it"
     " into several fragments of about equal size, which are sent one after the other."
 )
-_ALONE = (
+_SINGLE_REPLICA = (
     "There is only one replica, so nothing is exchanged: the outer optimizer turns the inner one"
     " into a look-ahead optimizer. For more replicas, give the Trainer more ranks (`devices=`,"
     " `num_nodes=`) than `replica_size`."
@@ -24,7 +24,7 @@ _MIN_EXCHANGES = 5  # per fragment in a fit; warn if there are fewer
 
 
 class Message(NamedTuple):
-    """A message for the user, which may be a warning."""
+    """A message for the user: a hint or a warning."""
 
     text: str
     warns: bool
@@ -43,7 +43,7 @@ def startup_messages(
     None if unknown.
     """
     if num_replicas == 1:
-        return [Message(_ALONE, warns=False)]
+        return [Message(_SINGLE_REPLICA, warns=False)]
     messages = []
     if is_single_fragment(module, settings):
         messages.append(Message(_ONE_FRAGMENT, warns=False))
@@ -53,7 +53,7 @@ def startup_messages(
 
 
 def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Message:
-    """Report the number of exchanges; if there are too few, suggest a smaller `sync_every`."""
+    """Report the number of exchanges in a fit; if it is low, warn and suggest a `sync_every`."""
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
     least = f"{min(counts)} to " if max(counts) > min(counts) else ""
     whole = len(counts) == 1
@@ -82,9 +82,14 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
 def initial_weights_warning(
     what: str, settings: DiLoCoSettings, schedule: Schedule, step: int, count: int
 ) -> str:
-    """Return the text of a warning that a "validation" or "checkpoint" uses initial weights.
+    """Return a warning that the outer weights are still partly the initial weights.
 
-    `count` is the number of fragments that have not landed by the end of inner step `step`.
+    Args:
+        what: the operation that uses them, "validation" or "checkpoint".
+        settings: settings of the fit.
+        schedule: the steps at which fragments launch and land.
+        step: number of inner steps so far.
+        count: number of fragments that have not landed yet.
     """
     return (
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"

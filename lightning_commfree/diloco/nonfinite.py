@@ -1,12 +1,12 @@
 """Handle replicas with NaN or Inf: detect them at launch, exclude their values, repair them.
 
 If a replica continued after a NaN, its weights would remain NaN, and its outer gradient would
-spread the NaN to all replicas. So every message has a flag for NaN, which all ranks read before the
-fragment lands. With `nonfinite="raise"` all ranks stop. With "abstain":
+spread the NaN to all replicas. So every message has a flag for nonfinite values, which all ranks
+read before the fragment lands. With `nonfinite="raise"`, all ranks stop. With "abstain":
 
 1. The mean is taken over the other replicas; if none is finite, all ranks stop.
-2. The abstaining replica replaces its local copy of the fragment with the global copy, including
-   averaged buffers, whatever `mix` is. It does the same for every other fragment with a nonfinite
+2. The abstaining replica replaces its local copy of the fragment, including averaged buffers, with
+   the global copy, whatever `mix` is. It does the same for every other fragment with a nonfinite
    local copy, because that copy would make all fragments NaN again in the next step.
 3. It resets the inner optimizer's state for these parameters where that state is not finite.
 4. In the last round (`finish`), its local weights become the mean of the other replicas' weights.
@@ -44,12 +44,12 @@ def refuse_landing(
 ) -> None:
     """Check that fragment `p` may land after inner step `step`; same result on all replicas.
 
-    `names` are the fragment's parameters, and `members` are the IDs of the replicas that exchanged
-    it.
+    `names` are the names of the fragment's parameters, and `members` are the IDs of the replicas
+    that exchanged the fragment.
 
     Raises:
-        RuntimeError: the replicas launched it after different steps, their global copies differ,
-            they unfroze different parameters, or a replica's values are not finite.
+        RuntimeError: the replicas launched the fragment after different steps, their global copies
+            differ, they unfroze different parameters, or a replica's values are not finite.
     """
     if arrival.steps_differ:
         raise RuntimeError(
@@ -77,7 +77,7 @@ def refuse_landing(
 def _refuse_nonfinite(
     nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Raise an error for nonfinite values; with "abstain", only if no replica has finite ones."""
+    """Raise an error for nonfinite values; with "abstain", only if every replica has some."""
     abstains = settings.nonfinite == "abstain"
     if abstains and len(nonfinite) < len(members):
         return
@@ -113,7 +113,7 @@ def refuse_to_save(
     step: int,
     world: Channel,
 ) -> None:
-    """Check that a checkpoint's weights are finite, before anything is written.
+    """Check that the weights to save in a checkpoint are finite, before anything is written.
 
     Collective over `world`; no fragment may be in flight. `local` is `WeightSwap.local`, and `rule`
     is the `nonfinite` setting.
@@ -141,9 +141,9 @@ def refuse_to_save(
 
 
 def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | None) -> list[int]:
-    """Replace local copies with global copies, for fragment `p` and all nonfinite fragments.
+    """Replace the local copies of fragment `p` and of all nonfinite fragments with global copies.
 
-    Returns the indices of these fragments. Collective within the replica.
+    Return the indices of these fragments. Collective within the replica.
     """
     found = [is_nonfinite(fragment, fragment.outer_gradient(), within) for fragment in fragments]
     taken = [q for q, flag in enumerate(found) if flag or q == p]
@@ -155,7 +155,7 @@ def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | No
 def reset_nonfinite_state(
     optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Reset the optimizer state of each parameter whose state is not finite."""
+    """Reset the optimizer state of each parameter whose state contains NaN or Inf."""
     wanted = list(parameters)
     for optimizer in optimizers:
         for parameter in wanted:
@@ -182,7 +182,7 @@ def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None
             shards, and the call is collective.
 
     Returns:
-        bool, 0-d, on the device of `values`; the host does not wait for it.
+        bool, 0-d, on the device of `values`; the host does not wait for the device.
     """
     parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
     found = torch.zeros((), dtype=torch.bool, device=values.device)
@@ -191,7 +191,7 @@ def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None
         low, high = torch.aminmax(parameters)
         found = ~((low > -LARGEST) & (high < LARGEST))
     if buffers.numel():
-        # only where the global copy is finite: a mask may contain -inf
+        # only where the global copy is finite: a buffer may contain -inf by design, such as a mask
         outer = fragment.global_copy[fragment.parameter_numel :]
         outer = outer.to(values.device, non_blocking=True)
         found = found | (outer.isfinite() & ~buffers.isfinite()).any()

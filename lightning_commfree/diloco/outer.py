@@ -32,16 +32,16 @@ class Slice(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """Number of values in the slice."""
         return self.stop - self.start
 
 
 class ShardLayout:
-    """The slices of a fragment's tensors that this rank exchanges, in the order of a flat tensor.
+    """Layout of a flat buffer with the slices of a fragment's tensors that this rank exchanges.
 
     Each of the k ranks of a replica holds either a *copy* of a tensor or a *shard* of it. A rank
-    exchanges all its shards, and ceil(C / k) of the C values in all copies. Parameters come before
-    buffers, and copies before shards.
+    exchanges all its shards, and ceil(C / k) of the C values in all copies. In the flat buffer,
+    parameters come before buffers, and copies before shards.
 
     Args:
         local: this rank's tensors, parameters before buffers.
@@ -51,7 +51,7 @@ class ShardLayout:
 
     Attributes:
         numel: S, the number of values that this rank exchanges.
-        parameter_numel: number of parameter values among these; they come first.
+        parameter_numel: number of parameter values among these S values; they come first.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ShardLayout:
 
         share = -(-self._copied // within.size)
         mine = self._slices_of_copies(within.rank * share, share)
-        # the last ranks may have less than a full share: pad it with zeros
+        # on the last ranks, the share may be smaller: pad it with zeros
         self._padding = share - sum(one.numel for one in mine)
 
         # the sort is stable: among parameters and among buffers, copies stay before shards
@@ -82,7 +82,7 @@ class ShardLayout:
             self.parameter_numel = sum(trained)
 
     def _slices_of_copies(self, start: int, numel: int) -> list[Slice]:
-        """Return the slices that hold values `start` to `start + numel` of all copies."""
+        """Return the slices with values `start` to `start + numel` of the concatenated copies."""
         slices, begin = [], 0
         for i in self._copies:
             low, high = max(begin, start), min(begin + self._sizes[i], start + numel)
@@ -93,12 +93,12 @@ class ShardLayout:
         return slices
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the values in `tensors` that this rank exchanges, as a new fp32 tensor, (S,)."""
+        """Copy the values that this rank exchanges into a new fp32 tensor of shape (S,)."""
         pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in self._slices]
         return torch.cat([*pieces, torch.zeros(self._padding, device=tensors[0].device)])
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """Split a flat tensor into (tensor index, view) pairs, one per slice.
+        """Split a flat buffer into (tensor index, view) pairs, one per slice.
 
         The views are flat, except in a single-rank replica, where they have the tensors' shapes.
         """
@@ -134,8 +134,9 @@ class ShardLayout:
             whole = torch.split(shares.view(-1)[: self._copied], sizes)
             for i, piece in zip(self._copies, whole, strict=True):
                 flat[i] = piece
-        # The host does not wait for an upload from pinned memory. It writes there at a landing, and
-        # by then has waited for the fragment's message, which the device made after the upload.
+        # The host does not wait for an upload from pinned memory. It next writes to that memory
+        # when the fragment lands. By then it has waited for the fragment's message, which the
+        # device computed after the upload.
         later = device.type == "cuda"
         return [
             piece.to(device, non_blocking=later).view(shape)
@@ -144,7 +145,7 @@ class ShardLayout:
 
 
 class OuterFragment:
-    """A fragment's two copies: the module's own tensors (local) and the global copy.
+    """A fragment's two copies: the module's own tensors (the local copy) and the global copy.
 
     Args:
         module: the model; its tensors named in `fragment` are the local copy, changed in place.
@@ -167,7 +168,7 @@ class OuterFragment:
         scheduler: its learning rate scheduler, or None.
         residual: fp32, shape (parameter_numel,): the codec's rounding error of the latest outer
             gradient; None without error feedback.
-        landings: number of updates of the global copy, including the final mean.
+        landings: number of updates to the global copy, including the final mean.
 
     Raises:
         TypeError: `outer_optimizer` did not return a torch optimizer.
@@ -198,23 +199,23 @@ class OuterFragment:
         self._outer_parameters = [nn.Parameter(part) for i, part in slices if i < split]
         self._outer_buffers = [part for i, part in slices if i >= split]
 
-        # this rank may hold no parameters, but optimizers refuse an empty list
+        # this rank may hold no parameters, but optimizers do not accept an empty list
         nothing = [nn.Parameter(self.global_copy[:0])]
         self.optimizer, self.scheduler = make_outer_optimizer(
             outer_optimizer, self._outer_parameters or nothing
         )
         self.landings = 0
-        self._before: dict[str, Any] | None = None  # optimizer state before a step ahead
+        self._before: dict[str, Any] | None = None  # state before an early step, until the landing
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of the parameters and of the buffers."""
+        """Names of the fragment's parameters, and names of its buffers."""
         return self.fragment.parameters, self.fragment.buffers
 
     @property
     def local(self) -> list[Tensor]:
-        """The module's own tensors, parameters before buffers."""
-        # looked up every time: a module may replace a buffer, and a parameter's `.data` may change
+        """The local copy: the module's own tensors, parameters before buffers."""
+        # not cached, because a module may replace a buffer, and a parameter's `.data` may change
         names = [*self.fragment.parameters, *self.fragment.buffers]
         return [self._own(_tensor(self._module, name)) for name in names]
 
@@ -225,9 +226,9 @@ class OuterFragment:
         return self._layout.flatten(self.local if local is None else local)
 
     def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
-        """Return the values to send to the other replicas, as a new fp32 tensor of shape (S,).
+        """Compute the values to send to the other replicas: a new fp32 tensor of shape (S,).
 
-        For parameters, the global copy minus the local copy; for buffers, the local values.
+        For parameters, this is the global copy minus the local copy; for buffers, the local values.
         Pass `local` if the local copy is currently swapped out of the module.
         """
         # buffers are averaged, not stepped, and a rounded difference could give a negative variance
@@ -236,7 +237,7 @@ class OuterFragment:
         return values
 
     def subtract_from(self, outer: Tensor, values: Tensor) -> None:
-        """Turn local values into the outer gradient, in place.
+        """Convert local values to the outer gradient, in place.
 
         Args:
             outer: the global copy, on the device of `values`.
@@ -246,7 +247,7 @@ class OuterFragment:
         torch.sub(outer[: self.parameter_numel], parameters, out=parameters)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the local copy equals the global one, in the local dtype."""
+        """Return whether the local and global copies are equal when compared in the local dtype."""
         local = self.local[: None if buffers else len(self.fragment.parameters)]
         here = self._layout.split(self.local_values().to(self.global_copy.device))
         for (i, outer), (_, mine) in zip(self._layout.split(self.global_copy), here, strict=True):
@@ -258,10 +259,11 @@ class OuterFragment:
         return True
 
     def merge(self, mix: float, buffers: bool = True, shown: Tensor | None = None) -> None:
-        """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
+        """Update the local copy: local <- mix * local + (1 - mix) * global.
 
-        If `mix` is 0, the result is the global copy, and if 1, the local copy, even if the other
-        copy contains NaN.
+        The arithmetic is in fp32, and the result is rounded once, to the local dtype. If `mix` is
+        0, the result is the global copy, and if 1, the local copy, even if the other copy contains
+        NaN.
 
         Args:
             mix: weight of the local copy.
@@ -285,13 +287,13 @@ class OuterFragment:
             local.copy_(merged)
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Set the local copy to the global one, or to `shown` (fp32, shape (S,))."""
+        """Overwrite the local copy with the global one, or with `shown` (fp32, shape (S,))."""
         self.merge(mix=0.0, shown=shown)
 
     # -- the global copy
 
     def outer(self) -> list[Tensor]:
-        """Return the global copy as tensors like `local`; collective within a replica."""
+        """Return the global copy with the local shapes and dtypes; collective within a replica."""
         outers = self._layout.unflatten(self.global_copy)
         return [outer.to(local.dtype) for outer, local in zip(outers, self.local, strict=True)]
 
@@ -301,12 +303,12 @@ class OuterFragment:
 
     @property
     def outer_lr(self) -> float:
-        """Learning rate of the next outer step, or of one that was taken ahead of its landing."""
+        """Learning rate of the next landing's outer step, even if that step was taken early."""
         state = self._before or self._optimizer_state()
         return float(state["optimizer"]["param_groups"][0]["lr"])
 
     def outer_step(self, mean: Tensor) -> None:
-        """Take an outer optimizer step with `mean`, the mean outer gradient: fp32, shape (S,)."""
+        """Take a step of the outer optimizer with the mean outer gradient: fp32, shape (S,)."""
         self._step(mean)
         self.landings += 1
 
@@ -321,19 +323,18 @@ class OuterFragment:
         self.optimizer.zero_grad(set_to_none=True)
 
     def average_buffers(self, mean: Tensor) -> None:
-        """Set the global copy of the buffers to their means, which are at the end of `mean`."""
+        """Overwrite the global copy of the buffers with their means, the last part of `mean`."""
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
 
     def outer_step_ahead(self, mean: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Take an outer step with `mean` before the fragment lands; it may run on any thread.
+        """Take the outer step before the fragment lands. This may be called from any thread.
 
-        Until it lands, the global copy and `state_dict` remain those before the step.
+        Until the fragment lands, the global copy and `state_dict` remain as before the step.
 
         Returns:
-            The next global copy, fp32, shape (S,), and a function that replaces the global copy
-            with it.
+            The new global copy, fp32, shape (S,), and a function that replaces the old one with it.
         """
         self._before = pytree.tree_map_only(Tensor, Tensor.clone, self._optimizer_state())
         stepped = torch.empty_like(self.global_copy, pin_memory=self._pinned)
@@ -353,7 +354,7 @@ class OuterFragment:
         return stepped, land
 
     def take_local(self) -> None:
-        """Set the global copy to the local one."""
+        """Overwrite the global copy with the local one."""
         self.global_copy.copy_(self.local_values())
 
     # -- the mean of the local copies
@@ -381,14 +382,14 @@ class OuterFragment:
         self.landings += 1
 
     def clear_residual(self) -> None:
-        """Clear the codec's rounding error; call it when the local weights are replaced."""
+        """Clear the codec's rounding error, after the local weights have been replaced."""
         if self.residual is not None:
             self.residual.zero_()
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer state; tensors are not copied."""
+        """Return the global copy and the outer optimizer's state; tensors are not copied."""
         return {
             "global_copy": [part for _, part in self._layout.split(self.global_copy)],
             **(self._before or self._optimizer_state()),

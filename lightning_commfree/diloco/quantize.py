@@ -1,4 +1,4 @@
-"""Quantize blocks of fp32 values to E3M0, int8 or two bits, decode them, and select the largest.
+"""Arithmetic of the codecs: quantization to E3M0, int8 or two bits, and selection for top-k.
 
 E3M0 (arXiv:2501.18512, section 2.4) has a sign bit and three exponent bits, which encode zero and
 seven powers of two of either sign. The paper does not specify scales, blocks, rounding or zeros. In
@@ -54,7 +54,7 @@ _EXPONENT_BIAS = 127
 
 
 class Workspace:
-    """Lazily created buffers for chunks of up to `numel` values, and lookup tables by exponent."""
+    """Scratch buffers for chunks of up to `numel` values, and lookup tables indexed by exponent."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
@@ -63,19 +63,20 @@ class Workspace:
     def buffer(self, dtype: torch.dtype, shape: torch.Size, slot: int = 0) -> Tensor:
         """Return an uninitialized buffer; calls with the same dtype and slot share memory."""
         if (dtype, slot) not in self._buffers:
-            with torch.inference_mode(False):  # else it is read-only outside inference mode
+            # a buffer created in inference mode would be read-only outside of it
+            with torch.inference_mode(False):
                 flat = torch.empty(self.numel, dtype=dtype, device=self._device)
             self._buffers[dtype, slot] = flat
         return self._buffers[dtype, slot][: shape.numel()].view(shape)
 
     @cached_property
     def scales(self) -> Tensor:
-        """Lookup table for the scale byte that is sent: uint8, shape (256,)."""
+        """Lookup table for the scale byte to send for an E3M0 block: uint8, shape (256,)."""
         return self._exponents().to(torch.uint8)
 
     @cached_property
     def factors(self) -> Tensor:
-        """Lookup table for encoding factors, 2^(-E-8) or 0 for zero blocks: fp32, (256, 1)."""
+        """Lookup table for E3M0 encoding factors, 2^(-E-8) or 0 for zero blocks: fp32, (256, 1)."""
         exponents = self._exponents()
 
         # in two steps, because the result may be subnormal in fp32
@@ -84,16 +85,17 @@ class Workspace:
 
     @cached_property
     def powers(self) -> Tensor:
-        """Lookup table for the decoding factor 2^(E+8): fp32, shape (256, 1)."""
+        """Lookup table for E3M0 decoding factors, 2^(E+8) or NaN for NaN blocks: fp32, (256, 1)."""
         exponents = self._exponents()
         powers = _power_of_two(exponents.clamp(max=MAX_TOP)) * 2**8
         return powers.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
 
     @cached_property
     def unit_factors(self) -> Tensor:
-        """Lookup table for the factor that scales a block to magnitudes below 2^8: fp32, (256, 1).
+        """Lookup table for factors that scale a block to magnitudes below 2^8: fp32, (256, 1).
 
-        It is indexed by the biased exponent of the block's largest magnitude; 0 for zero blocks.
+        The index is the biased exponent of the block's largest magnitude; the factor of a zero
+        block is 0.
         """
         exponents = self._exponents()
         factors = _power_of_two(2 * _EXPONENT_BIAS + 7 - exponents)
@@ -101,25 +103,25 @@ class Workspace:
 
     @cached_property
     def units(self) -> Tensor:
-        """Lookup table for the inverse of `unit_factors`; NaN for NaN blocks: fp32, (256,)."""
+        """Lookup table for the inverses of `unit_factors`, NaN for NaN blocks: fp32, (256,)."""
         exponents = self._exponents()
         units = _power_of_two((exponents - 7).clamp_(min=0))
         return units.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan)
 
     def _exponents(self) -> Tensor:
-        """Return each entry's biased exponent, int32; 0 below the range, 255 above it."""
+        """Return exponents 0 to 255, int32; those below the range become 0, those above it 255."""
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < MIN_TOP, 0)
         return exponents.masked_fill_(exponents > MAX_TOP, EXPONENT_OF_NAN)
 
 
-# On a CPU, allocating fresh pages takes longer than the work done in them, so each thread keeps a
-# workspace; it affects only speed. CUDA's allocator caches memory itself.
+# On a CPU, allocating new pages takes longer than the computation that uses them, so each thread
+# caches a workspace. On CUDA, the allocator caches memory itself.
 _of_thread = threading.local()
 
 
 def workspace_for(values: Tensor) -> Workspace:
-    """Return a workspace for a chunk of values. On CPU, it is cached per thread."""
+    """Return a workspace that is large enough for `values`; on CPU, it is cached per thread."""
     numel, device = values.numel(), values.device
     if device.type != "cpu":
         return Workspace(numel, device)
@@ -141,7 +143,7 @@ MIN_LARGEST = 2.0**-118
 
 
 def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
-    """Encode a chunk of B blocks of V fp32 values.
+    """Encode a chunk of B blocks of V fp32 values as E3M0.
 
     Args:
         values_BV: fp32.
@@ -163,16 +165,17 @@ def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
 
 
 def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> Tensor:
-    """Compute codes in fp16 arithmetic, by scaling 2^(E-6) to 2^-14, the smallest normal fp16.
+    """Compute E3M0 codes in fp16 arithmetic.
 
-    fp16 has the sign in bit 15, the exponent in bits 10 to 14, and a linear range below 2^-14. So
-    its exponent is the code m of 2^(E-7+m): adding half of a mantissa carries into it at 1.5 * 2^k,
+    Values are scaled so that 2^(E-6) becomes 2^-14, the smallest normal fp16. fp16 has the sign in
+    bit 15, the exponent in bits 10 to 14, and a linear range below 2^-14. So its exponent is the
+    code m of 2^(E-7+m): adding half of the mantissa's range carries into the exponent at 1.5 * 2^k,
     and between 0 and 2^-14 at the midpoint, as the rounding rule requires.
     """
     shape = values_BV.shape
     scaled_BV = torch.mul(values_BV, factors_B1, out=workspace.buffer(torch.float32, shape))
-    # Truncate to the bits that decide (sign, exponent, first bit of the mantissa), because the
-    # conversion to fp16 would round.
+    # Truncate to the bits that determine the code (sign, exponent, first bit of the mantissa),
+    # because the conversion to fp16 would round.
     scaled_BV.view(torch.int32).bitwise_and_(-1 << (MANTISSA_BITS - 1))
     half_bits_BV = workspace.buffer(torch.float16, shape).copy_(scaled_BV).view(torch.int16)
     half_bits_BV.add_(1 << 9).bitwise_right_shift_(10)
@@ -184,11 +187,11 @@ def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> 
     return torch.minimum(codes_BV, more_BV, out=codes_BV).view(-1)
 
 
-def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
+def decode_e3m0(unpack_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
     """Decode a chunk encoded by `encode_e3m0`.
 
     Args:
-        lift_codes: fills an int16 tensor of shape (B * V,): bits 12 to 15 hold the chunk's codes;
+        unpack_codes: fills an int16 tensor of shape (B * V,): bits 12 to 15 hold the chunk's codes;
             the lower bits are garbage.
         scales_B: uint8.
         out_BV: fp32; receives the decoded values.
@@ -196,7 +199,7 @@ def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: 
     workspace = workspace_for(out_BV)
     half_BV = workspace.buffer(torch.float16, out_BV.shape)
     half_bits_BV = half_BV.view(torch.int16)
-    lift_codes(half_bits_BV.view(-1))
+    unpack_codes(half_bits_BV.view(-1))
 
     # the sign moves to bit 15 and m to bits 12 to 10, which fp16 reads as 0 or 2^(m-15)
     half_bits_BV.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
@@ -204,7 +207,7 @@ def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: 
 
 
 def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
-    """Encode a chunk of B blocks of V fp32 values.
+    """Encode a chunk of B blocks of V fp32 values as int8.
 
     Args:
         values_BV: fp32.
@@ -226,7 +229,7 @@ def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
 
 
 def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
-    """Decode a chunk encoded by `encode_int8` into `out_BV`, fp32."""
+    """Decode a chunk encoded by `encode_int8`, and write it to `out_BV` (fp32, shape (B, V))."""
     out_BV.copy_(codes_BV).mul_(scales_B.unsqueeze(1))
 
 
@@ -268,7 +271,7 @@ def encode_two_bits(values_BV: Tensor, low: int, high: int, scales_B: Tensor) ->
 
 
 def decode_two_bits(codes_BV: Tensor, low: int, high: int, scales_B: Tensor, out: Tensor) -> None:
-    """Decode a chunk encoded by `encode_two_bits` into `out`, fp32, shape (B, V)."""
+    """Decode a chunk encoded by `encode_two_bits`, and write it to `out` (fp32, shape (B, V))."""
     step = high - low
     out.copy_(codes_BV).sub_(1.5)
     if low != step / 2:  # with levels of 1 and 3 the codes are equally spaced
@@ -292,7 +295,7 @@ def largest(values_BC: Tensor, count: int) -> tuple[Tensor, Tensor]:
         Positions (int64) and values (fp32), both of shape (B, K).
     """
     length = values_BC.shape[1]
-    # Keys are unique, because devices break ties differently. Magnitudes sort like their bits.
+    # Make keys unique, because devices break ties differently. Magnitudes sort like their bits.
     keys_BC = values_BC.view(torch.int32).bitwise_and(0x7FFF_FFFF).to(torch.int64)
     order_C = torch.arange(length - 1, -1, -1, device=values_BC.device)
     positions_BK = keys_BC.bitwise_left_shift_(12).add_(order_C).topk(count, dim=1).indices
@@ -304,7 +307,7 @@ def largest(values_BC: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest_bits(values_BV: Tensor, workspace: Workspace) -> Tensor:
-    """Return the bits of every block's largest magnitude: int32, shape (B,).
+    """Return the bit pattern of each block's largest magnitude: int32, shape (B,).
 
     The magnitudes remain in the workspace's first fp32 buffer.
     """

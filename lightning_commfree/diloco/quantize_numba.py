@@ -5,10 +5,9 @@ in registers and the L1 cache, so encoding and decoding run at memory speed. Pay
 except for the codes of NaN blocks, which are garbage, so replicas with and without numba can train
 together.
 
-The loops take constants from other files as arguments (see `comm.compiled`).
-
-The loops release the GIL and use one thread. Every operation is wrapped in `i32`, because numba
-would otherwise use 64 bits, which halves the number of values per register.
+The loops release the GIL and use one thread. They take constants from other files as arguments (see
+`comm.compiled`). Every operation is wrapped in `i32`, because numba would otherwise use 64 bits,
+which halves the number of values per register.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LIMIT = f32(127.0)
 
 
 def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
-    """Encode like `quantize.encode_e3m0` and pack like `bits.pack_codes_part`.
+    """Encode values like `quantize.encode_e3m0`, and pack the codes like `bits.pack_codes_part`.
 
     Args:
         values: fp32, shape (N,), contiguous.
@@ -49,9 +48,9 @@ def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: 
     """Decode a chunk encoded by `encode_e3m0`.
 
     Args:
-        packed: codes of all values.
+        packed: uint8; the packed codes of all values, not only of the chunk.
         start: index of the chunk's first value.
-        scales: scales of the chunk's blocks.
+        scales: uint8; the scales of the chunk's blocks.
         out: fp32, shape (n,); receives the decoded values.
         block: number of values per block.
     """
@@ -60,13 +59,13 @@ def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: 
 
 
 def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> None:
-    """Encode like `quantize.encode_int8`; the codes of a NaN block are 0."""
+    """Encode values like `quantize.encode_int8`, except that the codes of a NaN block are 0."""
     bits, least = values.view(torch.int32).numpy(), f32(MIN_LARGEST)
     _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), block, least)
 
 
 def encode_int2(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
-    """Encode like `quantize.encode_two_bits` with levels of 1 and 3, and pack the codes.
+    """Encode values like `quantize.encode_two_bits` with levels 1 and 3, and pack the codes.
 
     Args:
         values: fp32, shape (N,), contiguous.
@@ -84,7 +83,7 @@ def decode_int2(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: 
 
 
 def try_out() -> None:
-    """Compile the loops, or load them from numba's cache."""
+    """Run every loop once, so that numba compiles it or loads it from its cache."""
     value, word = torch.zeros(1, dtype=torch.float32), torch.zeros(8, dtype=torch.uint8)
     encode_e3m0(value, word, word[:1].clone(), 1)
     decode_e3m0(word, 0, word[:1], value, 1)
@@ -96,7 +95,7 @@ def try_out() -> None:
 
 @compiled
 def _largest(bits: Any) -> Any:
-    """Return the bits of the largest magnitude; NaN counts as larger than Inf."""
+    """Return the bit pattern of the largest magnitude; NaN counts as larger than Inf."""
     top = i32(0)
     for i in range(bits.size):
         magnitude = i32(bits[i] & _MAGNITUDE)
@@ -105,12 +104,12 @@ def _largest(bits: Any) -> Any:
 
 
 @compiled
-def _codes(bits: Any, floor: Any, codes: Any) -> None:
-    """Write a block's codes; `floor` is 2^(E-7) as fp32 bits."""
+def _write_e3m0_codes(bits: Any, floor: Any, codes: Any) -> None:
+    """Write the E3M0 codes of a block; `floor` is 2^(E-7) as fp32 bits."""
     for i in range(bits.size):
         value = i32(bits[i])
-        # adding half of a mantissa carries into the exponent at 1.5 * 2^k, which gives m; below
-        # 2^(E-6), where m would be 0, the code is 1 for magnitudes of at least the floor
+        # adding half of the mantissa's range carries into the exponent at 1.5 * 2^k, which gives m;
+        # below 2^(E-6), where m would be 0, the code is 1 for magnitudes of at least the floor
         above = i32(i32(value & _MAGNITUDE) - floor)
         by_exponent = i32(i32(above + _HALF) >> _SHIFT)
         from_floor_on = i32(i32(1) + i32(above >> i32(31)))
@@ -150,7 +149,7 @@ def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, hi
             top = _TOP_OF_NAN
 
         scales[b] = u8(top)
-        _codes(block, floor, codes)
+        _write_e3m0_codes(block, floor, codes)
 
         low = min(max(row - start, 0), stop - start)
         _write_low(codes[:low], packed[start : start + low])
@@ -159,8 +158,11 @@ def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, hi
 
 
 @compiled
-def _lift(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
-    """Write 2^(E-7+m) as fp32 bits, with `base` = E - 7; 0 if m or `kept` is 0."""
+def _write_powers(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
+    """Decode E3M0 codes m to 2^(E-7+m), as fp32 bits; to 0 if m or `kept` is 0.
+
+    `base` is the biased exponent of 2^(E-7).
+    """
     for i in range(packed.size):
         code = i32(i32(packed[i]) >> shift)
         m = i32(code & i32(7))
@@ -187,16 +189,16 @@ def _decode_e3m0(
 
         low = min(max(row - first - start, 0), stop - start)
         at = first + start
-        _lift(packed[at : at + low], i32(0), base, kept, bits[start : start + low])
+        _write_powers(packed[at : at + low], i32(0), base, kept, bits[start : start + low])
 
         if start + low < stop:
             at += low - row
             high = packed[at : at + stop - start - low]
-            _lift(high, i32(4), base, kept, bits[start + low : stop])
+            _write_powers(high, i32(4), base, kept, bits[start + low : stop])
 
 
 @compiled
-def _scaled(values: Any, factor: Any, codes: Any) -> None:
+def _write_int8_codes(values: Any, factor: Any, codes: Any) -> None:
     for i in range(values.size):
         codes[i] = np.int8(np.rint(f32(values[i] * factor)))
 
@@ -219,12 +221,15 @@ def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, lea
         else:
             scales[b] = f32(largest / _LIMIT)
             # two roundings, as in torch's 127 / largest
-            _scaled(values[block], f32(f32(f32(1) / largest) * _LIMIT), codes[block])
+            _write_int8_codes(values[block], f32(f32(f32(1) / largest) * _LIMIT), codes[block])
 
 
 @compiled
 def _fit_two_bits(values: Any, factor: Any, units: Any, codes: Any) -> Any:
-    """Write a block's codes; return their scale relative to 1 / factor (`units` is scratch)."""
+    """Choose a level for each value of a block (0: low, 1: high), and return the fitted scale.
+
+    The scale is in units of 1 / `factor`; `units` is scratch memory.
+    """
     total = square = i32(0)
     for i in range(values.size):
         unit = i32(np.rint(f32(abs(values[i]) * factor)))
@@ -245,7 +250,7 @@ def _fit_two_bits(values: Any, factor: Any, units: Any, codes: Any) -> Any:
 
 @compiled
 def _write_signs(bits: Any, codes: Any) -> None:
-    """Add signs to `codes`: 0 and 1 become 2 and 3, or 1 and 0 for negative values."""
+    """Include signs in two-bit codes: 0 and 1 become 2 and 3, or 1 and 0 for negative values."""
     for i in range(bits.size):
         code = i32(i32(2) + i32(codes[i]))
         codes[i] = u8(i32(code ^ i32(i32(bits[i] >> i32(31)) & i32(3))))
@@ -298,7 +303,7 @@ def _or_shifted(codes: Any, shift: Any, packed: Any) -> None:
 
 
 @compiled
-def _lift_two_bits(packed: Any, shift: Any, scale: Any, out: Any) -> None:
+def _write_levels(packed: Any, shift: Any, scale: Any, out: Any) -> None:
     for i in range(packed.size):
         code = i32(i32(i32(packed[i]) >> shift) & i32(3))
         out[i] = f32(f32(f32(code) - f32(1.5)) * f32(f32(2.0) * scale))
@@ -313,5 +318,5 @@ def _decode_int2(packed: Any, first: Any, scales: Any, out: Any, size: Any) -> N
             shift, byte = (first + position) // row, (first + position) % row
             count = min(row - byte, stop - position)
             part = packed[byte : byte + count]
-            _lift_two_bits(part, i32(2 * shift), scales[b], out[position : position + count])
+            _write_levels(part, i32(2 * shift), scales[b], out[position : position + count])
             position += count

@@ -2,9 +2,9 @@
 
 All values are integers, and inner steps are counted from 1. With H = `sync_every`, P =
 `num_fragments` and tau = `overlap_steps`, fragment p = 0 ... P - 1 has the offset
-t_p = floor(p H / P). It launches after inner step t if t >= H + t_p and (t - t_p) mod H = 0, so
-that every fragment trains for a full cycle before its first launch, and lands after inner step
-t + tau. For H = 4, P = 2, tau = 1:
+t_p = floor(p H / P). It launches after inner step t if t >= H + t_p and (t - t_p) mod H = 0, and
+lands after inner step t + tau. So every fragment trains for a full cycle before its first launch.
+For H = 4, P = 2, tau = 1:
 
 ========  ==============  ==============
 fragment  launches        lands
@@ -28,8 +28,9 @@ class Schedule:
         num_fragments: P, at least 1. If P > H, several fragments launch after the same step.
         overlap_steps: tau, the number of inner steps from launch to landing; 0 <= tau < H. If 0, a
             fragment lands immediately.
-        joined: offsets, in inner steps, of the fragments that joined during the fit. They are
-            numbered from P on, and each first launches H steps after its offset.
+        joined: offsets, in inner steps, of the fragments that were added during the fit, for
+            parameters that the user unfroze. They have the indices P, P + 1, ..., and each first
+            launches H steps after its offset.
     """
 
     sync_every: int
@@ -39,7 +40,7 @@ class Schedule:
 
     @property
     def total(self) -> int:
-        """Number of fragments, including those that joined during the fit."""
+        """Number of fragments, including those that were added during the fit."""
         return self.num_fragments + len(self.joined)
 
     def offset(self, fragment: int) -> int:
@@ -68,11 +69,11 @@ class Schedule:
 
     @property
     def complete_after(self) -> int:
-        """The first step after which every fragment has landed at least once."""
+        """The first inner step after which every fragment has landed at least once."""
         return self.sync_every + max(map(self.offset, range(self.total))) + self.overlap_steps
 
     def next_launch(self, step: int) -> int:
-        """Return the first step after `step` at which any fragment launches."""
+        """Return the first inner step after `step` at which any fragment launches."""
         firsts = (self.offset(p) + self.sync_every for p in range(self.total))
         nexts = (self.latest_launch(p, step) + self.sync_every for p in range(self.total))
         return min(map(max, firsts, nexts))

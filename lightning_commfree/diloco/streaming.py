@@ -1,7 +1,8 @@
 """The Streaming DiLoCo algorithm (arXiv:2501.18512, Algorithm 2).
 
-A replica trains its local copy. For every fragment, it also keeps the *global copy*: the parameters
-on which all replicas last agreed. After an inner step it does the following, in this order:
+A replica trains its local copy of the model. For every fragment, it also keeps the *global copy*:
+the parameters on which all replicas last agreed. After an inner step, it does the following, in
+this order:
 
 1. *Launch* fragments according to the schedule: encode the difference between the global and local
    copies (fp32) once, and send it to every replica while training continues.
@@ -9,8 +10,8 @@ on which all replicas last agreed. After an inner step it does the following, in
    replicas, average them in fp32, step the outer optimizer on the global copy, and merge the result
    into the local copy.
 
-At the end of training, it *finishes*: in-flight fragments land, then every fragment is exchanged
-once more, and both copies are set to the plain mean of the replicas' local copies.
+At the end of training, the replica *finishes*: in-flight fragments land, then every fragment is
+exchanged once more, and both copies are set to the plain mean of the replicas' local copies.
 
 With `evaluate="mean"`, validation uses that mean instead of the global copies (the *outer
 weights*), which are up to `sync_every` steps old and, in a short run, may still be the initial
@@ -70,15 +71,15 @@ EVALUATION_TAG = "evaluation"
 
 
 class Landing(NamedTuple):
-    """Metrics from a fragment's latest landing."""
+    """Metrics of one fragment's latest landing."""
 
-    gradient_norm: float  # of the mean outer gradient
+    gradient_norm: float  # norm of the mean outer gradient
     cosine: float  # similarity of the replicas' outer gradients, averaged over pairs
     outer_lr: float  # learning rate of the outer step; 1 for the mean at the end of a fit
-    flight_s: float  # from launch to landing
+    flight_s: float  # time from launch to landing
     waited_s: float  # time during which training was blocked
-    num_bytes: int  # sent by this replica
-    abstentions: int  # number of times that replicas were left out of this fragment's mean so far
+    num_bytes: int  # number of bytes that this replica sent
+    abstentions: int  # number of times so far that a replica was left out of this fragment's mean
 
     def figures(self) -> dict[str, float]:
         """Return a dict of metrics for logging, with times in ms."""
@@ -108,11 +109,10 @@ class StreamingDiLoCo:
 
     Attributes:
         step: number of inner steps taken, including those skipped by a gradient scaler.
-        fragments: one `OuterFragment` per fragment; fragments that joined during the fit are last.
+        fragments: one `OuterFragment` per fragment; those added during the fit are last.
         schedule: the steps at which fragments launch and land.
         view: the current replicas.
         flights: in-flight fragments, by index, in order of launch.
-
         optimizers: the inner optimizers; nonfinite state is reset if this replica abstains.
         weight_swap: swaps the outer weights into the module.
     """
@@ -131,7 +131,7 @@ class StreamingDiLoCo:
         within: Channel | None = None,
     ) -> None:
         self.settings, self.codec = settings, codec_of(settings.wire_dtype)
-        # the last round and evaluation rounds have no next round that makes up for their error
+        # no later round would make up for rounding errors in the last round or an evaluation round
         self._last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
         self._feedback = float(self.codec.error_feedback)
         self._module, self._membership, self._within = module, membership, within
@@ -145,10 +145,10 @@ class StreamingDiLoCo:
         self._landings: dict[int, Pending[Landing]] = {}
         self._abstentions: Counter[int] = Counter()
         self._frozen = FrozenParameters(module, fragments)
-        self._mean: list[Tensor] | None = None  # of the local copies; cached until the next step
+        self._mean: list[Tensor] | None = None  # mean of the local copies, until the next step
         self._enter(membership.view())
 
-        # so that the first launch and landing are as fast as later ones
+        # make the first launch and landing as fast as later ones
         tensors = [tensor for f in self.fragments for tensor in (f.global_copy, *f.local)]
         for device in {self.view.channel.device, *(tensor.device for tensor in tensors)}:
             for codec in (self.codec, self._last_codec):
@@ -158,42 +158,42 @@ class StreamingDiLoCo:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Take an inner step in a `with` block; then call `after_step`.
+        """Context manager around an inner step; call `after_step` when it exits.
 
         Raises:
             RuntimeError: parameters were unfrozen during the fit, and a replica has several ranks.
         """
-        # parameters that were unfrozen since the last step join before any replica has trained them
-        if thawed := self._frozen.thawed():
+        # add newly unfrozen parameters now, before any replica trains them
+        if unfrozen := self._frozen.unfrozen():
             if self.settings.replica_size > 1:
-                self._check_late()
+                self._check_all_in_fragments()
             with torch.no_grad():
-                self._join(thawed, self.schedule.next_launch(self.step))
+                self._join(unfrozen, self.schedule.next_launch(self.step))
         yield
 
     @torch.no_grad()
     def after_step(self, stop: bool = False) -> bool:
-        """Count an inner step; launch and land fragments according to the schedule.
+        """Count an inner step, and launch and land fragments according to the schedule.
 
         Args:
             stop: whether this replica requests a stop; sent with the fragments that are launched
                 now.
 
         Returns:
-            Whether any replica requested a stop, as sent with the fragments that land now; the same
-            on all replicas.
+            Whether any replica requested a stop when it launched the fragments that land now; the
+            same on all replicas.
 
         Raises:
-            RuntimeError: a fragment cannot land (`nonfinite`), or parameters were unfrozen during
-                the step.
+            RuntimeError: a fragment cannot land (`nonfinite.refuse_landing`), or parameters were
+                unfrozen during the step.
         """
         assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
         self.step += 1
         self._mean = None
 
         launches = self.schedule.launched_at(self.step)
-        if launches or self._frozen.thawed():
-            self._check_late()
+        if launches or self._frozen.unfrozen():
+            self._check_all_in_fragments()
         for p in launches:
             self.launch(p, stop)
 
@@ -203,7 +203,7 @@ class StreamingDiLoCo:
         return any(stops)
 
     def launch(self, p: int, stop: bool) -> None:
-        """Launch a fragment: send its outer gradient to all replicas."""
+        """Launch a fragment: start sending its outer gradient to all replicas."""
         with record_function(f"launch fragment #{p}"):
             fragment, residual = self.fragments[p], self.fragments[p].residual
             values = fragment.local_values()  # a copy: training continues
@@ -221,7 +221,11 @@ class StreamingDiLoCo:
                 self.flights[p] = flight
 
     def land(self, p: int) -> bool:
-        """Land a fragment: outer step and merge; return whether any replica requested a stop."""
+        """Land a fragment: take the outer step and merge the global copy into the local copy.
+
+        Returns:
+            Whether any replica requested a stop when it launched the fragment.
+        """
         with record_function(f"land fragment #{p}"):
             decoding = self.flights[p].decoding
             arrival = self._receive(p)
@@ -241,9 +245,12 @@ class StreamingDiLoCo:
         self.fragments[p].average_buffers(mean)
 
     def _step_ahead(self, p: int, device: torch.device, mean: Tensor) -> Callable[[], Tensor]:
-        """Take an outer step in host memory on the background thread, and begin to upload it.
+        """Take an outer step in host memory, and start uploading the result.
 
-        Returns a function that lands it; the result is the new global copy on `device`.
+        This runs on the background thread.
+
+        Returns:
+            A function that installs the new global copy and returns it on `device`.
         """
         stepped, replace_global_copy = self.fragments[p].outer_step_ahead(mean)
         uploaded = self._background.staging.upload(stepped, device, lambda copy: (copy,))
@@ -258,14 +265,14 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def finish(self, stop: bool = False) -> bool:
-        """Land in-flight fragments, then take the plain mean of the replicas' local weights.
+        """Land in-flight fragments, then average the replicas' local weights.
 
-        All replicas must call it after the same step. Global and local copies, and averaged
-        buffers, then equal that mean bit for bit on all replicas; a second call changes nothing. A
-        single replica keeps its local weights. The outer optimizer's state is unchanged. Arguments,
-        result and errors are as in `after_step`.
+        All replicas must call this method after the same step. Global and local copies, and
+        averaged buffers, then equal that mean bit for bit on all replicas; a second call changes
+        nothing. A single replica keeps its local weights. The outer optimizer's state is unchanged.
+        Arguments, result and errors are as in `after_step`.
         """
-        self._check_late()
+        self._check_all_in_fragments()
         with self.weight_swap.local_weights():
             stops = [self.land(p) for p in list(self.flights)]
             stops += [self._finish_fragment(p, stop) for p in range(len(self.fragments))]
@@ -273,7 +280,7 @@ class StreamingDiLoCo:
             return any(stops)
 
     def _finish_fragment(self, p: int, stop: bool) -> bool:
-        """Set a fragment to its local copies' mean; return whether any replica requested a stop."""
+        """Average a fragment's local copies; return whether any replica requested a stop."""
         with record_function(f"launch fragment #{p}"):
             # without the residual, which is not part of the local weights
             self.flights[p] = self._send(p, self.fragments[p].outer_gradient(), stop)
@@ -290,7 +297,7 @@ class StreamingDiLoCo:
 
     @property
     def stops_after(self) -> int:
-        """The step after which all replicas would know of a stop requested now."""
+        """The inner step after which all replicas would know about a stop requested now."""
         return self.schedule.next_launch(self.step) + self.schedule.overlap_steps
 
     # -- messages
@@ -305,7 +312,7 @@ class StreamingDiLoCo:
         outer: Tensor | None = None,
         decoding: Decoding | None = None,
     ) -> Flight:
-        """Launch the exchange of a fragment's `values` (fp32, shape (S,)) with other replicas.
+        """Start exchanging a fragment's `values` (fp32, shape (S,)) with the other replicas.
 
         `outer` is the global copy on the device of `values`, if the caller has it.
         """
@@ -353,7 +360,7 @@ class StreamingDiLoCo:
             num_bytes=flight.exchange.num_bytes,
             abstentions=self._abstentions[p],
         )
-        # the inner products come down from a CUDA device while training continues
+        # inner products are copied from a CUDA device while training continues
         gram, gram_arrived = to_host(arrival.gram, self.view.channel.peers)
         self._landings[p] = Pending(gram_arrived).then(
             lambda _: landing(gradient_norm=norm_of_mean(gram), cosine=mean_cosine(gram))
@@ -361,7 +368,7 @@ class StreamingDiLoCo:
         return arrival
 
     def _wait(self, p: int) -> Flight:
-        """Wait for a fragment's messages."""
+        """Wait for an in-flight fragment's messages, and return its `Flight`."""
         self.flights[p].pending.wait()
         return self.flights[p]
 
@@ -375,7 +382,7 @@ class StreamingDiLoCo:
         self._open_exchanges()
 
     def _open_exchanges(self) -> None:
-        """Choose the cheaper route for each fragment in the current view."""
+        """Create the fragments' exchanges in the current view, each on the cheaper route."""
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
         codecs = self.codec, self._last_codec
         self._exchanges, self._last_exchanges = fragment_exchanges(
@@ -383,11 +390,11 @@ class StreamingDiLoCo:
         )
 
     def _exchange(self, p: int, residual: Tensor | None) -> FragmentExchange:
-        """Return a fragment's exchange, without error feedback if `residual` is None."""
+        """Return a fragment's exchange; without a residual, one that needs no error feedback."""
         return (self._last_exchanges if residual is None else self._exchanges)[p]
 
     def _digest(self, p: int, outer: Tensor | None) -> Tensor | int:
-        """Return the global copy's hash if hashes are compared in this launch, else 0."""
+        """Hash a fragment's global copy; return 0 if this launch does not compare hashes."""
         every = self.settings.check_drift_every
         cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
         if not every or cycle % every:
@@ -395,7 +402,12 @@ class StreamingDiLoCo:
         return self.fragments[p].digest() if outer is None else digest(outer)
 
     def _reset_after_abstaining(self, p: int, taken: Sequence[int]) -> None:
-        """Clear the state of the fragments in `taken`, which are reset to the global copies."""
+        """Clear residuals and nonfinite optimizer state after a reset to the global copy, and warn.
+
+        Args:
+            p: the fragment from whose mean this replica was left out.
+            taken: all fragments that were reset.
+        """
         names = [name for q in taken for name in self.fragments[q].fragment.parameters]
         for q in taken:
             self.fragments[q].clear_residual()  # otherwise it stays NaN
@@ -409,7 +421,7 @@ class StreamingDiLoCo:
         )
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Use other inner optimizers from now on; hooks may replace them during a fit."""
+        """Use `optimizers` as inner optimizers from now on; hooks may replace them during a fit."""
         self.optimizers = optimizers
 
     # -- frozen parameters
@@ -423,7 +435,7 @@ class StreamingDiLoCo:
 
     @property
     def _joined(self) -> list[tuple[list[str], int]]:
-        """Parameter names and offsets of fragments that joined during the fit."""
+        """Parameter names and offset of each fragment that was added during the fit."""
         later = self.fragments[self.schedule.num_fragments :]
         names = [list(one.fragment.parameters) for one in later]
         return list(zip(names, self.schedule.joined, strict=True))
@@ -444,7 +456,7 @@ class StreamingDiLoCo:
         device, feedback = self.settings.outer_device, self.codec.error_feedback > 0
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 
-    def _check_late(self) -> None:
+    def _check_all_in_fragments(self) -> None:
         """Raise a `RuntimeError` if a trainable parameter is in no fragment."""
         held = {name for fragment in self.fragments for name in fragment.fragment.parameters}
         named = self._module.named_parameters()
@@ -469,24 +481,24 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def average_moved(self) -> None:
-        """Average the frozen parameters that hooks have changed (`frozen`); collective."""
+        """Average the frozen parameters that hooks made different across replicas; collective."""
         fingerprint = {"fragments that joined": repr(self._joined)}
         self._frozen.average_moved(self.view, self._background, fingerprint)
 
     # -- validations
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights for validation, for `WeightSwap.swap_in`; None for the outer weights.
+        """Return the weights to use for validation, or None for the outer weights; collective.
 
-        Collective.
+        They are passed to `WeightSwap.swap_in`.
         """
         return self.mean_weights() if self.settings.evaluate == "mean" else None
 
     @torch.no_grad()
     def mean_weights(self) -> list[Tensor]:
-        """Return the mean of the local copies for each fragment: fp32, shape (S,).
+        """Return the mean of the replicas' local copies of each fragment: fp32, shape (S,).
 
-        Collective over all ranks. Their modules must contain the local copies. Further calls after
+        Collective over all ranks. The modules must contain the local copies. Further calls after
         the same step return the same tensors.
 
         Raises:
@@ -496,7 +508,7 @@ class StreamingDiLoCo:
             if self.num_replicas == 1:
                 self._mean = [fragment.local_values() for fragment in self.fragments]
                 return self._mean
-            # launch all at once, so that transfers overlap with decoding
+            # launch all exchanges first, so that transfers overlap with decoding
             gradients = enumerate(fragment.outer_gradient() for fragment in self.fragments)
             flights = [self._send(p, g, stop=False, tag=EVALUATION_TAG) for p, g in gradients]
             self._mean = []
@@ -507,7 +519,10 @@ class StreamingDiLoCo:
         return self._mean
 
     def unready(self, what: str) -> str | None:
-        """Return a warning if a "validation" or "checkpoint" would use initial weights."""
+        """Return a warning if the outer weights are still partly the initial weights, else None.
+
+        `what` is the operation that uses them, "validation" or "checkpoint".
+        """
         count = sum(not fragment.landings for fragment in self.fragments)
         if not count or self.settings.evaluate == "mean":
             return None
@@ -516,7 +531,7 @@ class StreamingDiLoCo:
     # -- checkpoints
 
     def wait_in_flight(self) -> None:
-        """Wait until all in-flight fragments have arrived; they land later, as scheduled."""
+        """Wait for the messages of all in-flight fragments, which still land as scheduled."""
         for p in self.flights:
             self._wait(p)
 
@@ -531,7 +546,7 @@ class StreamingDiLoCo:
         """Return the state that is identical across replicas, and this replica's own state.
 
         In a multi-rank replica, the former is only this rank's shard of the shared state. Tensors
-        are not copied: save or copy them before the next step. The method waits for in-flight
+        are not copied, so save or copy them before the next step. The method waits for in-flight
         fragments, because their messages are part of the replica's own state.
         """
         self.wait_in_flight()  # also completes the codec's residuals
@@ -552,7 +567,7 @@ class StreamingDiLoCo:
         """Continue from a saved state, with the same fragments and settings.
 
         Args:
-            shared: the state of all replicas.
+            shared: the state that is identical across replicas.
             own: this replica's own state. None for a new replica, which starts from the global
                 weights with no fragments in flight.
         """
@@ -579,11 +594,11 @@ class StreamingDiLoCo:
             self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
-        """Adopt nothing: on a different number of ranks, a fit starts from the outer weights."""
+        """Return None: no replica's own state can be reused on a different number of ranks."""
         del was, ranks, load
 
     def close(self) -> None:
-        """Stop the background thread, and discard in-flight fragments."""
+        """Stop the background thread, discard in-flight fragments, and leave the group."""
         self._background.close()
         self._membership.leave()
 
@@ -603,7 +618,7 @@ class StreamingDiLoCo:
 
     @property
     def landings(self) -> dict[int, Landing]:
-        """Each fragment's latest `Landing`; waits until a CUDA device has computed it."""
+        """Each fragment's latest `Landing`, by index. Reading this may wait for a CUDA device."""
         return {p: pending.wait() for p, pending in self._landings.items()}
 
     @property
@@ -617,7 +632,7 @@ class StreamingDiLoCo:
         return sum(exchange.num_bytes for exchange in self._exchanges)
 
     def cycle(self) -> tuple[dict[str, int], int]:
-        """Return this rank's bytes per cycle, by tag, and the number of steps per cycle."""
+        """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle."""
         return {TAG: self.bytes_per_cycle}, self.settings.sync_every
 
     def figures(self) -> dict[str, float]:

@@ -1,8 +1,9 @@
-"""Communication Efficient Distributed Training with Distributed Lion.
+"""Distributed Lion: an optimizer whose workers vote on the sign of each parameter's step.
 
-Liu, Wu, Chen, Liu, Li and Liu, 2024, arXiv:2404.00438. Workers do not exchange gradients or
-momentum buffers. They vote on the sign of each parameter's step: one bit up, one bit down. Each of
-n workers runs::
+"Communication Efficient Distributed Training with Distributed Lion", Liu, Wu, Chen, Liu, Li and
+Liu, 2024, arXiv:2404.00438. Workers do not exchange gradients or momentum buffers. For each
+parameter, a worker sends one bit, its vote, and receives one bit, the result. Each of n workers
+runs::
 
     for step in 1, 2, ...:
         g = gradient of this worker's own batch
@@ -29,7 +30,8 @@ Read in this order:
 
 1. `worker`: one worker's computation (`worker_numba` has its CPU loops, `worker_triton` its GPU
    kernels). `vote`: how ballots are counted.
-2. `ballot`: how ballots are exchanged. `buckets` and `voting`: when they are sent; a full step.
+2. `ballot`: how ballots are exchanged. `buckets`: which parameters share a ballot. `voting`: a full
+   step, with overlap of votes and backward.
 3. `optimizer`: the `torch.optim.Optimizer`. `session`: runs its votes during a fit.
 
 Departures from the paper:

@@ -1,4 +1,4 @@
-"""Exchange the workers' ballots for one bucket of parameters, and compute Delta from them.
+"""Exchange the workers' ballots for one bucket of parameters, and compute Delta, the result.
 
 A ballot is a header and two bit planes, c > 0 and c != 0. The header is two int64 words and one
 byte per parameter tensor. The first word contains flags and the number of zeros. The second
@@ -17,13 +17,15 @@ two-phase  shard i of every ballot to worker i, which counts it and sends  N (1+
            the result to all workers
 =========  ==============================================================  =======================
 
+Messages go up to the workers that count votes, then down to all workers, in this order:
+
 1. Up: the header and the plane c > 0, one bit per parameter.
 2. Up, if any worker has an exact zero (headers contain the number of zeros): the plane c != 0, or a
    list of the indices of zeros if that is shorter. Ballots of workers that abstain are ignored.
 3. Down: the planes of the result. If any sum is zero, a majority vote has a second plane, which is
    sent as a separate message.
 
-Earlier messages tell every worker whether an optional message follows.
+Earlier messages tell every worker whether each optional message follows.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ STOP, STREAM_ENDS = 1, 2
 _ZEROS_SHIFT = 8
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES, DIGEST_BYTES = 16, 8
-_DIGEST_BITS = 32  # of the parameters' hash, which is below the hyperparameters' hash
+_DIGEST_BITS = 32  # size of the parameters' hash, which is in the lower bits
 
 
 class Ballot(NamedTuple):
@@ -73,7 +75,8 @@ class HeaderSummary(NamedTuple):
     def refuses(self, faults: bool) -> bool:
         """Return whether to reject the step.
 
-        It is rejected if workers differ or, with `faults`, if any worker has NaN or Inf.
+        It is rejected if parameters or hyperparameters differ between workers or, with `faults`, if
+        any worker has NaN or Inf.
         """
         differ = self.parameters_differ or self.hyperparameters_differ
         return differ or (faults and bool(self.faults))
@@ -88,33 +91,34 @@ def header_bytes(parameters: int) -> int:
 
 
 def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int:
-    """Pack two hashes into an int64, the second word of a header."""
+    """Pack the hashes of hyperparameters and parameters into an int64, a header's second word."""
     # keep the sign bit clear: torch has no unsigned int64
     upper = (hyperparameters % (1 << (_DIGEST_BITS - 1))) << _DIGEST_BITS
     return (parameters & ((1 << _DIGEST_BITS) - 1)) | upper
 
 
 def write_header(
-    out: Tensor, flags: int, numel: int, voters: Sequence[Tensor | int], digest: Tensor | int
+    out: Tensor, flags: int, numel: int, nonzeros: Sequence[Tensor | int], digest: Tensor | int
 ) -> None:
-    """Write a header's two words without making the host wait for the device.
+    """Write the two words of a ballot's header without making the host wait for the device.
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
         flags: `STOP`, `STREAM_ENDS`, both added together, or 0.
         numel: number of votes in the ballot.
-        voters: counts of nonzero votes in parts of the ballot; ints or int64, 0-d. Their sum is
+        nonzeros: counts of nonzero votes in parts of the ballot; ints or int64, 0-d. Their sum is
             subtracted from `numel` to get the number of zeros.
         digest: int64, from `join_digests`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
-    nonzero = sum(voters[1:], voters[0]) if voters else 0  # starting from 0 would cost a kernel
+    # a sum that starts from 0 would launch an additional kernel
+    nonzero = sum(nonzeros[1:], nonzeros[0]) if nonzeros else 0
     words[0].fill_(((numel << _ZEROS_SHIFT) + flags) - (nonzero << _ZEROS_SHIFT))
     words[1].fill_(digest)
 
 
 def marks_of(headers: Tensor, parameters: int) -> Tensor:
-    """Return a view of the headers' per-parameter bytes (bits `HAS_GRADIENT`, `NONFINITE`)."""
+    """Return a view of the headers' per-parameter bytes, with bits `HAS_GRADIENT`, `NONFINITE`."""
     return headers[..., _WORDS_BYTES : _WORDS_BYTES + parameters]
 
 
@@ -143,7 +147,7 @@ def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
 
 
 def digest_of(header: Tensor) -> Tensor:
-    """Return a header's hashes as bytes: uint8, shape (DIGEST_BYTES,)."""
+    """Return both hashes in a header as raw bytes: uint8, shape (DIGEST_BYTES,)."""
     return header[_WORDS_BYTES - DIGEST_BYTES : _WORDS_BYTES]
 
 
@@ -173,7 +177,7 @@ def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
     bits = (zero[touched].unsqueeze(1) >> torch.arange(8, device=zero.device)) & 1
     row, bit = bits.nonzero(as_tuple=True)
 
-    # only a worker that abstains has more zeros, and nobody reads its list
+    # only a worker that abstains can have more than `length` zeros, and its list is not used
     found = (touched[row] + valid.numel() * bit)[:length]
     padded = torch.full((length,), -1, dtype=torch.int32, device=zero.device)
     padded[: found.numel()] = found
@@ -181,7 +185,7 @@ def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
 
 
 def nonzero_plane(indices: Tensor, valid: Tensor) -> Tensor:
-    """Rebuild the bit plane of nonzero votes (uint8, shape (B,)) from `zero_indices`' result."""
+    """Rebuild the bit plane of nonzero votes, uint8, shape (B,), from the indices of zeros."""
     num_bytes = valid.numel()
     known = indices[indices >= 0].long()
     flags = (1 << known // num_bytes).to(torch.uint8)
@@ -210,7 +214,7 @@ class VoteResult(NamedTuple):
 def cheaper_ballot_exchange(
     view: View, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
 ) -> BallotExchange:
-    """Create a ballot exchange over the route that sends fewer bytes."""
+    """Create the exchange for a bucket's ballots over the route that sends fewer bytes."""
     both = [BallotExchange(route, plane_bytes, parameters, valid, rule) for route in routes(view)]
     return min(both, key=lambda exchange: exchange.bytes_by_tag.total())
 
@@ -220,8 +224,8 @@ class BallotExchange:
 
     Args:
         route: route for messages between the workers.
-        plane_bytes: size of a plane; its shards must be whole 8-byte words.
-        parameters: number of tensors in the bucket.
+        plane_bytes: size of a bit plane; each shard of it must consist of whole 8-byte words.
+        parameters: number of parameter tensors in the bucket.
         valid: uint8, shape (plane_bytes,): bits that are not padding.
         rule: computes Delta from the votes.
     """
@@ -237,7 +241,7 @@ class BallotExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this worker sends per step, by tag, if no worker has a zero."""
+        """Bytes that this worker sends per step, by tag, if no worker votes zero."""
         sent = Counter(
             {UP_TAG: self._route.bytes_up(header_bytes(self._parameters) + self._shard_bytes)}
         )
@@ -247,7 +251,11 @@ class BallotExchange:
         return sent
 
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Exchange and count the ballots, or reject the step (`HeaderSummary.refuses`); blocks."""
+        """Exchange and count the ballots, or reject the step (`HeaderSummary.refuses`).
+
+        This blocks until the result is known. With `refuse_faults`, NaN or Inf on any worker
+        rejects the step.
+        """
         shards = self._route.num_shards
         headers = ballot.header.expand(shards, -1)
         messages = torch.cat([headers, ballot.plus.view(shards, -1)], dim=1)
@@ -269,7 +277,7 @@ class BallotExchange:
         return VoteResult(summary, PackedDelta(packed, weights, offset))
 
     def _nonzero_planes(self, ballot: Ballot, max_zeros: int) -> Tensor:
-        """Exchange the zeros; return this shard's planes c != 0, uint8, shape (W, shard bytes)."""
+        """Exchange zero votes; return this shard's planes c != 0, uint8, shape (W, shard bytes)."""
         shards, channel = self._route.num_shards, self._route.view.channel
         if 4 * max_zeros >= self._shard_bytes:  # a list of int32 would be longer than the plane
             return self._route.up(ballot.nonzero.view(shards, -1), UP_TAG).wait()
@@ -281,7 +289,7 @@ class BallotExchange:
         return whole_WB.view(len(whole_WB), shards, -1)[:, self._route.shard]
 
     def _count(self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: HeaderSummary) -> Shard:
-        """Count the ballots of the workers that do not abstain."""
+        """Count the votes in this worker's shard, except those of workers that abstain."""
         if summary.abstaining:  # these ballots were computed from NaN or Inf: count them as zeros
             if nonzero_WB is None:
                 nonzero_WB = self._valid_here.repeat(len(plus_WB), 1)
@@ -294,7 +302,7 @@ class BallotExchange:
         return self._rule.count(_words(plus_WB), nonzero, valid, self._route.shard)
 
     def _send_back(self, shard: Shard) -> Tensor:
-        """Exchange the counted shards; return the bucket's result planes, int64, (D, words)."""
+        """Exchange the counted shards; return the bucket's result planes: int64, (D, words)."""
         flag = torch.tensor([shard.ties is not None], dtype=torch.int64)
         message = torch.cat([flag.to(shard.planes.device), shard.planes.flatten()])
         received = self._route.down(message, DOWN_TAG).wait()
@@ -313,9 +321,10 @@ def _words(planes: Tensor) -> Tensor:
 
 
 class NodeBallotExchange:
-    """Ballot exchange between nodes. All ranks of a node hold its ballot, and each sends a slice.
+    """Exchange of the ballots between multi-rank nodes, each of which casts a single ballot.
 
-    `inner` exchanges one slice between the corresponding ranks of all nodes.
+    All ranks of a node hold its ballot, and each rank sends one slice. `inner` exchanges that slice
+    between the corresponding ranks of all nodes.
     """
 
     def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, workers: int) -> None:
@@ -323,11 +332,11 @@ class NodeBallotExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this rank sends to other nodes."""
+        """Bytes that this rank sends to other nodes per step, by tag."""
         return self._inner.bytes_by_tag
 
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Exchange this rank's slice with the other nodes, then the results within the node."""
+        """Exchange this rank's slice with other nodes, then gather all results within the node."""
         size, rank = self._node.size, self._node.rank
         slices = (plane.view(size, -1)[rank] for plane in (ballot.plus, ballot.nonzero))
         summary, delta = self._inner.run(Ballot(ballot.header, *slices), refuse_faults)
@@ -349,7 +358,11 @@ class NodeBallotExchange:
     def _merge_in_node(
         self, summary: HeaderSummary, refused: bool, ballot: Ballot, planes: Tensor
     ) -> tuple[HeaderSummary, bool, Tensor]:
-        """Merge the summaries and rejections of the node's ranks; gather their planes as rows."""
+        """Combine the summaries of the node's ranks, and gather their result planes.
+
+        Returns:
+            The summary; whether any rank's exchange was rejected; and the planes, one row per rank.
+        """
         differ = summary.parameters_differ, summary.hyperparameters_differ
         seen = [summary.stop, summary.stream_ends, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))

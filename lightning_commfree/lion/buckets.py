@@ -1,4 +1,4 @@
-"""Group parameters into buckets. The votes on a bucket are sent in one exchange."""
+"""Group parameters into buckets. All votes on a bucket are sent in one exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TARGET_BUCKETS = 16  # enough that little is left to send when backward ends
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are voted on together; parameter i starts at offset `starts[i]`."""
+    """Parameters that are voted on together; values of parameter i start at offset `starts[i]`."""
 
     index: int
     parameters: tuple[nn.Parameter, ...]
@@ -29,7 +29,7 @@ def split_into_buckets(
 ) -> list[Bucket]:
     """Group parameters into buckets in the order in which backward completes them.
 
-    A parameter is never split, and a bucket never spans two devices.
+    A parameter is never split, and all parameters in a bucket are on the same device.
 
     Args:
         parameters: names and parameters, in the order in which forward uses them.

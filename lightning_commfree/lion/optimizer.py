@@ -26,7 +26,7 @@ from lightning_commfree.model.shards import is_shard, local_tensor
 
 
 class DistributedLion(Optimizer):
-    """Lion whose workers, under `DistributedLionStrategy`, exchange one bit per parameter.
+    """Lion optimizer. Under `DistributedLionStrategy`, workers vote with one bit per parameter.
 
     Each of n workers has its own gradient g_i and momentum m_i:
 
@@ -95,7 +95,7 @@ class DistributedLion(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Validate and add a parameter group; with other workers, call `join` again afterwards."""
+        """Validate and add a parameter group. With other workers, call `join` again afterwards."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -138,7 +138,7 @@ class DistributedLion(Optimizer):
 
     @property
     def is_voted_on(self) -> bool:
-        """Whether the votes cover exactly the optimizer's current parameters."""
+        """Whether the current votes cover exactly this optimizer's parameters."""
         now = {self._local.get(p, p) for group in self.param_groups for p in group["params"]}
         return self.voting is not None and self.voting.parameters == now
 
@@ -151,7 +151,7 @@ class DistributedLion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, together with the other workers if there are any.
+        """Take an optimizer step, by vote if there are other workers.
 
         Args:
             closure: computes the loss and gradients; called once, before the vote.
@@ -199,7 +199,7 @@ class DistributedLion(Optimizer):
 
     def _current_voting(self) -> Voting:
         if self.voting is not None and not self.is_voted_on:
-            # the user has written to `param_groups` or to the lists in it
+            # user code has modified `param_groups` directly
             if self.voting.view.size > 1:
                 self._must_rejoin = True
             else:
@@ -220,7 +220,7 @@ class DistributedLion(Optimizer):
         return self.voting
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[LionParam]:
-        """Return local parameters with their group and their state, which is created if missing."""
+        """Return parameters with their groups and states; create any state that is missing."""
         owners = {self._local.get(p, p): (p, g) for g in self.param_groups for p in g["params"]}
         members = []
         for local in parameters:

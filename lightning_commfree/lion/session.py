@@ -1,4 +1,4 @@
-"""Run the votes of `DistributedLion` optimizers during a fit."""
+"""Votes of the `DistributedLion` optimizers during one fit, including checkpoints and resume."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def agree_on_parameters(
 
 
 BUFFERS_TAG = "buffers"
-# entries of a rank's saved state that a worker keeps when it resumes on another rank
+# entries of a rank's saved state that a worker reuses when it resumes on a different rank
 _WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
-_DDP = repr("ddp")  # fingerprint of the `inside` setting with full momentum buffers on all ranks
+_DDP = repr("ddp")  # value of `inside` in a fingerprint if all ranks hold full momentum buffers
 
 
 class VotingSession:
@@ -112,7 +112,12 @@ class VotingSession:
     # -- during a step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Set the functions that return this rank's two flags, sent with every step's votes."""
+        """Set the functions that return this rank's flags, which are sent with every ballot.
+
+        Args:
+            stop: returns whether this rank requests a stop.
+            stream_ends: returns whether this rank's data stream ends at this step.
+        """
         for voting in self.votings:
             voting.stop, voting.stream_ends = stop, stream_ends
 
@@ -138,11 +143,11 @@ class VotingSession:
             yield
 
     def after_step(self, stop: bool) -> bool:
-        """Return whether any worker's flag in this step (`send_flags`) requested a stop."""
+        """Return whether any worker requested a stop with this step's ballots (`send_flags`)."""
         del stop
         stop_agreed = any(voting.stop_agreed for voting in self.votings)
         self.stream_ended = any(voting.stream_ended for voting in self.votings)
-        # clear the flags: an optimizer may not take part in the next step
+        # clear the flags, because some optimizers may not step next time
         for voting in self.votings:
             voting.stop_agreed = voting.stream_ended = False
         return stop_agreed
@@ -185,7 +190,7 @@ class VotingSession:
         self.lions = lions
 
     def follow_parameters(self) -> None:
-        """Update the master copies of parameters that were modified."""
+        """Update the optimizers' master copies of parameters that other code has modified."""
         for lion in self.lions:
             lion.follow_parameters()
 
@@ -200,9 +205,10 @@ class VotingSession:
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the voting state, which all workers share, and this rank's buffers; collective.
+        """Return the voting state, which all workers share, and this rank's own state; collective.
 
-        The checkpoint itself contains the means of the buffers.
+        The latter contains this rank's buffers if buffers differ between ranks. The checkpoint's
+        model weights contain the means of the buffers.
         """
         buffers = common_buffers(self._module)
         digests = digests_of_all(self._channels.world, buffers, BUFFERS_TAG)
@@ -223,17 +229,17 @@ class VotingSession:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume on different ranks: workers keep their momentum, and new workers get the mean.
+        """Reuse momentum buffers on a different number of ranks; new workers get the mean.
 
         Args:
-            was: fingerprint of the settings when the checkpoint was saved.
+            was: fingerprint of the settings with which the checkpoint was saved.
             ranks: number of ranks that saved the checkpoint.
             load: takes a list of ranks and loads their saved states; returns an empty list if any
                 is missing.
 
         Returns:
-            This rank's state, and a sentence that describes it for the user; None if no momentum
-            buffers can be reused.
+            This rank's state, and a description of it for the user; None if no momentum buffers can
+            be reused.
         """
         size, sharded = int(was["node_size"]), was.get("inside", _DDP) != _DDP
         now = self._settings.fingerprint()

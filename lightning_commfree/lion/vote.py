@@ -1,4 +1,4 @@
-"""Count votes in packed bit planes by one of two rules (arXiv:2404.00438, equation 4).
+"""Count votes in packed bit planes, by majority or average (arXiv:2404.00438, equation 4).
 
 A worker's vote on a parameter is the sign of its direction: +1, -1, or 0 for an exact zero. With P
 votes for plus, M votes for minus and n workers:
@@ -12,8 +12,8 @@ average      (P - M) / n                    P in ceil(log2(n + 1)) bits; if any 
 ============ ============================== ====================================================
 
 Votes are counted in packed form, 64 parameters per word, with carry-save adders. A *plane* contains
-one bit per parameter, as int64 words. A list of planes is one binary number per parameter, least
-significant digit first. All operations are bitwise, so byte order does not matter.
+one bit per parameter, as int64 words. A list of planes represents one binary number per parameter,
+least significant digit first. All operations are bitwise, so byte order does not matter.
 
 Shapes: W workers, B int64 words per plane, D planes in a result, N parameters.
 """
@@ -32,23 +32,26 @@ Draw = Callable[[int, int], Tensor]  # (shard, number of words) -> int64 words o
 
 
 class PackedDelta(NamedTuple):
-    """A packed Delta. A parameter's value is (weighted sum of its bits - `offset`) / `offset`."""
+    """Delta, the result of a vote, as packed bit planes.
+
+    A parameter's value is (weighted sum of its bits - `offset`) / `offset`.
+    """
 
     planes: Tensor  # (D, bytes), uint8; in the layout of `comm.bits`
     weights: tuple[int, ...]  # one per plane
     offset: int  # 1 for a majority, n for an average
 
     def to(self, device: torch.device) -> PackedDelta:
-        """Return a copy on `device`."""
+        """Return the same Delta on `device`; the planes are copied only if they are elsewhere."""
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
     def read(self, start: int, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Write Delta for N consecutive parameters, times `factor`, to `out`; return `out`.
+        """Unpack N consecutive values of Delta, times `factor`, into `out`; return `out`.
 
-        Only the division and the multiplication round.
+        Only the division by `offset` and the multiplication by `factor` round.
 
         Args:
-            start: index of the first value.
+            start: index of the first value in the bucket.
             out: floating point, shape (N,).
             factor: multiplier, rounded to the dtype of `out`.
         """
@@ -63,8 +66,8 @@ class PackedDelta(NamedTuple):
 
         signed = total.view(torch.int8) if total.dtype == torch.uint8 else total
         signed.sub_(self.offset)
-        # use tensors: their dtype determines the result's, and instead of dividing by a number or a
-        # CPU tensor, CUDA multiplies by its rounded reciprocal
+        # Use tensors, because their dtype determines the result's. To divide by a number or a CPU
+        # tensor, CUDA would multiply by its rounded reciprocal.
         if self.offset == 1:
             return torch.mul(signed, torch.full((), factor, dtype=out.dtype), out=out)
         divisor = torch.full((), self.offset, dtype=out.dtype, device=out.device)
@@ -73,7 +76,7 @@ class PackedDelta(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The count of the votes on one shard."""
+    """Result of counting the votes on one shard of a bucket."""
 
     planes: Tensor  # (D, B), int64: always sent back
     weights: tuple[int, ...]
@@ -97,7 +100,7 @@ class Majority:
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compare the numbers of plus and minus votes on one shard.
+        """Count the votes on one shard: compare the numbers of plus and minus votes.
 
         Args:
             plus_WB: int64; each worker's plane c > 0.
@@ -124,12 +127,15 @@ class Majority:
         return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of the planes Delta > 0 and Delta = 0, whose sum is sign + 1."""
+        """Return (2, 1): the weights of planes Delta > 0 and Delta = 0, which encode sign + 1."""
         del workers, zeros
         return (2, 1)
 
     def expected_planes(self, workers: int) -> int:
-        """Return 2 if ties are expected (an even number of workers and no `draw`), else 1."""
+        """Return the usual number of planes in a result: 2 if ties are likely, else 1.
+
+        Ties are likely with an even number of workers and no `draw`.
+        """
         return 2 if workers % 2 == 0 and self._draw is None else 1
 
 
@@ -143,7 +149,7 @@ class Average:
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compute P - M + n, which is 2 P if no worker has a zero. Arguments as in `Majority`."""
+        """Compute P - M + n for one shard, or 2 P without zeros. Arguments are as in `Majority`."""
         del valid_B, shard  # the result for padding is never read
         workers = plus_WB.shape[0]
         digits = count_ones(plus_WB)
@@ -155,12 +161,12 @@ class Average:
         return Shard(torch.stack(digits[: len(weights)]), weights, None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the planes' weights: as many powers of two as the largest sum needs."""
+        """Return the planes' weights: the powers of two that the largest possible sum needs."""
         lowest, most = (1, 2 * workers) if zeros else (2, workers)
         return tuple(lowest << i for i in range(most.bit_length()))
 
     def expected_planes(self, workers: int) -> int:
-        """Return the number of planes in the result when no worker has a zero."""
+        """Return the number of planes in a result, assuming that no worker votes zero."""
         return len(self.weights(workers, zeros=False))
 
 
@@ -178,7 +184,7 @@ def _any_of(flags_WB: Tensor) -> Tensor:
 
 
 def count_ones(flags_WB: Tensor) -> list[Tensor]:
-    """Count the set bits across W planes at each position; return floor(log2 W) + 1 planes."""
+    """Count the set bits at each position across W planes; return floor(log2 W) + 1 planes."""
     digits: list[Tensor] = []
     waiting = list(flags_WB.unbind(0))  # planes of the current weight that are not yet added
     while waiting:
@@ -200,7 +206,7 @@ def count_ones(flags_WB: Tensor) -> list[Tensor]:
 
 
 def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
-    """Compare every number with `bound` >= 0; return two planes, "greater" and "equal"."""
+    """Compare the number at each position with `bound` >= 0; return two planes: greater, equal."""
     greater, equal = digits[0] & 0, ~(digits[0] & 0)
 
     for i in range(max(len(digits), bound.bit_length()) - 1, -1, -1):
@@ -215,7 +221,10 @@ def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare numbers with the same number of digits; return two planes, a > b and a == b."""
+    """Compare numbers at each position; return two planes: a > b, a == b.
+
+    `a` and `b` must have the same number of digits.
+    """
     greater, equal = a[0] & 0, ~(a[0] & 0)
     for digit_a, digit_b in zip(reversed(a), reversed(b), strict=True):
         greater = greater | (equal & digit_a & ~digit_b)
@@ -224,7 +233,7 @@ def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """Add numbers; the result has one more digit than the longer operand."""
+    """Add numbers at each position; the result has one more digit than the longer operand."""
     zero = a[0] & 0
     carry, digits = zero, []
 

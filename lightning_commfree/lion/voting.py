@@ -68,11 +68,11 @@ class BallotInFlight(NamedTuple):
     members: list[LionParam]
     ballot: Ballot
     pending: Pending[VoteResult]
-    gradients: list[tuple[Tensor | None, int]]  # at launch, with version counters
+    gradients: list[tuple[Tensor | None, int]]  # at launch, with `_version` counters
 
 
 class PackedVote(NamedTuple):
-    """This worker's ballot for a bucket and the result of the vote, both packed, on the host."""
+    """This worker's ballot for a bucket and the vote's result, both packed, in host memory."""
 
     valid: Tensor  # uint8, shape (bucket.plane_bytes,): bits that are not padding
     ballot: Ballot
@@ -148,7 +148,7 @@ class Voting:
             RuntimeError: a gradient changed after its vote was launched. Raised on this worker
                 only.
         """
-        while len(self._flights) < len(self.buckets):  # those that backward has not launched
+        while len(self._flights) < len(self.buckets):  # backward has not launched all ballots
             self._launch(len(self._flights))
         flights, self._flights, self._in_step = self._flights, [], []
         for vote, flight in zip(self._votes, flights, strict=True):
@@ -176,10 +176,10 @@ class Voting:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Launch votes as gradients become ready, within a `with` block around a backward pass.
+        """Context manager around a backward pass, to launch votes as gradients become ready.
 
-        It must be the last backward pass before a step, and nothing may change the gradients
-        between the two.
+        The backward pass must be the last one before a step, and nothing may change the gradients
+        between the pass and the step.
         """
         for parameter in self._bucket_of:
             if parameter.requires_grad and parameter not in self._hooks:
@@ -202,7 +202,7 @@ class Voting:
                 self._launch(len(self._flights))
 
     def _launch(self, index: int) -> None:
-        if index == 0:  # once per step: `_members` reads all groups of the optimizer
+        if index == 0:  # call `_members` once per step, because it goes through all groups
             each = iter(self._members([p for b in self.buckets for p in b.parameters]))
             self._in_step = [list(islice(each, len(b.parameters))) for b in self.buckets]
         flags = STOP * self.stop() + STREAM_ENDS * self.stream_ends()
@@ -211,7 +211,7 @@ class Voting:
         self._flights.append(flight)
 
     def _on_any_shard(self, flags: list[bool]) -> list[bool]:
-        """Return for each flag whether any rank of this worker has set it."""
+        """Return, for each flag, whether it is set on any rank of this worker."""
         peers = self._shard_peers
         if peers is None or peers.size == 1:
             return flags
@@ -292,7 +292,7 @@ class Voting:
 
     @property
     def bytes_per_step(self) -> int:
-        """Calculated bytes that this rank sends per step, excluding zeros and momentum syncs."""
+        """Calculated bytes that this rank sends per step, without zeros and momentum syncs."""
         return sum(vote.bytes_by_tag.total() for vote in self._votes)
 
     def cycle(self) -> tuple[Counter[str], int]:
@@ -313,7 +313,7 @@ class Voting:
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the mean number of bits that this rank has sent per parameter per step."""
+        """Return the mean number of bits sent by this rank per parameter and step, up and down."""
         since, before = self._counted_from
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before
@@ -332,7 +332,7 @@ class Voting:
 
 
 class BucketVote:
-    """The vote on one bucket, which is repeated at every step.
+    """Runs the vote on one bucket, once per step.
 
     Attributes:
         latest: the vote in the last step; None before the first step.
@@ -361,7 +361,7 @@ class BucketVote:
     def launch(
         self, members: list[LionParam], step: int, flags: int, background: Background
     ) -> BallotInFlight:
-        """Cast the ballot and start its exchange.
+        """Cast this worker's ballot and start exchanging it.
 
         `step` is the number of completed steps; `flags` is as in `write_header`.
         """
@@ -402,7 +402,7 @@ class BucketVote:
                 )
 
     def land(self, flight: BallotInFlight) -> VoteResult:
-        """Wait for the result, without applying it."""
+        """Wait for the result of the vote, without applying it."""
         with record_function(f"land vote #{self.bucket.index}"):
             return flight.pending.wait()
 
@@ -444,9 +444,9 @@ class BucketVote:
         return NodeBallotExchange(inner, self._node, self._rule, self._view.size)
 
     def _draw(self, shard: int, words: int) -> Tensor:
-        """Draw random int64 words for a shard."""
-        # seeded by step and position only: all workers that count a shard draw the same words, and
-        # so does a resumed run
+        """Draw random int64 words, to break ties in a shard."""
+        # seed by step and position only, so that all workers that count a shard, and a resumed run,
+        # draw the same words
         node_rank = self._node.rank if self._node else 0
         position = f"{self._step} {self.bucket.index} {node_rank} {shard}"
         # crc32, because the generator uses only 32 bits of a seed
@@ -460,7 +460,7 @@ def _digest(bucket: Bucket) -> Tensor:
 
 
 def vote_shares(votes: Iterable[PackedVote]) -> dict[str, float]:
-    """Compute statistics for the votes on all buckets in one step, as fractions from 0 to 1.
+    """Compute statistics of the votes on all buckets in one step, as fractions from 0 to 1.
 
     Returns:
         `ties`: fraction of parameters with Delta = 0. `zeros`: fraction of this worker's votes that

@@ -8,13 +8,13 @@ The arithmetic is in fp32 (fp64 for fp64 parameters) for any gradient dtype, and
 rounds once: no fused multiply-add is used, so the result does not depend on device or layout.
 
 On a GPU, three Triton kernels (`worker_triton`) process each parameter; without Triton, a few torch
-operations process all parameters of a bucket at once. On a CPU, the compiled loops in
+operations process all parameters in a bucket at once. On a CPU, the compiled loops in
 `worker_numba` are used if numba is installed; otherwise, the same torch operations run on chunks
 that fit into the cache.
 
-If its group has "ns_steps" above 0, a matrix votes with the signs of its Newton-Schulz direction
-instead of c (SignMuon, arXiv:2605.16311). Computing it takes matrix products, whose rounding may
-differ between devices; parameters stay identical, because only the result of the vote moves them.
+For a matrix in a group with "ns_steps" above 0, the vote is the sign of its Newton-Schulz direction
+instead of c (SignMuon, arXiv:2605.16311). This direction takes matrix products, whose rounding may
+differ between devices. Parameters stay identical, because only the result of the vote moves them.
 
 Momentum buffers are not exchanged and drift apart, unless `average_momenta` (from
 arXiv:2411.16462) averages them periodically.
@@ -62,7 +62,7 @@ class LionParam(NamedTuple):
 
     @property
     def ns_steps(self) -> int:
-        """Newton-Schulz iterations before the vote; 0 if the parameter is not a matrix."""
+        """Number of Newton-Schulz iterations before a vote; 0 if the parameter is not a matrix."""
         # checkpoints saved by earlier versions do not have this key
         return self.group.get("ns_steps", 0) if self.parameter.ndim == 2 else 0
 
@@ -79,14 +79,14 @@ def fill_state(state: State, local: Tensor) -> State:
 
 
 def copy_state(state: State, saved: State, device: torch.device) -> None:
-    """Copy a saved state's tensors, keeping their dtypes."""
+    """Copy the tensors in `saved` to `state`, keeping their dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):
             state[key] = local_tensor(value).to(device, copy=True)
 
 
 def update_master(state: State, local: Tensor) -> None:
-    """Update a parameter's master copy, if it has one, after the parameter has been modified."""
+    """Update a parameter's master copy, if any, after other code has modified the parameter."""
     master = state.get("master")
     if master is not None:
         # unmodified values keep their full precision
@@ -95,7 +95,7 @@ def update_master(state: State, local: Tensor) -> None:
 
 
 def hyperparameters(members: list[LionParam]) -> list[str]:
-    """Format the hyperparameters that must be the same on all workers, one string per group."""
+    """Describe the hyperparameters that must be equal on all workers, one string per group."""
     groups = {id(member.group): member.group for member in members}.values()
     return [
         f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
@@ -106,9 +106,9 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
 
 
 class FlatMomenta:
-    """A bucket's momentum buffers in a single tensor, to make fewer passes over memory.
+    """All momentum buffers of a bucket in one flat tensor, to process them in one operation.
 
-    Parameter states contain views of the tensor, so checkpoints have one buffer per parameter.
+    Optimizer states contain views of this tensor, so checkpoints have one buffer per parameter.
     """
 
     def __init__(self) -> None:
@@ -116,11 +116,11 @@ class FlatMomenta:
         self._views: list[Tensor] = []
 
     def of(self, members: list[LionParam]) -> Tensor | None:
-        """Return the momentum of `members` as one flat tensor, shape (N,).
+        """Return the momentum buffers of `members` as one flat tensor, shape (N,).
 
-        Their optimizer states then hold views of it.
-
-        Return None if compiled loops process this bucket, or if the buffers' dtypes differ.
+        Buffers in the optimizer states that are not yet views of this tensor are replaced with
+        views. The result is None if compiled loops process this bucket, or if the buffers' dtypes
+        differ.
         """
         held = [member.state["momentum"] for member in members]
         if _loops(held[0]) or len({momentum.dtype for momentum in held}) > 1:
@@ -164,8 +164,9 @@ def cast_ballot(
     buffer = valid.new_zeros(head + 2 * bucket.plane_bytes)
     header, planes = buffer[:head], buffer[head:].view(2, -1)
     marks = marks_of(header, len(members))
-    voters: list[Tensor | int] = []  # counts of nonzero directions
-    # results of the compiled loops: their count, then 1 for each parameter with a nonfinite value
+    nonzeros: list[Tensor | int] = []  # counts of nonzero directions
+    # results of the compiled loops: the count of nonzero directions, then one entry per parameter,
+    # which is 1 if a direction is not finite
     totals: Tensor | None = None
     looped: list[int] = []  # positions of the parameters that the loops process
 
@@ -180,16 +181,16 @@ def cast_ballot(
             if totals is None:
                 totals = torch.zeros(1 + len(members), dtype=torch.int64, device=valid.device)
             for part, beta in zip(run, betas, strict=True):
-                sick = totals[1 + part.position :][:1]
+                nonfinite = totals[1 + part.position :][:1]
                 place = planes, part.start
-                loops.cast(part.momentum, part.values, beta, *place, totals[:1], sick)
+                loops.cast(part.momentum, part.values, beta, *place, totals[:1], nonfinite)
                 looped.append(part.position)
             continue
 
         directions, by_part = _directions(run, betas, momenta)
         signs = _positive_and_nonzero(directions)
         pack_bits_part(signs, run[0].start, planes)
-        voters.append(signs[1].sum())
+        nonzeros.append(signs[1].sum())
 
         finite = torch.stack(_largest(by_part)) < math.inf  # False for NaN
         of_run = marks[run[0].position : run[-1].position + 1]
@@ -197,24 +198,24 @@ def cast_ballot(
         of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
 
     if totals is not None:
-        voters.append(totals[0])
+        nonzeros.append(totals[0])
         given = torch.zeros(len(members), dtype=torch.uint8)
         given[looped] = HAS_GRADIENT
         marks.bitwise_or_(given.to(marks.device, non_blocking=True))
         marks.add_(totals[1:], alpha=NONFINITE)
-    write_header(header, flags, bucket.numel, voters, digest)
+    write_header(header, flags, bucket.numel, nonzeros, digest)
     return buffer
 
 
 def _orthogonalized(member: LionParam, gradient: Tensor) -> Tensor:
-    """Return a matrix's Newton-Schulz direction, flattened, in the momentum's dtype."""
+    """Apply Newton-Schulz iterations to a matrix's direction; the result is a 1-d tensor."""
     momentum, beta = member.state["momentum"], member.group["betas"][0]
     weighted = gradient.view(momentum.shape).to(momentum.dtype) * (1 - beta)
     return flat(newton_schulz(momentum * beta + weighted, member.ns_steps))
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Approximate U V^T, given a matrix U S V^T.
+    """Orthogonalize a matrix U S V^T approximately, to U V^T, by Newton-Schulz iterations.
 
     Five steps of Muon's quintic iteration bring every singular value to between 0.7 and 1.2
     (arXiv:2502.16982, section 2.1).
@@ -232,7 +233,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 def _directions(
     run: list[_Part], betas: list[float], momenta: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return b1 m + (1 - b1) g as one tensor and as one view per part."""
+    """Return the directions b1 m + (1 - b1) g, as one tensor and as a list of views per part."""
     if momenta is None or len({*betas}) > 1:
         directions, by_part = _weighted_gradients(run, betas)
         torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
@@ -246,7 +247,7 @@ def _directions(
 
 
 def _positive_and_nonzero(directions: Tensor) -> Tensor:
-    """Return the flags c > 0 and c != 0; bool, shape (2, n)."""
+    """Return the flags c > 0 and c != 0 of n directions c: bool, shape (2, n)."""
     if directions.device.type == "cpu":  # torch vectorizes `sign` there, but not comparisons
         signs = torch.sign(directions).to(torch.int8)
         return torch.stack([signs.relu(), signs.abs()]).view(torch.bool)
@@ -257,7 +258,7 @@ def _positive_and_nonzero(directions: Tensor) -> Tensor:
 
 
 def _largest(tensors: list[Tensor]) -> list[Tensor]:
-    """Return each tensor's largest magnitude as a 0-d tensor; NaN if it contains NaN."""
+    """Return the largest magnitude in each tensor, 0-d; NaN if the tensor contains NaN."""
     if tensors[0].device.type == "cpu":  # `_foreach_norm` is ten times slower there
         return [tensor.abs().max() for tensor in tensors]
     return list(torch._foreach_norm(tensors, math.inf))
@@ -287,7 +288,8 @@ def take_step(
     for run in _runs(members, moved, bucket.starts):
         _update_values(run, delta)
 
-    # copy back the values of master copies and of non-contiguous parameters, updated elsewhere
+    # copy values to parameters that were not updated in place: those with a master copy, and
+    # non-contiguous ones
     elsewhere = [
         (member.parameter.detach(), x.view(member.parameter.shape))
         for member, x in zip(members, moved, strict=True)
@@ -334,7 +336,7 @@ def _update_momenta(run: list[_Part]) -> None:
 
 
 def _gradient_parts(run: list[_Part], betas: list[float]) -> list[Tensor]:
-    """Return (1 - b) g in the momentum's dtype, as one tensor per part."""
+    """Return the weighted gradients (1 - b) g in the momentum's dtype, as one tensor per part."""
     gradients = [part.values for part in run]
     if all(gradient.dtype == run[0].momentum.dtype for gradient in gradients):
         return [*torch._foreach_mul(gradients, [1 - beta for beta in betas])]
@@ -343,7 +345,7 @@ def _gradient_parts(run: list[_Part], betas: list[float]) -> list[Tensor]:
 
 
 def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
-    """Return (1 - b) g in the momentum's dtype, as one tensor and as one view per part."""
+    """Return (1 - b) g in the momentum's dtype, as one tensor and as a list of views."""
     weighted = torch.cat([part.values for part in run]).to(run[0].momentum.dtype)
     by_part = [*torch.split(weighted, [part.values.numel() for part in run])]
     torch._foreach_mul_(by_part, [1 - beta for beta in betas])
@@ -367,7 +369,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """Consecutive values of one parameter."""
+    """Consecutive values of one parameter, or of its gradient, with their momentum."""
 
     position: int  # index of the parameter in its bucket
     start: int  # index of the first value in the bucket
@@ -379,7 +381,7 @@ class _Part(NamedTuple):
 def _runs(
     members: list[LionParam], tensors: Sequence[Tensor | None], starts: Sequence[int]
 ) -> Iterator[list[_Part]]:
-    """Yield lists of parts to process together: neighbors of the same dtype, up to a chunk in size.
+    """Yield lists of parts to process together: neighbors of one dtype, at most a chunk in total.
 
     Args:
         members: the parameters of a bucket.
@@ -411,7 +413,7 @@ def _continues(run: list[_Part], part: _Part, size: int) -> bool:
 
 
 def _loops(momentum: Tensor) -> ModuleType | None:
-    """Return the compiled loops or kernels that support this buffer, or None."""
+    """Return the module with compiled loops or kernels for this momentum buffer, or None."""
     if momentum.dtype == torch.float32 and momentum.device.type == "cpu":
         return load_loops("lightning_commfree.lion.worker_numba", "Lion's steps")
     if momentum.dtype == torch.float32 and momentum.device.type == "cuda":
@@ -447,7 +449,7 @@ def average_momenta(members: Sequence[LionParam], view: View, node: Channel | No
 
 
 def momentum_bytes(members: Sequence[LionParam], view: View, node: Channel | None = None) -> int:
-    """Compute the number of bytes that this rank sends to other workers in `average_momenta`."""
+    """Return the number of bytes that this rank sends to other workers in `average_momenta`."""
     slices = node.size if node else 1
     numel = sum(member.parameter.numel() for member in members)
     widest = max(member.state["momentum"].element_size() for member in members)

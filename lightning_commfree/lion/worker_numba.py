@@ -29,10 +29,10 @@ def cast(
     beta: float,
     planes: Tensor,
     start: int,
-    voters: Tensor,
-    sick: Tensor,
+    nonzeros: Tensor,
+    nonfinite: Tensor,
 ) -> None:
-    """Write the signs of the directions c = b1 m + (1 - b1) g to the planes c > 0 and c != 0.
+    """Compute the directions c = b1 m + (1 - b1) g; write their signs to planes c > 0, c != 0.
 
     Args:
         momentum: fp32, shape (n,).
@@ -40,14 +40,14 @@ def cast(
         beta: b1.
         planes: uint8, shape (2, B), in the layout of `comm.bits`; the bits to be written must be 0.
         start: index of the first value in the planes.
-        voters: int64, shape (1,); the number of nonzero directions is added to it.
-        sick: int64, shape (1,); set to 1 if any direction is not finite.
+        nonzeros: int64, shape (1,); the number of nonzero directions is added to it.
+        nonfinite: int64, shape (1,); set to 1 if any direction is not finite.
     """
     values = momentum.numpy(), gradient.float().numpy()
     found, finite = _cast(*values, f32(beta), f32(1 - beta), planes.numpy(), start)
-    voters += int(found)
+    nonzeros += int(found)
     if not finite:
-        sick.fill_(1)
+        nonfinite.fill_(1)
 
 
 def update_values(
@@ -59,14 +59,13 @@ def update_values(
     keep: float,
     lr: float,
 ) -> None:
-    """Set x to `keep` x - `lr` Delta, in place.
+    """Update parameter values in place: x <- `keep` * x - `lr` * Delta.
 
     Args:
         values: fp32, shape (n,).
-        planes: as in `vote.PackedDelta`, like `weights` and `offset`.
-        weights: one per plane.
-        offset: number that is subtracted from the weighted sum of bits; the difference is then
-            divided by it.
+        planes: Delta's bit planes, as in `vote.PackedDelta`.
+        weights: one weight per plane.
+        offset: a value of Delta is (weighted sum of its bits - `offset`) / `offset`.
         start: index of the first value in the planes.
         keep: 1 - `lr` * weight decay.
         lr: learning rate.
@@ -76,12 +75,12 @@ def update_values(
 
 
 def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
-    """Set m (fp32, shape (n,)) to b2 m + (1 - b2) g, in place."""
+    """Update a momentum buffer, fp32, shape (n,), in place: m <- b2 * m + (1 - b2) * g."""
     _update_momentum(momentum.numpy(), gradient.float().numpy(), f32(beta), f32(1 - beta))
 
 
 def try_out() -> None:
-    """Compile the loops, or load them from numba's cache."""
+    """Run every loop once, so that numba compiles it or loads it from its cache."""
     value, planes = torch.zeros(1), torch.zeros(2, 8, dtype=torch.uint8)
     cast(value, value, 0.5, planes, 0, *torch.zeros(2, 1, dtype=torch.int64))
     update_values(value, planes, (2, 1), 1, 0, 1.0, 0.0)
@@ -92,19 +91,19 @@ def try_out() -> None:
 def _cast_row(
     momentum: Any, gradient: Any, beta: Any, share: Any, plus: Any, nonzero: Any, bit: Any
 ) -> Any:
-    voters, nonfinite = i32(0), i32(0)
+    nonzeros, nonfinite = i32(0), i32(0)
     for i in range(momentum.size):
         c = f32(f32(momentum[i] * beta) + f32(gradient[i] * share))
         plus[i] |= bit if c > f32(0) else u8(0)
         nonzero[i] |= bit if c != f32(0) else u8(0)
-        voters += i32(1) if c != f32(0) else i32(0)
+        nonzeros += i32(1) if c != f32(0) else i32(0)
         nonfinite |= i32(0) if abs(c) < _INF else i32(1)
-    return voters, nonfinite
+    return nonzeros, nonfinite
 
 
 @compiled
 def _cast(momentum: Any, gradient: Any, beta: Any, share: Any, planes: Any, start: Any) -> Any:
-    voters, nonfinite, done, row_bytes = 0, 0, 0, planes.shape[1]
+    nonzeros, nonfinite, done, row_bytes = 0, 0, 0, planes.shape[1]
     while done < momentum.size:
         row, byte = divmod(start + done, row_bytes)
         count = min(row_bytes - byte, momentum.size - done)
@@ -118,8 +117,8 @@ def _cast(momentum: Any, gradient: Any, beta: Any, share: Any, planes: Any, star
             planes[1, place],
             u8(1 << row),
         )
-        voters, nonfinite, done = voters + found[0], nonfinite | found[1], done + count
-    return voters, nonfinite == 0
+        nonzeros, nonfinite, done = nonzeros + found[0], nonfinite | found[1], done + count
+    return nonzeros, nonfinite == 0
 
 
 @compiled
@@ -129,7 +128,7 @@ def _add_bits(plane: Any, row: Any, weight: Any, totals: Any) -> None:
 
 
 @compiled
-def _move(values: Any, totals: Any, divisor: Any, keep: Any, lr: Any) -> None:
+def _apply_delta(values: Any, totals: Any, divisor: Any, keep: Any, lr: Any) -> None:
     for i in range(values.size):
         delta = f32(f32(totals[i]) / divisor)
         values[i] = f32(f32(values[i] * keep) - f32(delta * lr))
@@ -147,7 +146,7 @@ def _update_values(
         totals[:] = -offset
         for d in range(weights.size):
             _add_bits(planes[d, byte : byte + count], u8(row), weights[d], totals)
-        _move(values[done : done + count], totals, f32(offset), keep, lr)
+        _apply_delta(values[done : done + count], totals, f32(offset), keep, lr)
         done += count
 
 

@@ -30,14 +30,14 @@ def cast(
     beta: float,
     planes: Tensor,
     start: int,
-    voters: Tensor,
-    sick: Tensor,
+    nonzeros: Tensor,
+    nonfinite: Tensor,
 ) -> None:
-    """Write the signs of the directions c = b1 m + (1 - b1) g to the planes c > 0 and c != 0."""
+    """Compute the directions c = b1 m + (1 - b1) g; write their signs to planes c > 0, c != 0."""
     # one thread writes each byte: the 8 values in a byte are `planes.shape[1]` apart
     bytes_used = min(momentum.numel(), planes.shape[1])
     sizes = start, momentum.numel(), planes.shape[1]
-    tensors = gradient.float(), momentum, planes, voters, sick
+    tensors = gradient.float(), momentum, planes, nonzeros, nonfinite
     _launch(_cast, bytes_used, *tensors, *sizes, beta, 1 - beta)
 
 
@@ -50,7 +50,7 @@ def update_values(
     keep: float,
     lr: float,
 ) -> None:
-    """Set x to `keep` x - `lr` Delta, in place."""
+    """Update parameter values in place: x <- `keep` * x - `lr` * Delta."""
     # weights are powers of two; pack their exponents into one integer, 4 bits each
     exponents = sum((weight.bit_length() - 1) << 4 * i for i, weight in enumerate(weights))
     sizes = start, values.numel(), planes.shape[1], len(weights), exponents, offset
@@ -58,13 +58,13 @@ def update_values(
 
 
 def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
-    """Set m to b2 m + (1 - b2) g, in place."""
+    """Update a momentum buffer in place: m <- b2 * m + (1 - b2) * g."""
     numel = momentum.numel()
     _launch(_update_momentum, numel, momentum, gradient.float(), numel, beta, 1 - beta)
 
 
 def try_out(device: str = "cuda") -> None:
-    """Compare the kernels with torch operations.
+    """Run every kernel once, and compare the results with those of torch operations.
 
     Raises:
         RuntimeError: a result differs.
@@ -74,15 +74,15 @@ def try_out(device: str = "cuda") -> None:
     directions = m * beta + g * (1 - beta)
     expected, planes = torch.zeros(2, 2, 632, dtype=torch.uint8, device=device)
     pack_bits_part(torch.stack([directions > 0, directions != 0]), 0, expected)
-    voters, sick = torch.zeros(2, 1, dtype=torch.int64, device=device)
-    cast(m, g, beta, planes, 0, voters, sick)
+    nonzeros, nonfinite = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    cast(m, g, beta, planes, 0, nonzeros, nonfinite)
 
     delta = PackedDelta(planes, (2, 4), 3)
     moved = x * keep - delta.read(0, torch.empty_like(x)) * lr
     update_values(x, *delta, 0, keep, lr)
     update_momentum(m, g, beta)
     found, wanted = (planes, x, m), (expected, moved, directions)
-    if not all(map(torch.equal, found, wanted)) or int(sick):
+    if not all(map(torch.equal, found, wanted)) or int(nonfinite):
         raise RuntimeError("its results differ from those of torch")
 
 
@@ -98,8 +98,8 @@ def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
     gradient: Any,
     momentum: Any,
     planes: Any,
-    voters: Any,
-    sick: Any,
+    nonzeros: Any,
+    nonfinite: Any,
     start: Any,
     numel: Any,
     row_bytes: Any,
@@ -114,7 +114,7 @@ def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
     plus = tl.load(plus_at, mask=inside, other=0).to(tl.int32)
     nonzero = tl.load(nonzero_at, mask=inside, other=0).to(tl.int32)
     count = tl.zeros((BLOCK,), tl.int32)
-    is_sick = tl.zeros((BLOCK,), tl.int32)
+    is_nonfinite = tl.zeros((BLOCK,), tl.int32)
 
     for row in range(0, numel, row_bytes):
         mask = inside & (row + place < numel)
@@ -126,12 +126,12 @@ def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
         plus |= (c > 0.0).to(tl.int32) << bit
         nonzero |= voted << bit
         count += voted
-        is_sick |= 1 - (tl.abs(c) < float("inf")).to(tl.int32)
+        is_nonfinite |= 1 - (tl.abs(c) < float("inf")).to(tl.int32)
 
     tl.store(plus_at, plus.to(tl.uint8), mask=inside)
     tl.store(nonzero_at, nonzero.to(tl.uint8), mask=inside)
-    tl.atomic_add(voters, tl.sum(count).to(tl.int64))
-    tl.atomic_max(sick, tl.max(is_sick))
+    tl.atomic_add(nonzeros, tl.sum(count).to(tl.int64))
+    tl.atomic_max(nonfinite, tl.max(is_nonfinite))
 
 
 @jit

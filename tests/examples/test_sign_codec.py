@@ -102,7 +102,7 @@ def test_the_residual_is_what_makes_it_converge(numel: int, two_phase: bool) -> 
 def test_the_owner_of_a_shard_makes_up_for_the_second_rounding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(FragmentExchange, "_add_losses", lambda self, arrived, *_: arrived)
+    monkeypatch.setattr(FragmentExchange, "_add_errors", lambda self, arrived, *_: arrived)
     without, _ = distance(SignCodec(), 4000)
     assert without > 0.3, "with it, below 0.1 in the test above"
 

@@ -96,7 +96,7 @@ class Ledger:
 
     @property
     def collectives(self) -> int:
-        """Number of collectives that this rank has launched, over all tags."""
+        """Number of collectives that this rank has launched, across all tags."""
         return sum(list(self.collectives_by_tag.values()))
 
     def totals(self) -> LedgerTotals:

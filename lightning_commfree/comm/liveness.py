@@ -605,7 +605,7 @@ def _key(token: int) -> str:
 
 
 def has_ended(work: dist.Work) -> bool:
-    """Wait briefly, then return whether `work` has ended; raise its error if it failed."""
+    """Wait briefly, then return whether `work` has completed; raise its error if it failed."""
     try:
         work.wait(_SLICE)
     except RuntimeError:

@@ -77,7 +77,7 @@ class Header(NamedTuple):
 
 
 class HeaderSummary(NamedTuple):
-    """Summary of all replicas' headers."""
+    """What the headers of all replicas, taken together, say about an exchange."""
 
     stop: bool  # some replica requests a stop
     drifted: bool  # the hashes of the global copies differ
@@ -110,7 +110,7 @@ def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
-    """Combine the summaries that the owners of all shards have sent (`summary_header`)."""
+    """Merge the header summaries from the owners of all shards (see `summary_header`)."""
     flags, _, steps_differ = headers_M3.unbind(1)
     drifted, weights = _steps_and_weights(headers_M3)
     seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_SHIFT).any())
@@ -335,7 +335,7 @@ def mean_cosine(gram_KK: Tensor) -> float:
 
 @dataclass(eq=False)
 class Decoding:
-    """Decoding of a fragment's messages on the background thread, as soon as they arrive.
+    """Decodes a fragment's messages on the background thread as soon as they arrive.
 
     Used only if the outer gradient is on a CUDA device, and messages are sent from host memory.
 
@@ -476,7 +476,11 @@ class FragmentExchange:
         return arrival
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean over counted members, fp32, shape (N + E,), and the inner products."""
+        """Average the messages of the members whose values count.
+
+        Return the mean of the N values and E buffers, fp32, shape (N + E,), and the inner products
+        of each pair of members' values.
+        """
         counted = counted_messages(messages, summary.counted)
         weights = [summary.weights[m] for m in summary.counted]
         mean, gram_KK = self._up.average(counted, weights)

@@ -605,7 +605,7 @@ class StreamingDiLoCo:
     # -- messages, metrics and settings
 
     def startup_messages(self, steps: int | None) -> list[Message]:
-        """Return the messages to show when a fit of `steps` steps (None: unknown) begins."""
+        """Return the messages to show at the start of a fit of `steps` steps (None if unknown)."""
         last_step = None if steps is None else self.step + steps
         return startup_messages(
             self._module, self.settings, self.schedule, self.num_replicas, last_step

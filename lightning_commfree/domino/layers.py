@@ -289,7 +289,9 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """Context manager in which `forward` computes its output in slices and launches each one.
+        """Context manager in which `forward` computes its output in slices.
+
+        `launch` is called with each slice as soon as it has been computed, to start its all-reduce.
 
         Yields a list to which `forward` appends the slices, with their autograd graphs.
         """

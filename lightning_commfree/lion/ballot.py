@@ -220,7 +220,7 @@ def cheaper_ballot_exchange(
 
 
 class BallotExchange:
-    """Exchange of the ballots for one bucket over one route.
+    """Exchanges the ballots for one bucket over one route.
 
     Args:
         route: route for messages between the workers.

@@ -33,7 +33,7 @@ def cast(
     nonzeros: Tensor,
     nonfinite: Tensor,
 ) -> None:
-    """Compute the directions c = b1 m + (1 - b1) g; write their signs to planes c > 0, c != 0."""
+    """Compute c = b1 m + (1 - b1) g and write its signs to two bit planes, c > 0 and c != 0."""
     # one thread writes each byte: the 8 values in a byte are `planes.shape[1]` apart
     bytes_used = min(momentum.numel(), planes.shape[1])
     sizes = start, momentum.numel(), planes.shape[1]

@@ -50,8 +50,8 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
     """Copy the first rank's tensors to all other ranks of a channel; block until done.
 
     The tensors must have the same shapes, dtypes and order on all ranks; empty tensors and tensors
-    on `meta` are skipped. The ranks compare hashes of 8 bytes per tensor and send only tensors that
-    differ, so none are sent if all ranks have loaded the same weights.
+    on `meta` are skipped. The ranks compare an 8-byte hash of each tensor and send only the tensors
+    that differ, so none are sent if all ranks have loaded the same weights.
     """
     held = [local_tensor(tensor) for tensor in tensors if not tensor.is_meta]
     held = [tensor for tensor in held if tensor.numel()]

@@ -179,7 +179,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
-        """Swap the shared weights and buffers into the module, if it has the local weights now.
+        """Swap the shared weights and buffers into the module, if it holds the local weights.
 
         If `shown` is given, use its values instead, one entry per part (see `SharedPart.show`).
         """

@@ -190,7 +190,10 @@ class EpochStart:
         patches.put(loop, "on_run_start", record_and_begin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both recorded states (None if not yet recorded) and the loaders' current state."""
+        """Return the generators' states at the start of the epoch and of its first batch, and now.
+
+        A state that has not been recorded yet is None.
+        """
         iterator = self._when_prepared() if self.iterator is None else self.iterator
         return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 

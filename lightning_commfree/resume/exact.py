@@ -227,7 +227,11 @@ class Save:
         return f"the rank files of rank {missing} in {folder!r} are missing" if missing else ""
 
     def adopt(self, algorithm: Resumable) -> tuple[State, str]:
-        """Return this rank's state for an inexact resume, and a description of it; collective."""
+        """Choose what this rank can reuse of a checkpoint from a job with other settings or ranks.
+
+        Such a resume is only approximate. Returns the state to restore and, for the user, a
+        description of it. This is collective.
+        """
         adopted = None
         if self.entry.get("algorithm") == algorithm.name:
             adopted = algorithm.adopt(self.entry["fingerprint"], self.entry["ranks"], self.load)
@@ -408,7 +412,7 @@ class ExactResume:
         files.remove_older(token, keep=int(writes_later(self._strategy.checkpoint_io)))
 
     def _state(self, fit: _Fit, checkpoint: State) -> tuple[State, State]:
-        """Return the algorithm's shared state and this rank's own state, without copies."""
+        """Return the algorithm's shared state and this rank's own state, without copying."""
         strategy, trainer = self._strategy, fit.trainer
         shared, algorithm_own = fit.algorithm.state_dict()
         own: State = {
@@ -524,7 +528,7 @@ class OwnTensors:
             module._buffers[own_name] = buffer
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return two dicts of untrained tensors: those that a checkpoint contains, and the rest."""
+        """Return non-trainable tensors in two dicts: those that a checkpoint contains, and the rest."""
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         kept = self._module.state_dict(keep_vars=True)

@@ -288,7 +288,7 @@ def _check_shard(path: Path, offset: int, length: int) -> None:
 
 
 def _check_token(folder: Path, reader: _Reader, token: int, rank: int) -> None:
-    """Check that a rank's file of shards belongs to this save and to this rank.
+    """Check that a shard file was written by this rank, as part of this save.
 
     Raises:
         RuntimeError: the file is from another save or rank, or is damaged.

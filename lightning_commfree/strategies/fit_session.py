@@ -158,7 +158,7 @@ class FitSession(Generic[B]):
         self.log.after_step()
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Called when a hook has replaced the optimizers, before the new ones step."""
+        """Use the optimizers that a hook has put in place of the old ones; called before they step."""
         # with manual optimization, every rank has already begun the step, so the ranks' positions
         # would not show a difference
         if not (self.trains_independently or self.clock.spans_batch):

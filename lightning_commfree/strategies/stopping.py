@@ -117,7 +117,7 @@ class Stopping:
     def no_step_follows(self, in_step: bool = False) -> bool:
         """Return whether the latest step is known to be the last one of the fit.
 
-        With `in_step`, the step is still running, so the Trainer has not fully counted it yet.
+        If `in_step` is True, the step is still running, so the Trainer has not fully counted it yet.
         """
         # When Lightning calls the last hook of a fit (`on_train_end`), callbacks have already
         # written their last checkpoint. So the end is predicted here, by the same rules as in
@@ -386,7 +386,7 @@ class EpochEnds:
         self._watch.check("step")
 
     def has_more(self, epoch: int, step: int) -> None:
-        """Publish that this rank has more data after a step; validation may run first."""
+        """Announce that this rank has more data; validation may run before its next step."""
         self._position = (epoch, step, _HAS_MORE)
 
     def end(self, epoch: int, step: int, out_of_data: bool = False) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class DataParallel(Inside):
     """Layout with the full model on every rank of a replica; DDP averages their gradients.
 
-    `argument` is the name of the strategy's argument that sets `size`, for messages.
+    `argument` is the name of the strategy argument that sets `size`; error messages mention it.
     """
 
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:

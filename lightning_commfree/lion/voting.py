@@ -313,7 +313,7 @@ class Voting:
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the mean bits this rank sends per parameter per step: ballots (up), results (down)."""
+        """Return the mean bits sent by this rank per parameter per step, up (ballots) and down."""
         since, before = self._counted_from
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before

@@ -158,7 +158,7 @@ class FitSession(Generic[B]):
         self.log.after_step()
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Use the optimizers that a hook has put in place of the old ones; called before they step."""
+        """Switch to the optimizers that a hook has set in place of the old ones."""
         # with manual optimization, every rank has already begun the step, so the ranks' positions
         # would not show a difference
         if not (self.trains_independently or self.clock.spans_batch):

@@ -117,7 +117,7 @@ class Stopping:
     def no_step_follows(self, in_step: bool = False) -> bool:
         """Return whether the latest step is known to be the last one of the fit.
 
-        If `in_step` is True, the step is still running, so the Trainer has not fully counted it yet.
+        If `in_step` is True, the step is still running, so the Trainer has not fully counted it.
         """
         # When Lightning calls the last hook of a fit (`on_train_end`), callbacks have already
         # written their last checkpoint. So the end is predicted here, by the same rules as in

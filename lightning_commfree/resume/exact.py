@@ -528,7 +528,7 @@ class OwnTensors:
             module._buffers[own_name] = buffer
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return two dicts of non-trainable tensors: those a checkpoint contains, and the others."""
+        """Return two dicts of non-trainable tensors: those in a checkpoint, and the others."""
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         kept = self._module.state_dict(keep_vars=True)

@@ -452,7 +452,8 @@ class StreamingDiLoCo:
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
         factory = self.settings.outer_optimizer
         if factory is None:
-            factory = default_outer_optimizer(self._membership.view().size)
+            replicas = self._membership.view().size
+            factory = default_outer_optimizer(replicas, self.settings.sync_every)
         device, feedback = self.settings.outer_device, self.codec.error_feedback > 0
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 

@@ -172,7 +172,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         **kwargs: Any,
     ) -> None:
         # The number of replicas changes, but the outer optimizer must be the same on all of them.
-        kwargs["outer_optimizer"] = kwargs.get("outer_optimizer") or default_outer_optimizer(1)
+        default = default_outer_optimizer(replicas=1, sync_every=1)
+        kwargs["outer_optimizer"] = kwargs.get("outer_optimizer") or default
         super().__init__(**kwargs)
         self.rendezvous = _checked_url(rendezvous or os.environ.get(RENDEZVOUS))
         check_count("max_replicas", max_replicas, 1)

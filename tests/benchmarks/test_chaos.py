@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.events import CUT, KILL, KILLS, LIGHTHOUSE, SLOW, STOP, TERM, Event, schedule
-from benchmarks.chaos.fit import unsent
+from benchmarks.chaos.fit import arrived
 from benchmarks.chaos.goodput import (
     Commits,
     Window,
@@ -22,7 +22,6 @@ from benchmarks.chaos.goodput import (
 from benchmarks.chaos.job import Outcome
 from benchmarks.chaos.page import Runs, body, draw, figures_of, opening
 from benchmarks.chaos.plan import DDP, OURS, Plan, Process, Row
-from lightning_commfree.diloco.schedule import Schedule
 
 
 def test_the_events_are_a_function_of_the_seed_and_in_proportion_to_the_run() -> None:
@@ -120,14 +119,18 @@ def test_the_seconds_to_a_loss_are_interpolated_between_moving_means() -> None:
 
 
 def test_of_a_killed_process_the_launches_that_have_landed_survive() -> None:
-    schedule = Schedule(sync_every=20, num_fragments=2, overlap_steps=1)
-    # fragment 0 launches at 20, 40, ..., fragment 1 at 30, 50, ...
-    assert unsent(schedule, first=0, step=19) == 19
-    assert unsent(schedule, first=0, step=20) == 20, "in flight"
-    assert unsent(schedule, first=0, step=21) == (1 + 21) / 2
-    assert unsent(schedule, first=0, step=20, overlap_steps=0) == (0 + 20) / 2, "drained"
-    assert unsent(schedule, first=0, step=55) == (15 + 5) / 2
-    assert unsent(schedule, first=50, step=55) == 5, "a joiner's own steps only"
+    launches = [[20, 40], [30, 50]]  # by fragment
+    assert arrived(range(1, 20), launches, until=18) == 0
+    assert arrived(range(1, 21), launches, until=19) == 0, "in flight"
+    assert arrived(range(1, 22), launches, until=20) == (20 + 0) / 2
+    assert arrived(range(1, 21), launches, until=20) == (20 + 0) / 2, "drained"
+    assert arrived(range(1, 56), launches, until=54) == (40 + 50) / 2
+    assert arrived(range(51, 56), [[], [50]], until=54) == 0, "a joiner's own steps only"
+
+
+def test_of_a_process_that_came_back_the_launches_in_which_it_took_part_count() -> None:
+    positions = [*range(1, 33), *range(50, 53)]  # it skipped the launches after steps 30 and 40
+    assert arrived(positions, [[20], [50]], until=51) == (20 + 33) / 2
 
 
 def test_steps_that_a_failed_commit_discards_are_not_useful() -> None:

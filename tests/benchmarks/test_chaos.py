@@ -15,6 +15,7 @@ from benchmarks.chaos.goodput import (
     all_out,
     available_s,
     longest_standstill,
+    losses,
     outages,
     seconds_to,
     useful_steps,
@@ -83,6 +84,15 @@ def test_a_replica_is_out_until_its_successor_is_ready_or_it_continues() -> None
     assert outages(LOGS, again, WINDOW)[1] == [Window(106.0, 111.0)]
 
 
+def test_losses_are_joins_pauses_and_steps_that_were_not_sent() -> None:
+    out = outages(LOGS, EVENTS, WINDOW)
+    found = losses(LOGS, out, WINDOW, {10, 12, 13}, rate=1.0)
+    assert found.joining_s == 113 - 111
+    assert found.unsent_s == 6 - 4
+    pauses = [6, 11, 6, 7, 8, 7.5]  # longer than 3 steps, by replica; the time of a step is none
+    assert found.still_s == pytest.approx(sum(pauses) - len(pauses))
+
+
 def test_the_page_says_which_criteria_are_met(tmp_path: Path) -> None:
     calm_logs = {r: [process(r, 95.0, (100.0, 0, 0), (120.0, 20, 10))] for r in range(3)}
     calm = Outcome(WINDOW, [], [], calm_logs, {0, 1, 2}, tmp_path)
@@ -104,7 +114,9 @@ def test_the_page_says_which_criteria_are_met(tmp_path: Path) -> None:
     assert page.count("| met |") == 1
     assert "torchft has no figures: it did not train" in page
     plan = Plan("", {}, 0.1, 20, 40, 2.0, "", [], 0.0)
-    assert "1.0 s  SIGKILL" in body(runs, plan, "100mbit", 1, 5.0, schedule(1, 20.0))
+    text = body(runs, plan, "100mbit", 1, 5.0, schedule(1, 20.0))
+    assert "1.0 s  SIGKILL" in text
+    assert sum(f"Where {OURS} loses 8.0 of 51 available" in line for line in text) == 1
     draw(runs, found, tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
 

@@ -692,12 +692,14 @@ class ElasticMembership:
         An idle connection costs nothing, and breaks when the process ends. A network can break it
         too, so ask the kernel of its machine.
         """
-        with suppress(OSError):
+        try:
             with self._sockets.opening():
                 connection = _connect_to(member.store)
-            with connection:
-                self._watched[member.replica] = connection
-                connection.recv(1)  # the store sends nothing
+        except OSError:
+            return  # a firewall may refuse it, so a later refusal would mean nothing
+        with suppress(OSError), connection:
+            self._watched[member.replica] = connection
+            connection.recv(1)  # the store sends nothing
         if self._closed or not _is_refused(member.store):
             return
         self._dead.add(member.replica)

@@ -80,7 +80,7 @@ class RendezvousServer:
 
 class _Server:
     def __init__(self, address: str, founders: int, notices: bool) -> None:
-        self.notices, self.unnoticed = notices, set[str]()
+        self.notices, self.unnoticed, self.reported = notices, set[str](), set[str]()
         self.listener = Listener(address, backlog=64)
         self.raw: Any = self.listener._listener._socket  # type: ignore[attr-defined]
         self.founders, self.number = founders, 0
@@ -104,9 +104,10 @@ class _Server:
             kind, value = connection.recv()
         except (EOFError, OSError):
             replica = self.beats.pop(connection, None)
-            if replica is not None and not self.notices:
+            if self.notices:
+                self.forget(replica)
+            elif replica is not None and replica not in self.reported:
                 self.unnoticed.add(replica)
-            self.forget(replica)
             with suppress(ValueError):
                 self.fresh.remove(connection)
             return
@@ -140,6 +141,7 @@ class _Server:
         if member.replica in self.lost:  # it beats again
             self.beats[self.lost.pop(member.replica)] = member.replica
         if member.status == DEAD:
+            self.reported.add(member.replica)
             self.unnoticed.discard(member.replica)
         waiting = self.asked[member.replica][1] if member.replica in self.asked else []
         self.asked[member.replica] = member, [*waiting, connection]

@@ -105,9 +105,10 @@ def strategy_of(plan: Plan) -> Strategy:
             min_replicas=LEAST,
             heartbeat_timeout=plan.heartbeat_timeout_s,
             sync_every=plan.sync_every,
+            overlap_steps=plan.overlap_steps,
         )
     if plan.method == STREAMING:
-        return StreamingDiLoCoStrategy(sync_every=plan.sync_every)
+        return StreamingDiLoCoStrategy(sync_every=plan.sync_every, overlap_steps=plan.overlap_steps)
     assert plan.method == DDP
     return DDPStrategy()
 

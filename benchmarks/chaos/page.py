@@ -23,6 +23,7 @@ from benchmarks.chaos.goodput import (
 )
 from benchmarks.chaos.job import TERM_S, Outcome
 from benchmarks.chaos.plan import LEAST, METHODS, OURS, REPLICAS, RESTARTED, Plan
+from lightning_commfree.comm.text import counted
 
 TITLE = "How much training is left when replicas are killed, stopped and cut off?"
 LEAST_GOODPUT = 0.95
@@ -192,7 +193,8 @@ def body(
         f" {rate} (`benchmarks/lab`), on one machine. The forward of a step takes at least"
         f" {plan.step_s:g} s, mostly sleep, so that speed depends little on the machine's cores;"
         f" `OMP_NUM_THREADS=1`. Constant learning rate after warm-up. H = {plan.sync_every} and two"
-        f" fragments for all DiLoCo methods; heartbeat timeout {plan.heartbeat_timeout_s:g} s for"
+        f" fragments, in flight for {counted(plan.overlap_steps, 'step')}, for all DiLoCo methods;"
+        f" heartbeat timeout {plan.heartbeat_timeout_s:g} s for"
         " both that have a lighthouse. Every method has an undisturbed run and a disturbed one.",
         "",
         "- *ElasticDiLoCo*: `ElasticDiLoCoStrategy`; a process that ends is started again at once.",

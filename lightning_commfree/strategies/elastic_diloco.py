@@ -212,7 +212,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     @property
     def is_first(self) -> bool:
         """Whether this replica is the first member of the view, which validates and saves."""
-        return self._elastic.view.rank == 0
+        return self._elastic.view.rank == 0 and not self._elastic.is_rejoining
 
     @property
     def _elastic(self) -> ElasticDiLoCo:
@@ -286,6 +286,9 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             self.module, fragments, settings, membership, self.channels.within
         )
         diloco.follow_optimizers(self.optimizers)
+        # steps of the schedule are skipped then, so the fit must not end with an epoch
+        epochs = trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)
+        diloco.may_rejoin = self.world_size == 1 and not by_time and not epochs
         if isinstance(transfer, StateServer):
             transfer.report = self._report_progress
         return diloco

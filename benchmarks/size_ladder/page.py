@@ -483,7 +483,11 @@ def _row(records: Records, cell: Cell) -> str:
     ours = [run for seed in seeds if (run := row(losses, seed)) in losses]
     theirs = [run for seed in seeds if (run := row(losses, reference(seed))) in losses]
     pairs = zip(ours, theirs, strict=True)
-    outer = [100 * (records.outer_step[run] / losses[ddp] - 1) for run, ddp in pairs]
+    outer = [  # runs that were made as trials have no such loss
+        100 * (records.outer_step[run] / losses[ddp] - 1)
+        for run, ddp in pairs
+        if run in records.outer_step
+    ]
     return (
         f"| {cell.size} | {cell.tokens_per_parameter} | {cell.sync_every} | {cell.replicas}"
         f" | {cell.outer_lr} | {cell.model} | {cell.optimizer} | {len(found)}"

@@ -333,6 +333,7 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(middle, replicas=(2, 8, 1), models=steady)
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
+    yield from of_seeds(middle, replicas=(2,))
     topk: dict[str, Any] = {"replicas": (2, 4), "sync_every": 30, "wire": "topk"}
     yield from grid(small, 1, **topk)
     for trial in TRIALS:

@@ -33,7 +33,7 @@ def default_outer_optimizer(replicas: int, sync_every: int) -> partial[torch.opt
     The learning rate is the paper's 0.4 (arXiv:2501.18512, section 3), and 0.8 for four replicas or
     more that exchange a fragment every 100 steps or less often. The best rate increases with the
     number of replicas and with the steps between exchanges (arXiv:2503.09799, Figure 7). With four
-    and eight replicas, 0.8 ended below the loss with 0.4 at 100 steps, and above it at 30
+    and eight replicas, 0.8 ended below the loss with 0.4 at 100 steps, but not at 30
     (`benchmarks/size_ladder/result.md`). The momentum is that of arXiv:2503.09799.
     """
     lr = 0.8 if replicas >= 4 and sync_every >= 100 else 0.4

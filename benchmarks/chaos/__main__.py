@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rate", default="100mbit", help="of every link (%(default)s)")
     add("--step-seconds", type=float, default=0.1, help="%(default)s")
     add("--sync-every", type=int, default=20, help="%(default)s")
+    add("--overlap-steps", type=int, default=1, help="of all DiLoCo methods (%(default)s)")
     add("--heartbeat-timeout", type=float, default=2.0, help="%(default)s")
     add("--work", type=Path, default=Path("outputs/bench/chaos"))
     add("--page", type=Path, default=PAGE)
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lighthouse="",
         addresses=[],
         ends_s=0.0,
+        overlap_steps=options.overlap_steps,
     )
     planned = schedule(options.seed, options.seconds)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing_extensions import override
 
 from benchmarks.chaos.plan import DDP, LEAST, OURS, REPLICAS, RESTARTED, STREAMING, Log, Plan
 from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.diloco.schedule import Schedule
 from recipes.training.pretraining import build_data, build_module
 from recipes.training.report import CHECKPOINT_FOLDER
 from recipes.training.resume import find_checkpoint
@@ -35,7 +35,8 @@ class Recorder(pl.Callback):
     def __init__(self, log: Log, step_s: float, elastic: bool) -> None:
         self._log, self._step_s, self._elastic = log, step_s, elastic
         self._first: int | None = None  # step at which this process begins
-        self._steps = self._saved = 0
+        self._positions: list[int] = []  # in the fit, after each step of this process
+        self._saved = 0
         self._begun_s = 0.0
 
     @override
@@ -50,7 +51,7 @@ class Recorder(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._steps += 1
+        self._positions.append(trainer.global_step)
         self._write(trainer)
 
     @override
@@ -61,37 +62,38 @@ class Recorder(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         # a checkpoint was saved, or exchanges in flight complete
         if trainer.received_sigterm or not self._elastic:
-            self._write(trainer, overlap_steps=0)
+            self._write(trainer, drained=True)
 
-    def _write(self, trainer: pl.Trainer, overlap_steps: int | None = None) -> None:
+    def _write(self, trainer: pl.Trainer, drained: bool = False) -> None:
         if self._first is None:
             return
-        step = trainer.global_step
+        step, useful = trainer.global_step, float(len(self._positions))
         if self._elastic:
             strategy: Any = trainer.strategy
-            kept = self._steps - unsent(
-                strategy._elastic.schedule, self._first, step, overlap_steps
-            )
+            diloco = strategy._elastic
+            flights, parts = [flight for flight, _ in diloco.views], len(diloco.fragments)
+            launches = [
+                [diloco.launch_step(flight) for flight in flights if flight % parts == p]
+                for p in range(parts)
+            ]
+            until = step if drained else step - diloco.settings.overlap_steps
+            useful -= diloco.discarded
+            kept = arrived(self._positions, launches, until) - diloco.discarded
         else:
             kept = self._saved - self._first
-        self._log.write(step, self._steps, kept)
+        self._log.write(step, useful, kept)
 
 
-def unsent(schedule: Schedule, first: int, step: int, overlap_steps: int | None = None) -> float:
-    """Return how many of the steps since `first` have not arrived, averaged over the fragments.
+def arrived(positions: Sequence[int], launches: Sequence[Sequence[int]], until: int) -> float:
+    """Return how many steps of a process have arrived, averaged over the fragments.
 
     Args:
-        schedule: of the exchanges.
-        first: step at which the process began.
-        step: its latest.
-        overlap_steps: from a launch to its arrival; None: those of the schedule.
+        positions: in the fit, after each step of the process.
+        launches: by fragment, positions of the launches in which the process took part.
+        until: the latest position of a launch that has arrived.
     """
-    until = step - (schedule.overlap_steps if overlap_steps is None else overlap_steps)
-    launches = [
-        schedule.latest_launch(p, until) if schedule.launches_until(p, until) else first
-        for p in range(schedule.total)
-    ]
-    return sum(step - max(first, launch) for launch in launches) / schedule.total
+    latest = [max((at for at in one if at <= until), default=-1) for one in launches]
+    return sum(bisect_right(positions, at) for at in latest) / len(latest)
 
 
 def strategy_of(plan: Plan) -> Strategy:
@@ -103,9 +105,10 @@ def strategy_of(plan: Plan) -> Strategy:
             min_replicas=LEAST,
             heartbeat_timeout=plan.heartbeat_timeout_s,
             sync_every=plan.sync_every,
+            overlap_steps=plan.overlap_steps,
         )
     if plan.method == STREAMING:
-        return StreamingDiLoCoStrategy(sync_every=plan.sync_every)
+        return StreamingDiLoCoStrategy(sync_every=plan.sync_every, overlap_steps=plan.overlap_steps)
     assert plan.method == DDP
     return DDPStrategy()
 

@@ -28,6 +28,7 @@ from benchmarks.chaos.plan import Process, Row
 Curve = Sequence[tuple[float, float]]  # seconds and validation loss
 Logs = Mapping[int, Sequence[Process]]
 _SURVIVES_S = 5.0  # after SIGCONT or a partition: some methods then end the process
+_STILL_STEPS = 3  # a longer time without a step is a pause
 _SMOOTH = 3  # checkpoints in the moving mean of the loss
 
 
@@ -108,16 +109,58 @@ def available_s(out: Mapping[int, Sequence[Window]], window: Window) -> float:
     return len(out) * window.seconds - lost
 
 
-def longest_standstill(logs: Logs, out: Mapping[int, Sequence[Window]], window: Window) -> float:
-    """Return the longest time in seconds from one step of a replica to its next, while not out."""
-    longest = 0.0
+def gaps(
+    logs: Logs, out: Mapping[int, Sequence[Window]], window: Window
+) -> Iterator[tuple[int, float]]:
+    """Yield replica and seconds from each of its steps to its next one, while it is not out."""
     for replica, processes in logs.items():
         times = [row.at_s for one in processes for row in one.rows[1:]]
         inside = sorted(at for at in times if window.begun_s <= at <= window.ended_s)
         for before, after in pairwise([window.begun_s, *inside, window.ended_s]):
             if not any(one.begun_s < after and before < one.ended_s for one in out[replica]):
-                longest = max(longest, after - before)
-    return longest
+                yield replica, after - before
+
+
+def longest_standstill(logs: Logs, out: Mapping[int, Sequence[Window]], window: Window) -> float:
+    """Return the longest time in seconds from one step of a replica to its next, while not out."""
+    return max((seconds for _, seconds in gaps(logs, out, window)), default=0.0)
+
+
+class Losses(NamedTuple):
+    """Where available replica-seconds go, all replicas together."""
+
+    joining_s: float  # new processes, between building the model and their first step
+    still_s: float  # pauses between two steps, beyond the time of a step
+    unsent_s: float  # steps that a process had not sent when it ended
+
+
+def losses(
+    logs: Logs,
+    out: Mapping[int, Sequence[Window]],
+    window: Window,
+    alive: AbstractSet[int],
+    rate: float,
+) -> Losses:
+    """Return where the available seconds of a run go.
+
+    Args:
+        logs: of all processes.
+        out: when each replica is out.
+        window: of the run.
+        alive: ids of the processes that lived at its end.
+        rate: steps per second and replica, undisturbed.
+    """
+    joining_s = unsent_s = 0.0
+    for process in (one for replica in logs.values() for one in replica):
+        begun_s = process.rows[0].at_s
+        first_s = min([*(row.at_s for row in process.rows[1:2]), window.ended_s])
+        if window.begun_s < begun_s < window.ended_s:
+            joining_s += first_s - begun_s
+        if process.pid not in alive:
+            last = _last(process.rows, window.ended_s)
+            unsent_s += (last.useful - last.kept) / rate
+    still_s = sum(s - 1 / rate for _, s in gaps(logs, out, window) if s > _STILL_STEPS / rate)
+    return Losses(joining_s, still_s, unsent_s)
 
 
 def moving_mean(curve: Curve) -> list[tuple[float, float]]:

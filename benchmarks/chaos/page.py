@@ -15,6 +15,7 @@ from benchmarks.chaos.goodput import (
     all_out,
     available_s,
     longest_standstill,
+    losses,
     moving_mean,
     outages,
     seconds_to,
@@ -22,6 +23,7 @@ from benchmarks.chaos.goodput import (
 )
 from benchmarks.chaos.job import TERM_S, Outcome
 from benchmarks.chaos.plan import LEAST, METHODS, OURS, REPLICAS, RESTARTED, Plan
+from lightning_commfree.comm.text import counted
 
 TITLE = "How much training is left when replicas are killed, stopped and cut off?"
 LEAST_GOODPUT = 0.95
@@ -163,6 +165,23 @@ def opening(found: Mapping[str, Figures], failures: Mapping[str, str], picture: 
     ]
 
 
+def loss_of(one: Runs, rate: float) -> str:
+    """Return a sentence that says where our method loses its seconds."""
+    run = one.rough
+    out = outages(run.logs, run.events, run.window)
+    found = losses(run.logs, out, run.window, run.alive, rate)
+    available = available_s(out, run.window)
+    lost = available - useful_steps(run.logs, run.window, run.alive) / rate
+    return (
+        f"*Where {OURS} loses {lost:.1f} of {available:.0f} available replica-seconds*: new"
+        f" processes wait {found.joining_s:.1f} s between building the model and their first step;"
+        f" replicas stand still for {found.still_s:.1f} s; {found.unsent_s:.1f} s are steps that a"
+        " process had not sent when it ended. The rest are slower steps, such as those while"
+        " another process imports on the same cores, and steps that a replica discards when it"
+        " joins again."
+    )
+
+
 def body(
     runs: Mapping[str, Runs], plan: Plan, rate: str, seed: int, save_s: float, planned: list[Event]
 ) -> list[str]:
@@ -174,7 +193,8 @@ def body(
         f" {rate} (`benchmarks/lab`), on one machine. The forward of a step takes at least"
         f" {plan.step_s:g} s, mostly sleep, so that speed depends little on the machine's cores;"
         f" `OMP_NUM_THREADS=1`. Constant learning rate after warm-up. H = {plan.sync_every} and two"
-        f" fragments for all DiLoCo methods; heartbeat timeout {plan.heartbeat_timeout_s:g} s for"
+        f" fragments, in flight for {counted(plan.overlap_steps, 'step')}, for all DiLoCo methods;"
+        f" heartbeat timeout {plan.heartbeat_timeout_s:g} s for"
         " both that have a lighthouse. Every method has an undisturbed run and a disturbed one.",
         "",
         "- *ElasticDiLoCo*: `ElasticDiLoCoStrategy`; a process that ends is started again at once.",
@@ -209,7 +229,7 @@ def body(
         " checkpoint (so all replicas lose those after it). Under DiLoCo they are the steps that"
         " were exchanged, in proportion to the fragments that have them. Steps are not useful that"
         " torchft discards because a commit failed, or that a joiner takes before it gets the"
-        " others' state.",
+        " others' state, or that ElasticDiLoCo discards when a replica joins again.",
         "",
         "*Available*: a replica is out from the event that hits it until its new process has built"
         " its model, or, if its process survives SIGSTOP or a partition by 5 s, until the end of"
@@ -227,6 +247,8 @@ def body(
         "",
         "## Disturbed runs",
     ]
+    if OURS in runs:
+        lines[-2:-2] = ["", loss_of(runs[OURS], undisturbed_rate(runs[OURS].calm))]
     for method, one in runs.items():
         lines += ["", f"### {method}", "", "```text", *one.rough.timeline, "```"]
         if method in RESTARTED:

@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     lighthouse: str  # URL
     addresses: list[str]  # of the replicas
     ends_s: float  # no process runs longer; seconds since the epoch
+    overlap_steps: int = 1  # of the DiLoCo methods: from a fragment's launch to its landing
 
 
 class Row(NamedTuple):

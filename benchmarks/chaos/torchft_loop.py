@@ -1,7 +1,7 @@
 """One process of a replica under the published torchft package: its DiLoCo, Manager and transfer.
 
 torchft is not a Lightning strategy, so this file contains the training loop. Settings are those of
-our method where torchft has them: two fragments, in flight for one step, half of the local weights
+our method where torchft has them: two fragments, in flight as long, half of the local weights
 kept. What is torchft's own: fp32 on the wire, and a joiner that trains before its first sync.
 """
 
@@ -29,7 +29,6 @@ from recipes.training.pretraining import build_data, build_module
 from recipes.training.report import CHECKPOINT_FOLDER
 
 STORE_PORT = 29511
-DELAY = 1  # steps; our `overlap_steps`
 # as in torchft's integration tests: of a transfer, which a hung peer blocks for as long
 TIMEOUT = timedelta(seconds=10)
 QUORUM_TIMEOUT = timedelta(seconds=60)
@@ -48,7 +47,7 @@ def train(plan: Plan, replica: int, folder: Path, open_log: Callable[[], Log]) -
     inner, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
     parts = fragments(module.model)
     outer = [torch.optim.SGD(p.parameters(), lr=0.4, momentum=0.9, nesterov=True) for p in parts]
-    count, log = Commits(len(parts), DELAY), open_log()
+    count, log = Commits(len(parts), plan.overlap_steps), open_log()
     states = {"model": module, "inner": inner, "scheduler": scheduler}
 
     def load(state: dict[str, Any]) -> None:
@@ -78,7 +77,7 @@ def train(plan: Plan, replica: int, folder: Path, open_log: Callable[[], Log]) -
         quorum_retries=QUORUM_RETRIES,
     )
     period = plan.sync_every // len(parts)
-    options = {"fragment_sync_delay": DELAY, "fragment_update_alpha": 0.5}
+    options = {"fragment_sync_delay": plan.overlap_steps, "fragment_update_alpha": 0.5}
     with DiLoCo(manager, parts, inner, outer, plan.sync_every, **options) as diloco:
         for batch in batches(data, plan.config["trainer"]["max_steps"]):
             begun_s = time.time()

@@ -133,7 +133,8 @@ class Cell:
     @property
     def default(self) -> Cell:
         """The cell with the outer step that belongs to its replicas, optimizer and wire."""
-        outer: dict[str, Any] = {"outer_lr": default_outer_optimizer(self.replicas).keywords["lr"]}
+        factory = default_outer_optimizer(self.replicas, self.sync_every)
+        outer: dict[str, Any] = {"outer_lr": factory.keywords["lr"]}
         if self.replicas and self.optimizer == "muon":
             outer = dict(MULOCO)
         if self.wire == "sparseloco":
@@ -233,7 +234,7 @@ def _rung(losses: Losses, cell: Cell) -> int | None:
 def _tuned(cell: Cell) -> Cell:
     """Return the cell whose learning rate this one takes."""
     tuned = Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=cell.optimizer)
-    return tuned.default if cell == cell.default else tuned
+    return tuned.default if cell.outer == tuned.default.outer else tuned
 
 
 def _first_rungs(cell: Cell) -> list[int]:
@@ -309,8 +310,8 @@ def grid(
     ddps = [Cell(model, size, seed, 0, **common) for model in models]
     yield from ddps
     for m in replicas:
-        cells = (replace(ddp, replicas=m).default for ddp in ddps)
-        yield from (replace(cell, **settings) for cell in cells)
+        cells = (replace(ddp, replicas=m, **settings) for ddp in ddps)
+        yield from (cell if set(settings) & set(OUTER) else cell.default for cell in cells)
 
 
 def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
@@ -351,16 +352,17 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, **topk)
     for trial in best:
         yield from of_seeds(small, replicas=(4, 8), **trial)
-    # the paper's outer step at a second size
+    for optimizer in ("lion", "sign_muon"):
+        yield from of_seeds(small, replicas=(), optimizer=optimizer)
+    yield from of_seeds(middle, replicas=(4, 2))
+    # the paper's outer step at the second size
     yield from of_seeds(middle, replicas=(4, 8), models=steady, outer_lr=0.4)
-    yield from grid(small, 1, replicas=(2, 4), **sparse)
+    yield from of_seeds(middle)
     # do int2 and topk need more exchanges?
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(4,), sync_every=30, wire=wire)
-    for optimizer in ("lion", "sign_muon"):
-        yield from of_seeds(small, replicas=(), optimizer=optimizer)
+    yield from grid(small, 1, replicas=(2, 4), **sparse)
     yield from _rates_beside(grid(middle, 1, replicas=(4,), models=steady))
-    yield from of_seeds(middle)
     yield from of_seeds(small, **long)
     yield from of_seeds(small, replicas=(4,), wire="int2", **long)
     yield from of_seeds(small, replicas=(4,), wire="fp32", **long)

@@ -97,8 +97,8 @@ Validation loss in nats per token over the whole validation split, of the weight
 ends (the mean of the replicas' weights). The gap is the percent above the DDP run of the same seed,
 which takes the same tokens in the same steps; ± is the standard deviation over seeds. Settings are
 the defaults of `StreamingDiLoCoStrategy`, with the overlap of the bandwidth page ({OVERLAP}). The
-default outer learning rate depends on M; rows with another one are those of arXiv:2501.18512. With
-Muon, the outer step is MuLoCo's (lr 0.7, momentum 0.6, arXiv:2505.23725).
+default outer learning rate depends on M and H; rows with another one have that of arXiv:2501.18512.
+With Muon, the outer step is MuLoCo's (lr 0.7, momentum 0.6, arXiv:2505.23725).
 "Outer step" is the gap if the fit ended with an outer step instead of the mean. Replicas are played
 in one process by the library's own code, bit for bit equal to separate processes
 (`tests/benchmarks/test_size_ladder.py`)."""
@@ -138,9 +138,9 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "Percent above the run with the outer step of arXiv:2501.18512 (lr 0.4, momentum 0.9, mix"
         " 0.5), of the same seed; below 0, the trial is better. The inner learning rate is the one"
-        " that is best with the paper's outer step. The library's default for M = 4 and 8 is the"
-        " trial with lr 0.8. The one with lr 1.0 is within its uncertainty, and changes the"
-        " momentum and mix, too.",
+        " that is best with the paper's outer step. The library's default for M = 4 and 8 with H ="
+        " 100 is the trial with lr 0.8. The one with lr 1.0 is within its uncertainty, and changes"
+        " the momentum and mix, too.",
         "",
         *_outer(losses),
         "",
@@ -515,8 +515,8 @@ def _wires(losses: Losses) -> list[str]:
 
 def _outer(losses: Losses) -> list[str]:
     lines = [
-        f"| {' | '.join(OUTER)} | tokens per parameter | M | {' | '.join(MODELS)} | both |",
-        "|" + "---|" * (len(OUTER) + 3 + len(MODELS)),
+        f"| {' | '.join(OUTER)} | tokens per parameter | H | M | {' | '.join(MODELS)} | both |",
+        "|" + "---|" * (len(OUTER) + 4 + len(MODELS)),
     ]
     runs = {replace(cell, model="", seed=1, rung=0) for cell in losses}
     for cell in sorted(filter(_is_trial, runs), key=_order):
@@ -524,7 +524,8 @@ def _outer(losses: Losses) -> list[str]:
         if not flat(found):
             continue
         lines.append(
-            f"| {' | '.join(map(str, cell.outer))} | {cell.tokens_per_parameter} | {cell.replicas}"
+            f"| {' | '.join(map(str, cell.outer))} | {cell.tokens_per_parameter}"
+            f" | {cell.sync_every} | {cell.replicas}"
             f" | {_by_model_text(found)} | {judged(found, 0.0, ('wins', 'loses'))} |"
         )
     return lines

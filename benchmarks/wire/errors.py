@@ -70,7 +70,8 @@ def outer_gradients(
     gradients = []
     for _ in range(cycles):
         named = split_into_fragments(module, None, "strided")
-        fragments = [OuterFragment(module, f, default_outer_optimizer(2)) for f in named]
+        outer = default_outer_optimizer(2, sync_every)
+        fragments = [OuterFragment(module, f, outer) for f in named]
         for _ in range(sync_every):
             optimizer.zero_grad()
             module.loss(next(batches)).backward()

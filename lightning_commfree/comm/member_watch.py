@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from lightning_commfree.comm.liveness import PeerWatch, has_ended
 
-_READ_EVERY_S = 1.0  # while an exchange is in progress: about 1 kB
+# while an exchange is in progress; each read is about 1 kB
+_READ_EVERY_S, _LEAST_PAUSE_S = 1.0, 0.1
 
 
 class Heartbeats(Protocol):
@@ -48,23 +49,25 @@ class MemberWatch(PeerWatch):
         Raises:
             RuntimeError: one of `works` failed, or a member is hung. The message names the member.
         """
-        read_s = time.monotonic()
+        due_s = time.monotonic() + _READ_EVERY_S
         while not all(map(has_ended, works)):
-            if time.monotonic() - read_s > _READ_EVERY_S:
-                self._check(tag)
-                read_s = time.monotonic()
+            if time.monotonic() > due_s:
+                due_s = time.monotonic() + self._check(tag)
 
-    def _check(self, tag: str) -> None:
+    def _check(self, tag: str) -> float:
+        """Return the seconds until the next check, earlier if a member may hang by then."""
         try:
             ages = self._heartbeats.heartbeats()
         except ConnectionError:
-            return  # nothing is known while the rendezvous is unreachable
+            return _READ_EVERY_S  # nothing is known while the rendezvous is unreachable
         # a restarted rendezvous has not heard from all members yet
-        silent = {name: ages[name] for name in self._members if name in ages}
-        silent = {name: age for name, age in silent.items() if age > self._timeout_s}
+        ages = {name: ages[name] for name in self._members if name in ages}
+        silent = {name: age for name, age in ages.items() if age > self._timeout_s}
         if silent:
             named = ", ".join(f"{name} ({age:.0f} s)" for name, age in silent.items())
             raise RuntimeError(
                 f"The exchange '{tag}' was abandoned because these replicas stopped sending"
                 f" heartbeats: {named}. They are hung, or their network is down."
             )
+        left_s = self._timeout_s - max(ages.values(), default=0.0)
+        return min(max(left_s, _LEAST_PAUSE_S), _READ_EVERY_S)

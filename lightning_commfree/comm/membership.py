@@ -15,6 +15,12 @@ decisions without further messages:
 - *No split views.* A restarted rendezvous has forgotten the members and may answer any subset of
   them. So a view must contain more than half of the members of the last one. Fewer are enough if
   the quorum's number is the next in sequence: the rendezvous then knows that all others are dead.
+- *A member's process ends.* The kernel of its machine then refuses connections to its store. The
+  first member that finds out asks in its place, as `DEAD`, so that nobody waits until its heartbeat
+  is old. A member that is taken for dead by mistake finds this record in the answer. Because the
+  dead do not count, this is done only if they are a minority of the view.
+- *Coming back.* A member that was stopped or cut off finds that the others have continued without
+  it. It may join again, in its old slot.
 - *Too few.* With fewer than `min_replicas`, the members wait. If some are known to be dead then,
   the others count as the last view from then on.
 
@@ -52,6 +58,7 @@ MEMBER = "member"
 ENDING = "ending"  # a member that has begun the last exchanges of its fit: nobody may join
 LEAVING = "leaving"  # takes part in no more flights
 FINISHED = "finished"  # the same as `LEAVING`, at the end of its fit
+DEAD = "dead"  # its process has ended, says the member that asks in its place
 _GONE = (LEAVING, FINISHED)
 
 
@@ -177,7 +184,7 @@ class Decision(NamedTuple):
 
 def decide(quorum: Quorum, limits: Limits) -> Decision:
     """Return the decision that a quorum implies."""
-    present = [m for m in quorum.members if m.status not in (NEW, JOINING)]
+    present = [m for m in quorum.members if m.status not in (NEW, JOINING, DEAD)]
     if not present:
         return _found(quorum, limits)
     top = max(m.flights for m in present)
@@ -201,12 +208,10 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
         )
         return no_view._replace(reason=reason, restarted=True)
 
-    taken = {m.slot for m in staying}
-    slots = [slot for slot in range(limits.max_replicas) if slot not in taken]
     ready = [m for m in quorum.members if m.status == JOINING and m.flights == top]
     if any(m.status in (ENDING, FINISHED) for m in established):
         ready = []
-    entering = [m._replace(slot=slot) for m, slot in zip(ready, slots, strict=False)]
+    entering = _enter(ready, {m.slot for m in staying}, limits)
     members = tuple(sorted([*staying, *entering], key=lambda m: m.slot))
     if len(members) < limits.min_replicas:
         left = len(staying) if len(staying) < leader.view_size else 0
@@ -215,6 +220,15 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
         m.view == leader.view and not m.broken for m in members
     )
     return Decision(members, established, is_same=is_same)
+
+
+def _enter(ready: Sequence[Member], taken: set[int], limits: Limits) -> list[Member]:
+    """Give slots to joiners: those that come back have one already, and stay out if it is taken."""
+    back = [m for m in ready if m.slot in set(range(limits.max_replicas)) - taken]
+    taken = taken | {m.slot for m in back}
+    free = [slot for slot in range(limits.max_replicas) if slot not in taken]
+    new = [m for m in ready if m.slot < 0]
+    return back + [m._replace(slot=slot) for m, slot in zip(new, free, strict=False)]
 
 
 def _found(quorum: Quorum, limits: Limits) -> Decision:
@@ -258,7 +272,15 @@ _NONE_LEFT = (
 )
 
 
+_CONTINUED = (
+    "The other replicas continued without this one, because it did not respond for longer than the"
+    " heartbeat timeout."
+)
 _LIMITS = Limits()
+
+
+class LeftBehindError(RuntimeError):
+    """The other members have continued without this one, which may join again."""
 
 
 class ElasticMembership:
@@ -311,6 +333,10 @@ class ElasticMembership:
         self._view = View(0, (0,), Channel([0], 0, ledger))
         self._agreed: View | None = None  # for the next flight, set by `start` or `enter`
         self.by_time = by_time
+        self._own_slot = -1  # of a replica that comes back
+        self._left_behind = False
+        self._watched: dict[str, socket.socket | None] = {}  # connections, by replica
+        self._dead: set[str] = set()  # of these, those whose process has ended
         self._announced = -1  # the latest flight
         self._others: list[Any] = []  # clients of the other members' stores
         self._lock, self._closed = threading.Lock(), False
@@ -365,7 +391,7 @@ class ElasticMembership:
 
         This is for a joiner that is not ready.
         """
-        self._tell(status=JOINING, flights=-1)
+        self._tell(status=JOINING, flights=-1, slot=self._own_slot)
         done = threading.Event()
 
         def ask() -> None:
@@ -391,13 +417,14 @@ class ElasticMembership:
             RuntimeError: the job has ended, all slots are taken, or no member is left.
         """
         while True:
-            self._tell(status=JOINING, flights=flights)
+            self._tell(status=JOINING, flights=flights, slot=self._own_slot)
             quorum = self._ask()
             decision = decide(quorum, self.limits)
             self._refuse_joiner(quorum, decision)
             if self.record.replica in [m.replica for m in decision.members]:
                 self._agreed = self._open(quorum, decision)
                 if self._agreed is not None:
+                    self._left_behind = False
                     return None
             else:
                 completed = max((m.flights for m in decision.established), default=-1)
@@ -416,6 +443,11 @@ class ElasticMembership:
         """Whether the members complete no flight until more replicas are there."""
         decision = decide(self._quorum, self.limits)
         return not decision.members and decision.ahead is None
+
+    @property
+    def others_step(self) -> int:
+        """Step in the common schedule that the members have reached, as far as is known."""
+        return max((m.step for m in decide(self._quorum, self.limits).established), default=0)
 
     def donor(self, gone: set[str]) -> Member:
         """Return a member from which to fetch the state.
@@ -441,7 +473,7 @@ class ElasticMembership:
                 if member.flights == top and member.replica not in gone:
                     return member
             gone.clear()
-            self._tell(status=JOINING, flights=-1)
+            self._tell(status=JOINING, flights=-1, slot=self._own_slot)
             self._ask_alone()
 
     # -- before each flight, on the background thread
@@ -454,8 +486,9 @@ class ElasticMembership:
             step: the inner step after which the flight is launched.
 
         Raises:
-            RuntimeError: the other replicas continue without this one, or too few replicas were
-                present for longer than the timeout.
+            LeftBehindError: the other replicas continue without this one.
+            RuntimeError: the same, and they may have ended; or too few replicas were present for
+                longer than the timeout.
         """
         if (agreed := self._agreed) is not None:
             self._agreed = None
@@ -467,10 +500,9 @@ class ElasticMembership:
             decision = decide(quorum, self.limits)
             known = self.record.replica in [m.replica for m in decision.established]
             if decision.missed or not known:
-                raise RuntimeError(
-                    "The other replicas continued without this one, because it did not respond for"
-                    " longer than the heartbeat timeout. Restart it, and it will join again."
-                )
+                self._left_behind, self._own_slot = True, self.record.slot
+                error = RuntimeError if decision.missed else LeftBehindError
+                raise error(f"{_CONTINUED} Restart it, and it will join again.")
             if decision.ahead is not None:
                 if decision.ahead.flights > flight:
                     return decision.ahead
@@ -521,10 +553,11 @@ class ElasticMembership:
         """Leave the job; the other replicas continue without this one.
 
         Wait up to `_LEAVE_S` seconds for the others to learn of it. If they do not, they notice
-        when the heartbeat stops.
+        when the process ends.
         """
         self._tell(status=FINISHED if self.record.status == ENDING else LEAVING)
-        if self.record.view and not self._closed and not self.ranks.rank:
+        known = self.record.view and not self._left_behind
+        if known and not self._closed and not self.ranks.rank:
             asking = threading.Thread(target=self._say_leaving, name="leaving", daemon=True)
             asking.start()
             asking.join(_LEAVE_S)
@@ -534,6 +567,9 @@ class ElasticMembership:
         """Stop the heartbeat and close all connections."""
         if not self._closed:
             self._closed = True
+            for connection in filter(None, self._watched.values()):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             self.rendezvous.close()
             self.transfer.close()
             _reap(self._view.channel)
@@ -605,6 +641,8 @@ class ElasticMembership:
         if not self.ranks.all(channel is not None) or channel is None:
             return None
         channel.peers = MemberWatch(self.rendezvous, names, self._heartbeat_timeout_s)
+        if not self.ranks.rank:
+            self._notice_ends(decision.members)
         if self.by_time:
             self._others = self._connect_others(decision.members)
             for flight in range(self.record.flights, self._announced + 1):
@@ -637,6 +675,39 @@ class ElasticMembership:
                     if member.replica != self.record.replica:
                         found.append(_client_of(member.store))
         return found
+
+    # -- the end of another member's process
+
+    def _notice_ends(self, members: Sequence[Member]) -> None:
+        for member in members:
+            if member.replica not in {self.record.replica, *self._watched}:
+                self._watched[member.replica] = None
+                threading.Thread(
+                    target=self._notice_end, args=(member,), name="end-of-member", daemon=True
+                ).start()
+
+    def _notice_end(self, member: Member) -> None:
+        """Wait until the process of a member has ended, and ask for quorums in its place.
+
+        An idle connection costs nothing, and breaks when the process ends. A network can break it
+        too, so ask the kernel of its machine.
+        """
+        try:
+            with self._sockets.opening():
+                connection = _connect_to(member.store)
+        except OSError:
+            return  # a firewall may refuse it, so a later refusal would mean nothing
+        with suppress(OSError), connection:
+            self._watched[member.replica] = connection
+            connection.recv(1)  # the store sends nothing
+        if self._closed or not _is_refused(member.store):
+            return
+        self._dead.add(member.replica)
+        dead = sum(m.replica in self._dead for m in self.view_members)
+        is_asked_for = member.replica in [m.replica for m in self._quorum.members]
+        if is_asked_for and 2 * dead < len(self.view_members):
+            with suppress(RuntimeError):
+                self.rendezvous.quorum(member._replace(status=DEAD))
 
     # -- refusals
 
@@ -676,6 +747,12 @@ class ElasticMembership:
         top = max((m.flights for m in decision.established), default=-1)
         if top < mine.flights:
             raise RuntimeError(_NONE_LEFT)
+        if mine.slot >= 0 and any(
+            m.slot == mine.slot and m.replica != mine.replica for m in decision.established
+        ):
+            raise RuntimeError(
+                f"{_CONTINUED} Another one has taken its slot. Restart it, and it will join again."
+            )
         full = len(decision.members) == self.limits.max_replicas
         if (
             full
@@ -708,6 +785,24 @@ def _client_of(store: str) -> Any:
     return dist.TCPStore(  # type: ignore[attr-defined]
         host, int(port), is_master=False, wait_for_workers=False, timeout=_CONNECT
     )
+
+
+def _connect_to(store: str) -> socket.socket:
+    host, _, port = store.rpartition(":")
+    connection = socket.create_connection((host, int(port)), _CONNECT.total_seconds())
+    connection.settimeout(None)
+    return connection
+
+
+def _is_refused(store: str) -> bool:
+    """Return whether nobody listens at "host:port" any more, although its machine answers."""
+    try:
+        _connect_to(store).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _gloo_group(

@@ -31,9 +31,9 @@ alpha   `mix`               weight of local  0.5              Figure 10
 theta   `global_copy`       fp32             --               Algorithm 2
 Delta   `outer_gradient()`  old minus new    --               Algorithm 2
 --      `wire_dtype`        bits per value   "fp4"            section 2.4; see `codec`
---      `outer_optimizer`   --               SGD, lr 0.4      section 3; lr and momentum for more
-                                             (0.8 if M > 3),  replicas: arXiv:2503.09799
-                                             Nesterov 0.9
+--      `outer_optimizer`   --               SGD, lr 0.4 (or  section 3; `settings`;
+                                             0.8), Nesterov   arXiv:2503.09799
+                                             momentum 0.9
 ======  ==================  ===============  ===============  =================================
 
 Read in this order:

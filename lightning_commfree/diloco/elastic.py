@@ -13,6 +13,10 @@ A replica that joins takes the outer state from a member (`snapshot`) and replay
 it has missed from the kept messages. It then takes part from the next launch on, without the inner
 steps before that launch. The members lose no time.
 
+A replica that was stopped or cut off for so long that the others went on without it joins in the
+same way, but keeps its inner optimizer and the inner steps that it has not sent yet: it adds the
+difference between its local and its outer weights to the new outer weights. It trains meanwhile.
+
 A replica's values count in proportion to its own steps since the fragment's last landing on it, or
 since it joined. So a new replica's first message, which contains only zeros, has no weight.
 
@@ -32,6 +36,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -43,10 +48,16 @@ from typing_extensions import override
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import Route, View
-from lightning_commfree.comm.membership import TOO_LATE, ElasticMembership, Member
+from lightning_commfree.comm.membership import (
+    TOO_LATE,
+    ElasticMembership,
+    LeftBehindError,
+    Member,
+)
 from lightning_commfree.diloco.codec import Codec
 from lightning_commfree.diloco.exchange import (
     MAX_WEIGHT,
+    TAG,
     Decoding,
     Flight,
     FragmentExchange,
@@ -64,6 +75,7 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.02  # how often a joiner asks a member for new messages
 _KEPT_CYCLES = 2  # number of cycles whose messages are kept
 _KEPT_CYCLES_FOR_JOINERS = 8  # while a replica is joining
+_LATEST_VIEWS = 100  # that a snapshot lists
 _MAX_FAILURES = 5  # maximum number of failures of an exchange in views of the same members
 
 
@@ -88,6 +100,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         launched: number of flights that the replicas have launched.
         landed: number of flights that have landed here, in the order of their launches.
         joined: the flight with which this replica joined the job; None for a founder.
+        rejoined: the flights with which it joined again.
+        may_rejoin: whether it joins again if the others have gone on without it; set it only if
+            this replica has a single rank. There must be at most one fragment in flight at a time.
+        discarded: inner steps that were lost then, in proportion to the fragments that lost them.
         inner_steps: number of inner steps that this replica has taken itself; `step` is its
             place in the schedule, which is the same on all replicas at a launch.
         skipped: number of steps of the schedule that were skipped after the latest inner step.
@@ -117,9 +133,24 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.views: list[tuple[int, tuple[int, ...]]] = []
         self.weight_per_step, self.last_step = 1, math.inf
         self.joined: int | None = None
+        self.rejoined: list[int] = []
+        self.may_rejoin, self.discarded = False, 0.0
+        self._sent = -1  # the latest flight of which other members may have this replica's values
+        self._outer_found: Future[None] | None = None  # of a replica that joins again
+        # by fragment: the weights to which its unsent steps were added, and how many were before
+        self._bases: list[tuple[Tensor, int]] = []
+        self._others_step = 0
+        self._landed_steps = self._last_steps = 0  # own steps in the latest landing
+        self._donors_views: dict[int, tuple[int, ...]] = {}  # members by flight
         super().__init__(module, fragments, settings, membership, within)
         self._frozen_digests = self._frozen.digests()
         membership.transfer.serve(self.snapshot, self.messages)
+
+    @override
+    def _warm_up(self) -> None:
+        # a joiner fetches the state meanwhile
+        self._warming = threading.Thread(target=super()._warm_up, name="warm-up", daemon=True)
+        self._warming.start()
 
     # -- a fit
 
@@ -145,6 +176,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 if not self._take_snapshot(first):
                     continue  # that member is gone: begin again
                 self._take_outer(self.step)
+            self._warming.join()
             return False
         self._join_job()
         return True
@@ -152,7 +184,19 @@ class ElasticDiLoCo(StreamingDiLoCo):
     @override
     def after_step(self, stop: bool = False) -> bool:
         self.inner_steps += 1
-        stops, self.skipped = super().after_step(stop), 0
+        if self.is_rejoining:
+            self.step += 1
+            self.skipped = self._rejoin()
+            return False
+        try:
+            stops, self.skipped = super().after_step(stop), 0
+        except LeftBehindError:
+            steps_in_flight = self.settings.overlap_steps * len(self.fragments)
+            # the only fragment in flight is the one that the others have landed without this one
+            if not (self.may_rejoin and 0 < steps_in_flight < self.settings.sync_every):
+                raise
+            self._begin_to_rejoin()
+            stops, self.skipped = False, self._rejoin()
         while self._is_behind and not stops:
             stops = super().after_step(stop)
             self.skipped += 1
@@ -167,6 +211,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def finish(self, stop: bool = False) -> bool:
+        if self.is_rejoining:
+            self._rejoin(must=True)
         self._membership.end()
         return super().finish(stop)
 
@@ -227,6 +273,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                     continue
                 delivery = self._decoder(message, p)
                 break
+            self._sent = flight
             codec = self._codec(residual is None)
             exchange = cheaper_exchange(found, codec, *self._sizes(p), self._inline)
             arrived, error = None, None
@@ -274,6 +321,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         with self._outer_lock:
             super()._outer_step(p, mean)
             self.landed += 1
+        self._landed_steps = self.inner_steps - self._trained_since[p]
         self._trained_since[p] = self.inner_steps
 
     @override
@@ -319,7 +367,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """Return a copy of the outer state, with the number of flights that have landed in it."""
         with self._outer_lock:
             states = [fragment.state_dict() for fragment in self.fragments]
-            return copy.deepcopy({"landed": self.landed, "fragments": states})
+            views = self.views[-_LATEST_VIEWS:]
+            return copy.deepcopy({"landed": self.landed, "fragments": states, "views": views})
 
     def messages(self, first: int) -> list[dict[str, Any]]:
         """Return the messages of all completed flights from number `first` on.
@@ -369,6 +418,61 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     def _join_job(self) -> None:
         """Take a member's state, replay the landings since then, and launch with the others."""
+        self._find_outer()
+        self.joined = self.landed
+        self._launch_joined()
+
+    @property
+    def is_rejoining(self) -> bool:
+        """Whether this replica is no member, and will join again."""
+        return self._outer_found is not None
+
+    def _begin_to_rejoin(self) -> None:
+        self._bases = []
+        for p, fragment in enumerate(self.fragments):
+            base, since = fragment.global_copy.clone(), self._trained_since[p]
+            if p in self.flights and self._sent == self.launched - 1:
+                # some of the others may have these steps
+                self.discarded += (self.inner_steps - since) / len(self.fragments)
+                base, since = fragment.local_values(), self.inner_steps
+            self._bases.append((base, since))
+        self.flights.clear()
+        self._deliveries.clear()
+        self._thread.close()  # it would repeat its error
+        self._thread = Background(self._membership.ledger)
+        self._others_step = self._membership.others_step
+        self._last_steps = self._landed_steps  # replayed landings change it
+        executor = ThreadPoolExecutor(1, "rejoin")
+        self._outer_found = executor.submit(self._find_outer)
+        executor.shutdown(wait=False)
+
+    def _rejoin(self, must: bool = False) -> int:
+        """Join again if the view is open; return how many steps of the schedule this skips.
+
+        Wait for it if the others may not be further in the schedule, or if this replica `must`.
+        """
+        found, before = self._outer_found, self.step
+        assert found is not None
+        if not (must or found.done() or before >= self._others_step):
+            return 0
+        with self._membership.ledger.count_wait(TAG):
+            found.result()
+        self._outer_found = None
+        if self.views and self._donors_views.get(self.views[-1][0]) != self.views[-1][1]:
+            # only this replica has received everything before it was stopped
+            self.views.pop()
+            self.discarded += self._last_steps / len(self.fragments)
+        self.rejoined.append(self.landed)
+        unsent = []
+        for fragment, (base, since) in zip(self.fragments, self._bases, strict=True):
+            values = fragment.local_values()
+            fragment.subtract_from(base.to(values.device), values)
+            unsent.append((values, since))
+        self._launch_joined(unsent)
+        return self.step - before
+
+    def _find_outer(self) -> None:
+        """Take a member's outer state, and enter the view of the next flight."""
         membership, gone = self._membership, set[str]()
         while True:
             donor = membership.donor(gone)
@@ -376,6 +480,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 if not self._take_snapshot(donor):
                     gone.add(donor.replica)
                     continue
+                self._warming.join()
                 # the ranks of a replica may have received snapshots from different flights
                 there = self._replay(donor, max(membership.ranks.gather(self.landed)))
             while there and (later := membership.enter(self.landed)) is not None:
@@ -385,14 +490,28 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 break
             gone.add(donor.replica)
 
-        self.joined = self.launched = self.landed
+    def _launch_joined(self, unsent: Sequence[tuple[Tensor, int]] = ()) -> None:
+        """Take the outer weights and launch with the others.
+
+        Args:
+            unsent: by fragment, an outer gradient that was not sent, and the number of inner steps
+                before it.
+        """
+        self.launched = self.landed
         self._take_outer(self.launch_step(self.launched))
+        for p, (values, since) in enumerate(unsent):
+            fragment = self.fragments[p]
+            local = fragment.global_copy.clone()
+            numel = fragment.parameter_numel
+            local[:numel] -= values[:numel].to(local.device)
+            fragment.show(local)
+            self._trained_since[p] = since
         while self.launch_step(self.launched) == self.step:
             p = self.launched % len(self.fragments)
             self.launch(p, stop=False)
             if not self.settings.overlap_steps:
                 self.land(p)
-        self._enter(membership.view())
+        self._enter(self._membership.view())
 
     def launch_step(self, flight: int) -> int:
         """Return the inner step after which a flight is launched."""
@@ -417,6 +536,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 for fragment, state in zip(self.fragments, snapshot["fragments"], strict=True):
                     fragment.load_state_dict(state)
                 self.landed = self.launched = snapshot["landed"]
+                self._donors_views = dict(snapshot["views"])
 
         return self._try(fetch)
 
@@ -482,6 +602,12 @@ class ElasticDiLoCo(StreamingDiLoCo):
         counts = [self.schedule.launches_until(p, self.step) for p in range(len(self.fragments))]
         self.launched = self.landed = sum(counts)
         self._take_outer(self.step)
+
+    @override
+    def shown(self) -> Sequence[Tensor] | None:
+        if self._outer_found is not None:
+            self._outer_found.result()  # it changes the outer weights
+        return super().shown()
 
     @override
     def average_moved(self) -> None:

@@ -27,15 +27,16 @@ def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
     return by_default and not has_blocks(module)
 
 
-def default_outer_optimizer(replicas: int) -> partial[torch.optim.SGD]:
+def default_outer_optimizer(replicas: int, sync_every: int) -> partial[torch.optim.SGD]:
     """Return a factory for the default outer optimizer, SGD with Nesterov momentum 0.9.
 
-    The learning rate is the paper's 0.4 (arXiv:2501.18512, section 3) for up to three replicas and
-    0.8 for more. The best rate increases with the number of replicas (arXiv:2503.09799, Figure 7):
-    with four and eight, 0.8 ended 1.6 and 1.8 % below the loss with 0.4
+    The learning rate is the paper's 0.4 (arXiv:2501.18512, section 3), and 0.8 for four replicas or
+    more that exchange a fragment every 100 steps or less often. The best rate increases with the
+    number of replicas and with the steps between exchanges (arXiv:2503.09799, Figure 7). With four
+    and eight replicas, 0.8 ended below the loss with 0.4 at 100 steps, and above it at 30
     (`benchmarks/size_ladder/result.md`). The momentum is that of arXiv:2503.09799.
     """
-    lr = 0.4 if replicas < 4 else 0.8
+    lr = 0.8 if replicas >= 4 and sync_every >= 100 else 0.4
     return partial(torch.optim.SGD, lr=lr, momentum=0.9, nesterov=True)
 
 

@@ -148,7 +148,10 @@ class StreamingDiLoCo:
         self._mean: list[Tensor] | None = None  # mean of the local copies, until the next step
         self._enter(membership.view())
 
-        # make the first launch and landing as fast as later ones
+        self._warm_up()
+
+    def _warm_up(self) -> None:
+        """Make the first launch and landing as fast as later ones."""
         tensors = [tensor for f in self.fragments for tensor in (f.global_copy, *f.local)]
         for device in {self.view.channel.device, *(tensor.device for tensor in tensors)}:
             for codec in (self.codec, self._last_codec):
@@ -452,7 +455,8 @@ class StreamingDiLoCo:
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
         factory = self.settings.outer_optimizer
         if factory is None:
-            factory = default_outer_optimizer(self._membership.view().size)
+            replicas = self._membership.view().size
+            factory = default_outer_optimizer(replicas, self.settings.sync_every)
         device, feedback = self.settings.outer_device, self.codec.error_feedback > 0
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 

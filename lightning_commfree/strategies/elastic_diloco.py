@@ -172,7 +172,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         **kwargs: Any,
     ) -> None:
         # The number of replicas changes, but the outer optimizer must be the same on all of them.
-        kwargs["outer_optimizer"] = kwargs.get("outer_optimizer") or default_outer_optimizer(1)
+        default = default_outer_optimizer(replicas=1, sync_every=1)
+        kwargs["outer_optimizer"] = kwargs.get("outer_optimizer") or default
         super().__init__(**kwargs)
         self.rendezvous = _checked_url(rendezvous or os.environ.get(RENDEZVOUS))
         check_count("max_replicas", max_replicas, 1)
@@ -211,7 +212,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     @property
     def is_first(self) -> bool:
         """Whether this replica is the first member of the view, which validates and saves."""
-        return self._elastic.view.rank == 0
+        return self._elastic.view.rank == 0 and not self._elastic.is_rejoining
 
     @property
     def _elastic(self) -> ElasticDiLoCo:
@@ -285,6 +286,9 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             self.module, fragments, settings, membership, self.channels.within
         )
         diloco.follow_optimizers(self.optimizers)
+        # steps of the schedule are skipped then, so the fit must not end with an epoch
+        epochs = trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)
+        diloco.may_rejoin = self.world_size == 1 and not by_time and not epochs
         if isinstance(transfer, StateServer):
             transfer.report = self._report_progress
         return diloco

@@ -62,7 +62,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             "topk"; or your own codec; see `lightning_commfree.diloco.codec`.
         outer_optimizer: a factory that takes a list of fp32 parameters and returns a
             `torch.optim.Optimizer`. If None, SGD with Nesterov momentum 0.9 and a learning rate of
-            0.4 for up to three replicas, 0.8 for more; see
+            0.8 for four replicas or more and a `sync_every` of 100 or more, otherwise 0.4; see
             `lightning_commfree.diloco.default_outer_optimizer` for the sources. The factory may
             also return a tuple of an optimizer and a learning-rate scheduler, which is stepped
             whenever the fragment lands. With `start_method="spawn"`, it must be picklable: use

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.events import CUT, KILL, KILLS, LIGHTHOUSE, SLOW, STOP, TERM, Event, schedule
-from benchmarks.chaos.fit import unsent
+from benchmarks.chaos.fit import arrived
 from benchmarks.chaos.goodput import (
     Commits,
     Window,
     all_out,
     available_s,
     longest_standstill,
+    losses,
     outages,
     seconds_to,
     useful_steps,
@@ -22,7 +23,6 @@ from benchmarks.chaos.goodput import (
 from benchmarks.chaos.job import Outcome
 from benchmarks.chaos.page import Runs, body, draw, figures_of, opening
 from benchmarks.chaos.plan import DDP, OURS, Plan, Process, Row
-from lightning_commfree.diloco.schedule import Schedule
 
 
 def test_the_events_are_a_function_of_the_seed_and_in_proportion_to_the_run() -> None:
@@ -84,6 +84,15 @@ def test_a_replica_is_out_until_its_successor_is_ready_or_it_continues() -> None
     assert outages(LOGS, again, WINDOW)[1] == [Window(106.0, 111.0)]
 
 
+def test_losses_are_joins_pauses_and_steps_that_were_not_sent() -> None:
+    out = outages(LOGS, EVENTS, WINDOW)
+    found = losses(LOGS, out, WINDOW, {10, 12, 13}, rate=1.0)
+    assert found.joining_s == 113 - 111
+    assert found.unsent_s == 6 - 4
+    pauses = [6, 11, 6, 7, 8, 7.5]  # longer than 3 steps, by replica; the time of a step is none
+    assert found.still_s == pytest.approx(sum(pauses) - len(pauses))
+
+
 def test_the_page_says_which_criteria_are_met(tmp_path: Path) -> None:
     calm_logs = {r: [process(r, 95.0, (100.0, 0, 0), (120.0, 20, 10))] for r in range(3)}
     calm = Outcome(WINDOW, [], [], calm_logs, {0, 1, 2}, tmp_path)
@@ -105,7 +114,9 @@ def test_the_page_says_which_criteria_are_met(tmp_path: Path) -> None:
     assert page.count("| met |") == 1
     assert "torchft has no figures: it did not train" in page
     plan = Plan("", {}, 0.1, 20, 40, 2.0, "", [], 0.0)
-    assert "1.0 s  SIGKILL" in body(runs, plan, "100mbit", 1, 5.0, schedule(1, 20.0))
+    text = body(runs, plan, "100mbit", 1, 5.0, schedule(1, 20.0))
+    assert "1.0 s  SIGKILL" in text
+    assert sum(f"Where {OURS} loses 8.0 of 51 available" in line for line in text) == 1
     draw(runs, found, tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
 
@@ -120,14 +131,18 @@ def test_the_seconds_to_a_loss_are_interpolated_between_moving_means() -> None:
 
 
 def test_of_a_killed_process_the_launches_that_have_landed_survive() -> None:
-    schedule = Schedule(sync_every=20, num_fragments=2, overlap_steps=1)
-    # fragment 0 launches at 20, 40, ..., fragment 1 at 30, 50, ...
-    assert unsent(schedule, first=0, step=19) == 19
-    assert unsent(schedule, first=0, step=20) == 20, "in flight"
-    assert unsent(schedule, first=0, step=21) == (1 + 21) / 2
-    assert unsent(schedule, first=0, step=20, overlap_steps=0) == (0 + 20) / 2, "drained"
-    assert unsent(schedule, first=0, step=55) == (15 + 5) / 2
-    assert unsent(schedule, first=50, step=55) == 5, "a joiner's own steps only"
+    launches = [[20, 40], [30, 50]]  # by fragment
+    assert arrived(range(1, 20), launches, until=18) == 0
+    assert arrived(range(1, 21), launches, until=19) == 0, "in flight"
+    assert arrived(range(1, 22), launches, until=20) == (20 + 0) / 2
+    assert arrived(range(1, 21), launches, until=20) == (20 + 0) / 2, "drained"
+    assert arrived(range(1, 56), launches, until=54) == (40 + 50) / 2
+    assert arrived(range(51, 56), [[], [50]], until=54) == 0, "a joiner's own steps only"
+
+
+def test_of_a_process_that_came_back_the_launches_in_which_it_took_part_count() -> None:
+    positions = [*range(1, 33), *range(50, 53)]  # it skipped the launches after steps 30 and 40
+    assert arrived(positions, [[20], [50]], until=51) == (20 + 33) / 2
 
 
 def test_steps_that_a_failed_commit_discards_are_not_useful() -> None:

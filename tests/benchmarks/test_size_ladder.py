@@ -280,7 +280,7 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     radial = "outer_lr 0.4, radial True, M = "
     assert f"{radial}4: -0.98 % (standard error 0.00): wins; {radial}8" in page
     # at the rate that is best for the paper's outer step, a rung too high for this one
-    assert "| 0.8 | 0.9 | 0.5 | 0 | False | 20 | 4 | +2.45 ± 0.00 % | +2.45 ± 0.00 % |" in page
+    assert "| 0.8 | 0.9 | 0.5 | 0 | False | 20 | 100 | 4 | +2.45 ± 0.00 % |" in page
     few = "\n".join(page_lines(filled(tmp_path / "few.jsonl", ("0.04M",), 31), "r.png"))
     assert "+1.99 ± 0.00 % at 0.04M (7 cycles of H; 2 of 6 runs, no verdict) from DDP." in few
     assert "Target" not in few.split("## Provenance")[0]

@@ -57,6 +57,16 @@ def test_a_member_without_a_heartbeat_breaks_the_exchange() -> None:
     assert 0.4 <= time.monotonic() - start < 3.0
 
 
+def test_the_next_read_is_due_when_the_oldest_heartbeat_is_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(member_watch, "_READ_EVERY_S", 2.0)
+    rendezvous, start = Rendezvous(a=0.0, b=2.8), time.monotonic()
+    with pytest.raises(RuntimeError, match="b .5 s"):
+        wait(rendezvous, Transfer(20.0))
+    assert 2.0 <= time.monotonic() - start < 3.5
+
+
 @pytest.mark.parametrize("known", ["away", "restarted", "alive"])
 def test_without_a_silent_member_it_goes_on(known: str) -> None:
     """A replica outside of the view may be as silent as it likes."""

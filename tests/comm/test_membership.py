@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_commfree.comm.membership import (
+    DEAD,
     ENDING,
     FINISHED,
     JOINING,
@@ -120,6 +121,23 @@ def test_half_of_a_view_waits_after_a_restart_of_the_rendezvous() -> None:
 def test_a_member_that_leaves_is_left_out_and_counts_as_present() -> None:
     leaving = [m._replace(status=LEAVING) for m in (B, C)]
     assert slots(decided(A, *leaving, number=1)) == {"a": 0}
+
+
+def test_a_member_whose_process_has_ended_is_left_out_and_does_not_count() -> None:
+    dead = [m._replace(status=DEAD) for m in (B, C)]
+    decision = decided(A, B, dead[1])
+    assert slots(decision) == {"a": 0, "b": 1}
+    assert [m.replica for m in decision.established] == ["a", "b"]
+    assert decided(A, *dead).restarted, "two of three might continue elsewhere"
+
+
+def test_who_comes_back_gets_its_own_slot_or_stays_out() -> None:
+    back = joiner("e", 5)._replace(slot=3)
+    decision = decided(A, C, joiner("d", 5), back, number=8)
+    assert slots(decision) == {"a": 0, "d": 1, "c": 2, "e": 3}
+    decision = decided(A, C, joiner("d", 5), back._replace(slot=1), number=8)
+    assert slots(decision) == {"a": 0, "e": 1, "c": 2, "d": 3}
+    assert slots(decided(A, C, back._replace(slot=2), number=8)) == {"a": 0, "c": 2}
 
 
 def test_nobody_joins_a_job_that_is_ending() -> None:

@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.membership import (
+    DEAD,
     JOINING,
     ElasticMembership,
     Limits,
@@ -47,20 +48,25 @@ class RendezvousServer:
     Args:
         folder: for its socket.
         founders: how many must ask for the first quorum.
+        notices: whether it sees that a process has ended; otherwise, when another replica says so.
     """
 
-    def __init__(self, folder: Path, founders: int) -> None:
+    def __init__(self, folder: Path, founders: int, notices: bool = True) -> None:
         self.address = str(folder / "rendezvous")
         ready = _FORK.Event()
-        self.process = _FORK.Process(target=_serve, args=(self.address, founders, ready))
+        self.process = _FORK.Process(target=_serve, args=(self.address, founders, notices, ready))
         self.process.daemon = True
         self.process.start()
         assert ready.wait(10)
 
-    def lose(self, replica: str) -> None:
-        """Take a replica for dead, as a lighthouse does when its heartbeat expires."""
+    def lose(self, begin: str) -> None:
+        """Take a replica for dead, as a lighthouse does when its heartbeat expires.
+
+        Args:
+            begin: of its name.
+        """
         with Client(self.address) as client:
-            client.send(("lose", replica))
+            client.send(("lose", begin))
 
     def restart(self) -> None:
         """Forget everything, like a lighthouse that is killed and started again."""
@@ -73,14 +79,15 @@ class RendezvousServer:
 
 
 class _Server:
-    def __init__(self, address: str, founders: int) -> None:
+    def __init__(self, address: str, founders: int, notices: bool) -> None:
+        self.notices, self.unnoticed, self.reported = notices, set[str](), set[str]()
         self.listener = Listener(address, backlog=64)
         self.raw: Any = self.listener._listener._socket  # type: ignore[attr-defined]
         self.founders, self.number = founders, 0
         self.beats: dict[Any, str] = {}  # replica by connection
         self.asked: dict[str, tuple[Member, list[Any]]] = {}
         self.last: set[str] = set()
-        self.lost: set[str] = set()
+        self.lost: dict[str, Any] = {}  # connections, by replica
         self.fresh: list[Any] = []  # connections of which nothing is known yet
 
     def serve(self) -> None:
@@ -96,7 +103,11 @@ class _Server:
         try:
             kind, value = connection.recv()
         except (EOFError, OSError):
-            self.forget(self.beats.pop(connection, None))
+            replica = self.beats.pop(connection, None)
+            if self.notices:
+                self.forget(replica)
+            elif replica is not None and replica not in self.reported:
+                self.unnoticed.add(replica)
             with suppress(ValueError):
                 self.fresh.remove(connection)
             return
@@ -110,10 +121,12 @@ class _Server:
         if replica not in self.beats.values():
             self.asked.pop(str(replica), None)
 
-    def lose(self, _: Any, replica: str) -> None:
-        self.lost.add(replica)
-        self.beats = {c: name for c, name in self.beats.items() if name != replica}
-        self.forget(replica)
+    def lose(self, _: Any, begin: str) -> None:
+        found = {name: c for c, name in self.beats.items() if name.startswith(begin)}
+        self.lost |= found
+        for name, connection in found.items():
+            del self.beats[connection]
+            self.forget(name)
 
     def restart(self, _: Any, __: Any) -> None:
         for _, connections in self.asked.values():
@@ -125,11 +138,16 @@ class _Server:
         connection.send(dict.fromkeys(self.lost, 99.0))
 
     def ask(self, connection: Any, member: Member) -> None:
+        if member.replica in self.lost:  # it beats again
+            self.beats[self.lost.pop(member.replica)] = member.replica
+        if member.status == DEAD:
+            self.reported.add(member.replica)
+            self.unnoticed.discard(member.replica)
         waiting = self.asked[member.replica][1] if member.replica in self.asked else []
         self.asked[member.replica] = member, [*waiting, connection]
 
     def answer(self) -> None:
-        waited_for = self.last & set(self.beats.values())
+        waited_for = self.last & {*self.beats.values(), *self.unnoticed}
         if not waited_for <= self.asked.keys() or len(self.asked) < max(self.founders, 1):
             return
         self.founders = 1
@@ -144,8 +162,8 @@ class _Server:
         self.asked = {}
 
 
-def _serve(address: str, founders: int, ready: Any) -> None:
-    server = _Server(address, founders)
+def _serve(address: str, founders: int, notices: bool, ready: Any) -> None:
+    server = _Server(address, founders, notices)
     ready.set()
     server.serve()
 
@@ -255,6 +273,7 @@ class Job:
     weights: tuple[int, ...] = (1,) * 8  # of an inner step, by slot
     pace: tuple[int, ...] = (1,) * 8  # times `step_s`, by slot
     by_time: bool = False
+    may_rejoin: bool = False
     before_step: Callable[[ElasticDiLoCo, int], None] = lambda diloco, step: None
 
 
@@ -262,6 +281,8 @@ class Job:
 class Result:
     slot: int = -1
     joined: int | None = None  # its first flight
+    rejoined: list[int] = field(default_factory=list)  # flights
+    discarded: float = 0.0
     inner_steps: int = 0
     state: State = field(default_factory=dict)
     views: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -303,7 +324,7 @@ def replica(job: Job, address: str, name: str, folder: Path, *delays_s: float) -
         result.joined = diloco.joined
         slot = result.slot = membership.record.slot
         diloco.weight_per_step = job.weights[slot]
-        diloco.last_step = job.steps
+        diloco.last_step, diloco.may_rejoin = job.steps, job.may_rejoin
         optimizer, taken = ADAMW(module.parameters()), folder / f"steps_{name}"
         while diloco.step < job.steps:
             step = diloco.step + 1
@@ -322,6 +343,7 @@ def replica(job: Job, address: str, name: str, folder: Path, *delays_s: float) -
         result.error = f"{type(error).__name__}: {error}"
     diloco.close()
     result.views, result.inner_steps = diloco.views, diloco.inner_steps
+    result.rejoined, result.discarded = diloco.rejoined, diloco.discarded
     result.bytes_sent = ledger.bytes_sent
     return result
 
@@ -335,12 +357,23 @@ def _play(job: Job, address: str, name: str, folder: Path, *delays_s: float) -> 
     os._exit(0)  # a gloo group that lost a member may take its whole timeout to come down
 
 
+def wait_stopped(process: Any) -> None:
+    """Wait until a process has received SIGSTOP."""
+    stat = Path(f"/proc/{process.pid}/stat")
+    end_s = time.monotonic() + 30
+    while stat.read_text().split()[2] != "T":
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
 class Replicas:
     """The processes of a job."""
 
-    def __init__(self, job: Job, folder: Path, founders: Sequence[str]) -> None:
+    def __init__(
+        self, job: Job, folder: Path, founders: Sequence[str], notices: bool = True
+    ) -> None:
         self.job, self.folder = job, folder
-        self.server = RendezvousServer(folder, len(founders))
+        self.server = RendezvousServer(folder, len(founders), notices)
         self.processes: dict[str, Any] = {}
         for name in founders:
             self.start(name)
@@ -400,6 +433,10 @@ class At:
         if due and not self.is_done:
             self.is_done = True
             self.act(diloco)
+
+
+def stop(diloco: ElasticDiLoCo) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def killing(slot: int, step: int) -> At:

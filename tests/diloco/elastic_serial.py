@@ -21,17 +21,20 @@ class Replica:
     since: list[int]  # by fragment, the inner steps until the last landing
     taken: int = 0  # inner steps
     residuals: dict[int, Tensor] = field(default_factory=dict)  # by fragment
+    outer: dict[int, list[Tensor]] = field(default_factory=dict)  # by fragment, as it last landed
     in_flight: dict[int, tuple[int, list[Tensor]]] = field(default_factory=dict)  # by fragment
 
 
 @dataclass
 class Log:
-    """What decides a run: the slots in every flight, the flights at which slots joined, and by time
-    the steps of the schedule that a slot has trained; None: all."""
+    """What decides a run: the slots in every flight, the flights at which slots joined, or joined
+    again after the others had gone on without them, and the steps of the schedule that a slot has
+    trained; None: all."""
 
     views: Mapping[int, Sequence[int]]
     joins: Mapping[int, Sequence[int]] = field(default_factory=dict)  # slot: flights
     taken: Mapping[int, set[int]] | None = None  # slot: steps
+    rejoins: Mapping[int, Sequence[int]] = field(default_factory=dict)  # slot: flights
 
 
 @dataclass
@@ -59,6 +62,7 @@ class ElasticTwin:
         ]
         self.optimizers = [self.make_outer(outer) for outer in self.outer]
         self.replicas: dict[int, Replica] = {}
+        self.away: dict[int, Replica] = {}  # will join again
         self.flight = 0
 
     def play(self, log: Log, steps: int) -> dict[int, nn.Module]:
@@ -66,7 +70,7 @@ class ElasticTwin:
         for slot in log.views[0]:
             self.add(slot)
         for step in range(1, steps + 1):
-            for slot, replica in self.replicas.items():
+            for slot, replica in [*self.replicas.items(), *self.away.items()]:
                 if log.taken is None or step in log.taken[slot]:
                     self.inner_step(replica, slot, step)
             for p in range(len(self.fragments)):
@@ -93,7 +97,17 @@ class ElasticTwin:
         for outer, names in zip(self.outer, self.fragments, strict=True):
             put(module, names, outer)
         inner = self.make_inner(list(module.parameters()))
-        self.replicas[slot] = Replica(module, inner, [0] * len(self.fragments))
+        outer = {p: [one.detach().clone() for one in outer] for p, outer in enumerate(self.outer)}
+        self.replicas[slot] = Replica(module, inner, [0] * len(self.fragments), outer=outer)
+
+    @torch.no_grad()
+    def take_back(self, slot: int) -> None:
+        replica = self.replicas[slot] = self.away.pop(slot)
+        for p, names in enumerate(self.fragments):
+            local = [replica.module.get_parameter(name) for name in names]
+            unsent = joined(replica.outer[p]) - joined(local)
+            put(replica.module, names, self.split(p, joined(self.outer[p]) - unsent))
+        replica.residuals.clear()
 
     def inner_step(self, replica: Replica, slot: int, step: int) -> None:
         self.train(replica.module, slot, step)
@@ -109,13 +123,23 @@ class ElasticTwin:
         for slot in log.views[flight]:
             self.replicas[slot].in_flight[p] = step + self.overlap_steps, landed
 
-    def mean(self, log: Log, p: int) -> Tensor:
-        """Return the mean over the members of the next flight."""
+    def enter_view(self, log: Log) -> Sequence[int]:
+        """Take in those that join, and leave out those that do not take part in the next flight."""
         members = log.views[self.flight]
         for slot in members:
             if self.flight in log.joins.get(slot, ()):
                 self.add(slot)
+            if self.flight in log.rejoins.get(slot, ()):
+                self.take_back(slot)
+        for slot, replica in self.replicas.items():
+            if slot not in members and any(j > self.flight for j in log.rejoins.get(slot, ())):
+                self.away[slot] = replica
         self.replicas = {slot: self.replicas[slot] for slot in sorted(members)}
+        return members
+
+    def mean(self, log: Log, p: int) -> Tensor:
+        """Return the mean over the members of the next flight."""
+        members = self.enter_view(log)
         rows, weights = [], []
         for slot, replica in self.replicas.items():
             rows.append(self.delta(p, replica))
@@ -156,7 +180,7 @@ class ElasticTwin:
         for name, outer in zip(self.fragments[p], outers, strict=True):
             local = replica.module.get_parameter(name)
             local.copy_(torch.lerp(local, outer, 1.0 - self.mix))
-        replica.since[p] = replica.taken
+        replica.since[p], replica.outer[p] = replica.taken, outers
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:

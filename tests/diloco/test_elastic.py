@@ -41,7 +41,9 @@ from tests.diloco.elastic_job import (
     leave,
     lose_a_result,
     settings_of,
+    stop,
     train,
+    wait_stopped,
 )
 from tests.diloco.elastic_serial import ElasticTwin, Log
 from tests.diloco.training import ADAMW, State, state_of
@@ -76,12 +78,13 @@ def log_of(results: dict[str, Result]) -> Log:
     """Merge what the replicas report; they must never have been in two views of one flight."""
     views: dict[int, Sequence[int]] = {}
     joins: dict[int, list[int]] = {}
+    rejoins = {result.slot: result.rejoined for result in results.values() if result.rejoined}
     for result in results.values():
         for flight, members in result.views:
             assert views.setdefault(flight, members) == members, f"two views of flight {flight}"
         if result.joined is not None:
             joins.setdefault(result.slot, []).append(result.joined)
-    return Log(views, joins)
+    return Log(views, joins, rejoins=rejoins)
 
 
 def play_twin(job: Job, log: Log) -> dict[int, State]:
@@ -228,6 +231,19 @@ def test_survivors_of_a_kill_at_any_phase_equal_the_twin(end: Any, tmp_path: Pat
     assert max(results["a"].waits_s) < 3
 
 
+@pytest.mark.parametrize("end", [die_before_asking, partial(die_in_message, name="all_to_all")])
+def test_survivors_ask_in_the_place_of_a_member_whose_process_has_ended(
+    end: Any, tmp_path: Path
+) -> None:
+    """The rendezvous would wait for its heartbeat."""
+    job = Job(24, {**CHANGES, "wire_dtype": "int8"}, LARGE, before_step=At(2, 14, end))
+    results = Replicas(job, tmp_path, "abc", notices=False).results()
+    assert results.keys() == {"a", "b"}
+    log = assert_equal_the_twin(job, results)
+    assert log.views[0] == (0, 1, 2)
+    assert log.views[max(log.views)] == (0, 1)
+
+
 def test_survivors_of_a_kill_while_a_view_connects_equal_the_twin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +327,34 @@ def test_a_replica_that_was_stopped_learns_that_the_others_went_on(tmp_path: Pat
     results = replicas.results()
     assert "The other replicas continued without this one" in results.pop("b").error
     assert_equal_the_twin(job, results)
+
+
+@pytest.mark.parametrize(
+    ("wire", "make_module", "changes"),
+    [
+        ("fp4", LARGE, {"overlap_steps": 1}),
+        ("int2", SMALL, {"overlap_steps": 2}),  # with error feedback
+    ],
+)
+def test_a_replica_that_was_stopped_joins_again_with_its_steps_and_its_optimizer(
+    wire: str, make_module: Any, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {**CHANGES, "wire_dtype": wire, **changes}
+    act = At(1, 18, stop)  # nothing is in flight then
+    job = Job(200, changes, make_module, step_s=0.02, may_rejoin=True, before_step=act)
+    replicas = Replicas(job, tmp_path, "abc")
+    wait_stopped(replicas.processes["b"])
+    replicas.server.lose("b")
+    time.sleep(1.0)
+    os.kill(replicas.processes["b"].pid, signal.SIGCONT)
+    results = replicas.results()
+    b = results["b"]
+    assert (b.joined, len(b.rejoined), b.error) == (None, 1, "")
+    assert b.inner_steps < results["a"].inner_steps == 200
+    assert not b.discarded
+    log = assert_equal_the_twin(job, results, replicas.taken())
+    assert {len(members) for members in log.views.values()} == {2, 3}
+    assert max(results["a"].waits_s) < 3
 
 
 def test_members_of_a_restarted_rendezvous_do_not_split(tmp_path: Path) -> None:

@@ -118,12 +118,15 @@ def test_facts_hold_every_setting_that_two_ranks_can_compare() -> None:
         assert {key for key in fingerprint if fingerprint[key] != other[key]} == {name}
 
 
-@pytest.mark.parametrize(("replicas", "lr"), [(1, 0.4), (2, 0.4), (3, 0.4), (4, 0.8), (8, 0.8)])
-def test_the_default_outer_optimizer_depends_on_the_number_of_replicas(
-    replicas: int, lr: float
+@pytest.mark.parametrize(
+    ("replicas", "sync_every", "lr"),
+    [(1, 100, 0.4), (2, 500, 0.4), (3, 100, 0.4), (4, 99, 0.4), (4, 100, 0.8), (8, 500, 0.8)],
+)
+def test_the_default_outer_optimizer_depends_on_the_replicas_and_steps(
+    replicas: int, sync_every: int, lr: float
 ) -> None:
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-    optimizer = default_outer_optimizer(replicas)(parameters)
+    optimizer = default_outer_optimizer(replicas, sync_every)(parameters)
     assert isinstance(optimizer, torch.optim.SGD)
     (group,) = optimizer.param_groups
     assert group["params"] == parameters

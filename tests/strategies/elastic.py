@@ -94,6 +94,7 @@ class Fit:
     error: str = ""
     slot: int = -1
     joined: int | None = None
+    rejoined: list[int] = field(default_factory=list)
     state: State = field(default_factory=dict)
     seen: list[tuple[int, list[int]]] = field(default_factory=list)
     validations: int = 0
@@ -125,6 +126,7 @@ def fit(
         def on_train_end(self, *_: Any) -> None:
             if strategy._diloco is not None:
                 found.joined = strategy._elastic.joined
+                found.rejoined = strategy._elastic.rejoined
                 found.inner_steps = strategy._elastic.inner_steps
                 found.views = strategy._elastic.views
 

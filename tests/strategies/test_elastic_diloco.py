@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.utils.data import DistributedSampler
 from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.lighthouse import serve_lighthouse
 from lightning_commfree.host import ModelCheckpoint, StrategyRegistry, pl
+from tests.diloco.elastic_job import wait_stopped
 from tests.diloco.training import State
 from tests.strategies.elastic import (
     FORK,
@@ -143,6 +146,36 @@ def test_sigterm_drains_a_replica_and_the_others_go_on(tmp_path: Path) -> None:
     views = dict(found["a"].views)
     assert views[4] == (0, 1, 2)
     assert views[5] == (0, 2)
+
+
+def test_a_replica_that_was_stopped_joins_again_in_the_same_process(tmp_path: Path) -> None:
+    server = RendezvousServer(tmp_path, 3)
+
+    def play(name: str) -> Fit:
+        strategy = Scripted(server.address, tmp_path, name, **SETTINGS)
+        pace = Pace(0.02, 20 if name == "b" else None, signal.SIGSTOP)  # nothing is in flight
+        return fit(strategy, pace, max_steps=400)
+
+    fits = Fits(play, tmp_path)
+    for name in "abc":
+        fits.start(name)
+    stopped = fits.processes["b"]
+    wait_stopped(stopped)
+    server.lose(f"{socket.gethostname()}-{stopped.pid}-")
+    time.sleep(2.5)
+    os.kill(stopped.pid, signal.SIGCONT)
+    found = fits.results()
+    server.close()
+    assert found.keys() == {"a", "b", "c"}
+    assert_equal(found)
+    back = found["b"]
+    assert (back.joined, len(back.rejoined)) == (None, 1)
+    assert back.steps == found["a"].steps == found["a"].inner_steps == 400
+    assert back.inner_steps < 400
+    assert len({one.lr for one in found.values()}) == 1, "its schedule is at its step"
+    rows = [row for _, rows in back.seen for row in rows]
+    expected = [row for step in range(back.inner_steps) for row in rows_of(back.slot, step)]
+    assert rows == expected, "its data have no gap"
 
 
 def test_by_time_a_slow_replica_skips_steps_and_nobody_waits_for_it(tmp_path: Path) -> None:

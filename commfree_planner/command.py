@@ -77,7 +77,7 @@ def _count(text: str) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number: write 124e6") from None
     if not math.isfinite(number) or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer")
     return int(number)
 
 

@@ -80,7 +80,7 @@ class Training:
         for name in ("num_replicas", "sync_every"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)}` must be at least 1. Pass a whole number."
+                    f"`{name}={getattr(self, name)}` must be at least 1. Pass an integer."
                 )
         if not 0 <= self.overlap_steps < self.sync_every:
             raise ValueError(
@@ -192,7 +192,7 @@ class Training:
                 continue
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise TypeError(
-                    f"`{_OPTION_NAMES.get(name, name)}={value!r}` must be a"
-                    f" {'whole ' if name in whole else ''}number, but it is a"
+                    f"`{_OPTION_NAMES.get(name, name)}={value!r}` must be"
+                    f" {'an integer' if name in whole else 'a number'}, but it is a"
                     f" {type(value).__name__}."
                 )

@@ -38,8 +38,8 @@ def choose(environment: Mapping[str, str]) -> str:
         if name not in _MODULES:
             raise ValueError(
                 f"The environment variable {VARIABLE} is set to {name!r}, which is not recognized."
-                f" Set it to {' or '.join(map(repr, _MODULES))}, whichever package you import"
-                " Trainer from."
+                f" Set it to {' or '.join(map(repr, _MODULES))}, to match the package that you"
+                " import `Trainer` from."
             )
         return name
     # take the one imported first: a library built on one may import the other for an integration

@@ -145,7 +145,7 @@ RELOAD = Feature(
     ("fit_loop._last_train_dl_reload_epoch",),
 )
 METRICS = Feature(
-    "the message, on a resume in the middle of an epoch, that its metrics are not restored",
+    "the message that metrics are not restored after a resume in the middle of an epoch",
     ("fit_loop.epoch_loop._results",),
 )
 COMPILED = Feature(
@@ -183,9 +183,8 @@ def probe(trainer: pl.Trainer) -> None:
     if missing:
         lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in missing.items())
         rank_zero_warn(
-            "lightning_commfree does not support some internals of Lightning"
-            f" {version(HOST)}. Disabled for this fit: {lost}. A later version of"
-            " lightning_commfree may support them."
+            f"lightning_commfree is not fully compatible with Lightning {version(HOST)}. Disabled"
+            f" for this fit: {lost}. A later version of lightning_commfree may support them."
         )
 
 
@@ -503,7 +502,8 @@ def set_ddp_group(strategy: Any, group: Any | None) -> None:
     except AttributeError as error:
         if group is not None:
             raise RuntimeError(
-                f"This version of Lightning does not support {GROUPS.lost}."
+                f"lightning_commfree does not support {GROUPS.lost} with Lightning {version(HOST)}."
+                " Use another version of Lightning."
             ) from error
 
 

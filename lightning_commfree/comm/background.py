@@ -247,5 +247,5 @@ class DeviceWork:
         end_s = time.monotonic() + timeout.total_seconds()
         while not self.is_completed():
             if time.monotonic() > end_s:
-                raise RuntimeError("The device is still computing.")
+                raise RuntimeError(f"Timed out waiting for the computation on {self._device}.")
             time.sleep(_POLL_S)

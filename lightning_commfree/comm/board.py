@@ -47,7 +47,7 @@ def read_board(url: str, timeout_s: float = 5.0) -> Board:
     number = _NUMBER.search(page)
     if number is None:
         raise ConnectionError(
-            f"A server answers at {url}, but it is not a torchft 0.2 lighthouse. Check the port."
+            f"The server at {url} is not a torchft 0.2 lighthouse. Check the port."
         )
     reason, heartbeats = _REASON.search(page), _HEARTBEAT.findall(page)
     return Board(
@@ -80,6 +80,6 @@ def get_text(url: str, path: str, timeout_s: float) -> str:
             connection.close()
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConnectionError(
-            f"No server answers at {url} ({error}). Check that one is running there, that the"
-            " address and port are right, and that no firewall blocks the connection."
+            f"No server is responding at {url} ({error}). Check that one is running there, that the"
+            " address and port are correct, and that no firewall is blocking the connection."
         ) from error

@@ -64,7 +64,7 @@ def load_loops(module: str, what: str) -> ModuleType | None:
             how = "pip install 'lightning-commfree[numba]'"
             _log.info("numba is not installed (%s): %s.", how, slower)
         else:  # an unsupported numpy, a library that cannot be loaded, a damaged cache
-            text = "numba cannot be used (%s: %s): %s. If its cache in %s is damaged, delete it."
+            text = "numba cannot be used (%s: %s): %s. If its cache in %s is corrupted, delete it."
             folder = Path(__file__).parents[1].joinpath(*module.split(".")[1:-1], "__pycache__")
             _log.warning(text, type(error).__name__, error, slower, folder)
         return None

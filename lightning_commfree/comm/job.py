@@ -69,8 +69,9 @@ def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size")
     if replica_size < 1 or world_size % replica_size:
         divisors = [k for k in range(1, world_size + 1) if world_size % k == 0]
         raise ValueError(
-            f"`{name}={replica_size}` does not divide the {world_size} ranks of this job."
-            f" Every group must have the same number of ranks. Choose one of {divisors}."
+            f"The number of ranks in this job ({world_size}) is not divisible by"
+            f" `{name}={replica_size}`. Every group must have the same number of ranks. Choose one"
+            f" of {divisors}."
         )
     return Mesh(axes=(REPLICA, DATA), sizes=(world_size // replica_size, replica_size))
 

@@ -142,17 +142,17 @@ class LighthouseRendezvous:
                 now = time.monotonic()
                 if now - start_s >= self.timeout_s:
                     raise RuntimeError(
-                        f"The lighthouse at {self.url} formed no quorum in {self.timeout_s:g} s:"
-                        " another replica is alive but has not requested a quorum, or fewer"
-                        " replicas than the lighthouse's `--min-replicas` are running."
-                        f" `commfree-lighthouse status {self.url}` lists them."
+                        f"The lighthouse at {self.url} did not form a quorum within"
+                        f" {self.timeout_s:g} s: either another replica is alive but has not"
+                        " requested one, or fewer than `--min-replicas` replicas are running. Run"
+                        f" `commfree-lighthouse status {self.url}` to list them."
                     ) from error
                 if now - asked_s > _WAITED_S:
                     failing_s, self._was_there = now, True  # it was reachable until just now
                 patience_s = self.timeout_s if self._was_there else _FIRST_CONTACT_S
                 if now - failing_s >= patience_s:
                     raise RuntimeError(
-                        f"No lighthouse answers at {self.url} ({error}). Start one there with"
+                        f"No lighthouse is responding at {self.url} ({error}). Start one there with"
                         " `commfree-lighthouse --bind ADDRESS`, or correct `rendezvous`."
                     ) from error
                 self._closed.wait(_RETRY_S)
@@ -217,7 +217,7 @@ def serve_lighthouse(
     except RuntimeError as error:
         raise OSError(
             f"Cannot listen on {host}:{port} ({error}). Choose another `--port`, or set `--bind` to"
-            " an address of this machine; `ip address` lists them."
+            " one of this machine's addresses (run `ip address` to list them)."
         ) from error
 
 
@@ -253,8 +253,8 @@ def _quorum(found: Any) -> Quorum:
             members.append(_member(participant.replica_id, participant.data))
         except (KeyError, TypeError, ValueError):
             log.warning(
-                "Another program takes part in quorums at this lighthouse, as '%s'. It is ignored;"
-                " give it its own lighthouse.",
+                "Another program is using this lighthouse for its own quorums (as '%s'). It will be"
+                " ignored; run a separate lighthouse for it.",
                 participant.replica_id,
             )
     return Quorum(int(found.quorum_id), tuple(members))

@@ -198,8 +198,8 @@ class PeerMonitor:
             if ignore_silent_machines and (host is None or host.host != self._host):
                 return {}
             return {
-                _STORE_RANK: f"is gone (the job's key-value store at {self._address()} does not"
-                " answer: the process was killed or is hung)"
+                _STORE_RANK: f"is gone (the job's key-value store at {self._address()} is not"
+                " responding: the process was killed or is hung)"
             }
         awake = {statuses[r].host for r, s in silent_s.items() if s < _READ_ALL_S} | {self._host}
         return {

@@ -751,7 +751,7 @@ class ElasticMembership:
             m.slot == mine.slot and m.replica != mine.replica for m in decision.established
         ):
             raise RuntimeError(
-                f"{_CONTINUED} Another one has taken its slot. Restart it, and it will join again."
+                f"{_CONTINUED} Another replica has taken its slot. Restart this one to join again."
             )
         full = len(decision.members) == self.limits.max_replicas
         if (

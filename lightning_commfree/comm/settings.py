@@ -24,8 +24,8 @@ def check_count(name: str, value: object, least: int, meaning: str = "") -> None
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(
-            f"`{name}={value!r}` must be a whole number, but it is a {type(value).__name__}. Pass"
-            " an int."
+            f"`{name}={value!r}` must be an integer, but it is a {type(value).__name__}. Pass an"
+            " int."
         )
     if value < least:
         raise ValueError(f"`{name}={value}` must be at least {least}{meaning}.")

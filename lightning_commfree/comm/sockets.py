@@ -79,8 +79,8 @@ def choose_interface(main_address: str) -> str | None:
     if len(others) == 1:
         return others[0]
     raise ValueError(
-        f"Cannot choose the network interface of host {socket.gethostname()}: neither its own name"
-        f" nor the route to {main_address!r} identifies one. Its interfaces are:"
+        f"Cannot determine which network interface to use on host {socket.gethostname()}: neither"
+        f" its hostname nor the route to {main_address!r} identifies one. Its interfaces are:"
         f" {', '.join(others) or 'none with an IPv4 address'}. On every host, set {VARIABLE} to the"
         " interface that connects to the others."
     )
@@ -98,8 +98,8 @@ def own_address(towards: str) -> str:
     address = interface_address(name) if name else _local_address_for(towards)
     if address is None:
         raise ValueError(
-            f"The interface {name!r} (`{VARIABLE}`) has no IPv4 address; `ip address` lists those"
-            " that do."
+            f"The interface {name!r} (`{VARIABLE}`) has no IPv4 address; run `ip address` to list"
+            " those that do."
             if name
             else f"This machine has no route to {towards!r}: check the name or address."
         )
@@ -112,7 +112,7 @@ def connection_error(error: Exception) -> str:
         f"The ranks cannot connect to each other ({str(error).strip()}). On this host gloo listens"
         f" on {os.environ.get(VARIABLE) or 'the address of the host name'}, which may be the wrong"
         f" interface or blocked by a firewall. On every host, set {VARIABLE} to the interface that"
-        " connects to the others; `ip address` lists them."
+        " connects to the others; run `ip address` to list them."
     )
 
 

@@ -220,7 +220,8 @@ class StateServer:
                 if refused or now - progress_s > self._patience_s:
                     raise ConnectionError(
                         f"The state server at {public_address(address)} is not responding"
-                        f" ({error}): its replica has exited, or a firewall blocks the port."
+                        f" ({error}): its replica may have exited, or a firewall may be blocking"
+                        " the port."
                     ) from error
                 time.sleep(_RETRY_S)
 

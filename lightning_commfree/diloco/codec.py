@@ -297,7 +297,7 @@ class TopKCodec:
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: `chunk` or `keep` is not a whole number.
+        TypeError: `chunk` or `keep` is not an integer.
     """
 
     chunk: int = 4096

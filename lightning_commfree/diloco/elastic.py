@@ -379,7 +379,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         kept = dict(self._kept)
         if first < min(kept, default=first):
             oldest = f"the oldest one kept is {min(kept)}"
-            raise LookupError(f"flight {first} is no longer available; {oldest}")
+            raise LookupError(f"the in-flight exchange {first} is no longer available; {oldest}")
         return [kept[flight] for flight in sorted(kept) if flight >= first]
 
     def _keep(self, message: dict[str, Any]) -> None:
@@ -622,8 +622,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _join(self, names: Sequence[str], offset: int) -> None:
         raise RuntimeError(
             f"The parameters {sorted(names)} became trainable during the fit. Elastic replicas do"
-            " not support this, because a replica that joins later would not know of it. Make them"
-            " trainable before `fit`, or use `StreamingDiLoCoStrategy`."
+            " not support this, because a replica that joins later would not know about the change."
+            " Make them trainable before `fit`, or use `StreamingDiLoCoStrategy`."
         )
 
 

@@ -73,8 +73,8 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
         else "The fit is too short for more exchanges."
     )
     text = (
-        f"{report}: the replicas train apart for most of the fit, and until a fragment first lands,"
-        f" validations use its initial weights, unless `evaluate='mean'`. {advice}"
+        f"{report}: the replicas train independently for most of the fit, and until a fragment"
+        f" first lands, validations use its initial weights, unless `evaluate='mean'`. {advice}"
     )
     return Message(text, warns=True)
 

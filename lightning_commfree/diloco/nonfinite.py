@@ -60,15 +60,15 @@ def refuse_landing(
     if arrival.joined_differ:
         raise RuntimeError(
             "The replicas unfroze different parameters, or the same ones at different steps"
-            f" (detected when fragment {p} was due after inner step {step}). Set `requires_grad` on"
-            " the same parameters at the same step on all ranks."
+            f" (detected while exchanging fragment {p} after inner step {step}). Set"
+            " `requires_grad` on the same parameters at the same step on all ranks."
         )
     if arrival.drifted:
         raise RuntimeError(
-            f"The replicas' global copies of fragment {p} differ (detected when it was due after"
-            f" inner step {step}): {', '.join(names)}. They were identical when the fit began, so"
-            " either code outside the strategy modified them, or one replica's hardware"
-            " computes wrong results. Resume from an earlier checkpoint."
+            f"The replicas' global copies of fragment {p} differ (detected while exchanging it"
+            f" after inner step {step}): {', '.join(names)}. They were identical when the fit"
+            " began, so either code outside the strategy modified them, or one replica's hardware"
+            " is producing incorrect results. Resume from an earlier checkpoint."
         )
     if arrival.nonfinite:
         _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)

@@ -129,7 +129,7 @@ class DiLoCoSettings:
         if not 0.0 <= self.mix <= 1.0:
             raise ValueError(
                 f"`mix={self.mix}` is outside [0, 1]. It is the weight of the local parameters when"
-                " a fragment lands: 0 takes the global ones, 1 ignores them."
+                " a fragment lands: 0 uses only the global parameters; 1 keeps only the local ones."
             )
 
     def _check_choices(self) -> None:

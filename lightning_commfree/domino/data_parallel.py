@@ -153,7 +153,7 @@ class GradientMean:
         return (
             {name: found[0][name] for name in _POSITION},
             "with its optimizer state, at the same position in the data. Random numbers that differ"
-            " between ranks and gradients of a half-accumulated step start afresh, and with"
+            " between ranks and gradients of a partially accumulated step start over, and with"
             " another tensor group size sums are rounded differently",
         )
 

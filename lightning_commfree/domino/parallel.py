@@ -51,9 +51,9 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     else:
         raise ValueError(
             f"Tensor parallelism is not supported for `{type(model).__name__}`: its config has no"
-            f" tensor-parallel plan. Use one of {', '.join(FAMILIES)}, which run with Domino's"
-            " schedule, or another transformers model whose config has a `base_model_tp_plan` of"
-            " column- and row-wise linear layers, which runs without that schedule."
+            f" tensor-parallel plan. Use one of {', '.join(FAMILIES)} (these run with Domino's"
+            " schedule). Any other transformers model whose config has a `base_model_tp_plan` of"
+            " column- and row-wise linear layers also works, without that schedule."
         )
 
 

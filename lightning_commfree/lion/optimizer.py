@@ -245,8 +245,8 @@ def _check_group(group: dict[str, Any]) -> None:
 
     if not (isinstance(group["ns_steps"], int) and group["ns_steps"] >= 0):
         raise ValueError(
-            f"`ns_steps={group['ns_steps']}` must be a whole number: 0 for Lion, or a number of"
-            " Newton-Schulz iterations, such as Muon's 5."
+            f"`ns_steps={group['ns_steps']}` must be an integer: 0 for Lion, or the number of"
+            " Newton-Schulz iterations (Muon uses 5)."
         )
 
     for parameter in group["params"]:

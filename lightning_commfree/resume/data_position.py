@@ -260,8 +260,8 @@ def not_saved(
     texts = needing_pickle(checkpoint, own, trainer.world_size)
     if in_accumulation(trainer) and not own["gradients"]:
         texts.append(
-            "the gradients of a half-accumulated optimizer step are lost: FSDP exposes them only at"
-            " the step"
+            "the gradients of a partially accumulated optimizer step are lost: FSDP exposes them"
+            " only at the step"
         )
     epoch: Any = trainer.fit_loop.epoch_progress.current
     if epoch.processed != epoch.started and (names := epoch_metrics(trainer)):
@@ -432,8 +432,8 @@ def continue_at(trainer: pl.Trainer, step: int) -> None:
     samplers = [getattr(getattr(one, "batch_sampler", None), "sampler", None) for one in loaders]
     if math.isinf(total) or None in samplers:
         raise RuntimeError(
-            "A joining replica can find its position only if the training data has a length and a"
-            " sampler. Use a map-style dataset."
+            "A joining replica can determine its position in the data only if the training"
+            " dataloader has a length and a sampler. Use a map-style dataset."
         )
     epoch, steps = divmod(step, -(-int(total) // every))
     batches = steps * every

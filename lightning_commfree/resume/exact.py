@@ -323,9 +323,11 @@ class ExactResume:
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
         if lost:
-            rank_zero_warn(f"The resume is not exact: {'; '.join(lost)}.")
+            rank_zero_warn(f"Training was not resumed exactly: {'; '.join(lost)}.")
         if self._complete and not any(self._ranks.all_flags(bool(lost))):
-            rank_zero_info("The resume is exact: all ranks continue as if the fit had not stopped.")
+            rank_zero_info(
+                "Training was resumed exactly: all ranks continue as if the fit had not stopped."
+            )
         return True
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:

@@ -201,7 +201,7 @@ def verify_records(archive: Path | IO[bytes]) -> None:
         if any(record.CRC for record in records):  # `set_crc32_options(False)` writes none
             bad = bad or opened.testzip()
     if bad is not None:
-        raise ValueError(f"its record {bad!r} is damaged")
+        raise ValueError(f"its record {bad!r} is corrupted")
 
 
 def damaged(path: FilePath, error: BaseException) -> RuntimeError:

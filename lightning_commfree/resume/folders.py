@@ -254,7 +254,7 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
     shards = folder / str(token)
     try:
         if _checksum(shards) != checksum:
-            raise ValueError("it is damaged, or from a different save")
+            raise ValueError("it is corrupted, or from a different save")
         reader = _Reader(shards)
         metadata = reader.read_metadata()
     except Exception as error:  # including objects that the unpickler rejects

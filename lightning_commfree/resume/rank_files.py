@@ -110,9 +110,9 @@ class RankFiles:
         parts = PurePosixPath(folder).parts
         if len(parts) != 3 or parts[0] != FOLDER or ".." in parts:
             raise RuntimeError(
-                f"The checkpoint {self._path!r} names {folder!r} as the folder of its rank files,"
-                f" but they are always in '{FOLDER}/' beside it: the checkpoint was modified after"
-                " it was saved. Nothing was loaded; resume from another checkpoint."
+                f"The checkpoint {self._path!r} says its rank files are in {folder!r}, but they"
+                f" must be in '{FOLDER}/' next to it, so the checkpoint was modified after it was"
+                " saved. Nothing was loaded; resume from another checkpoint."
             )
         # if the path is a link, the files may be beside the checkpoint that it points to
         for path in dict.fromkeys((self._path, os.path.realpath(self._path))):

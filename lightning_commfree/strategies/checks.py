@@ -228,8 +228,8 @@ def check_ddp_kwargs(
             near = difflib.get_close_matches(name, (*own, *legal), n=1)
             hint = f" Did you mean `{near[0]}`?" if near and name not in defaults else ""
             raise TypeError(
-                f"`{strategy.__name__}` does not take the argument `{name}`.{hint} It takes"
-                f" {', '.join(f'`{one}`' for one in own)}. {why} takes only"
+                f"`{strategy.__name__}` does not accept the argument `{name}`.{hint} Supported"
+                f" arguments: {', '.join(f'`{one}`' for one in own)}. {why} accepts only"
                 f" {', '.join(f'`{one}`' for one in sorted(legal))}."
             )
     return given

@@ -261,9 +261,9 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         by_time = self._sync == "time"
         if by_time and (trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)):
             raise ValueError(
-                "`sync='time'` needs `Trainer(max_steps=...)` without `max_epochs`: replicas of"
-                " different speeds end an epoch at different times, so the fit can only end at a"
-                " common step."
+                "`sync='time'` needs `Trainer(max_steps=...)` without `max_epochs`: replicas that"
+                " run at different speeds finish an epoch at different times, so the fit can only"
+                " end at a common step."
             )
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern

@@ -87,7 +87,8 @@ class SharedEvaluation:
             for first in range(0, len(counts), within.size):
                 replica = counts[first : first + within.size]
                 uneven += [
-                    f"rank {first + j} has {count}, another rank of its replica {min(replica)}"
+                    f"rank {first + j} has {count}, but another rank of its replica has"
+                    f" {min(replica)}"
                     for j, count in enumerate(replica)
                     if count > min(replica)
                 ]
@@ -131,8 +132,8 @@ class SharedEvaluation:
         if not found:
             return
         text = (
-            "The ranks of a replica compute each batch together, but their numbers of batches"
-            f" differ: {', '.join(found[:_SHOWN])}. "
+            "The ranks of a replica share a model, so they must have the same number of batches,"
+            f" but they do not: {'; '.join(found[:_SHOWN])}. "
         )
         if self._predicts:
             text += (
@@ -142,7 +143,7 @@ class SharedEvaluation:
             raise self._ranks.channels.world.peers.agreed(text)
         if warns:
             warnings.warn(
-                text + "Metrics cover only the batches that all of them have. Give every rank of a"
-                " replica the same number of batches, as Lightning's own sampler does.",
+                text + "Metrics leave out the extra batches. Give every rank of a replica the same"
+                " number of batches, as Lightning's own sampler does.",
                 stacklevel=2,
             )

@@ -415,7 +415,7 @@ class EpochEnds:
                 if there < epoch or (there == epoch and (at, state) != (step, _ENDED)):
                     found[rank] = (
                         f"has not reached the end of epoch {epoch}, which ended on rank {mine}"
-                        f" after step {step}: it is slow or hangs; if it is only slow, increase"
+                        f" after step {step}: it is slow or hung; if it is only slow, increase"
                         " `timeout`"
                     )
             return found

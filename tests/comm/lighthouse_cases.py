@@ -169,7 +169,7 @@ def test_closing_interrupts_a_thread_that_waits(house: House) -> None:
 def test_a_quorum_that_does_not_come_is_an_error(house: House) -> None:
     together(house, "a", "b")
     house.replica("a").timeout_s = 1.0
-    with pytest.raises(RuntimeError, match=r"no quorum in 1 s: another replica is alive but"):
+    with pytest.raises(RuntimeError, match=r"a quorum within 1 s: either another replica is alive"):
         house.ask("a").result(10.0)
 
 
@@ -185,7 +185,7 @@ def test_without_a_lighthouse_the_address_is_named(
     rendezvous = LighthouseRendezvous(re.sub("://.*@", "://", url))
     start = time.monotonic()
     try:
-        with pytest.raises(RuntimeError, match=f"No lighthouse answers at {rendezvous.url}"):
+        with pytest.raises(RuntimeError, match=f"No lighthouse is responding at {rendezvous.url}"):
             rendezvous.quorum(Member("a"))
     finally:
         rendezvous.close()
@@ -201,7 +201,7 @@ def test_a_stranger_in_a_quorum_is_ignored(caplog: pytest.LogCaptureFixture) -> 
     found += [SimpleNamespace(replica_id=f"s{n}", data=data) for n, data in enumerate(strange)]
     quorum = lighthouse._quorum(SimpleNamespace(quorum_id=3, participants=found))
     assert quorum == Quorum(3, (Member(**record),))
-    assert caplog.text.count("Another program takes part in quorums at this lighthouse") == 5
+    assert caplog.text.count("Another program is using this lighthouse for its own quorums") == 5
 
 
 def test_without_torchft_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +327,7 @@ def test_the_status_of_nothing_is_one_sentence(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as ended:
         lighthouse_command.main(["status", f"http://127.0.0.1:{free_port()}", "--once"])
     assert ended.value.code == 2
-    assert "No server answers at http://127.0.0.1" in capsys.readouterr().err
+    assert "No server is responding at http://127.0.0.1" in capsys.readouterr().err
 
 
 def serve(port: int) -> None:

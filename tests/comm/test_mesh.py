@@ -47,7 +47,7 @@ def test_the_groups_of_an_axis_partition_the_ranks(mesh: Mesh) -> None:
 @pytest.mark.parametrize("replica_size", [4, 12, 0, -2])
 def test_a_replica_size_that_does_not_divide_is_refused(replica_size: int) -> None:
     expected = (
-        rf"`replica_size={replica_size}` does not divide the 6 ranks of this job\."
+        rf"ranks in this job \(6\) is not divisible by `replica_size={replica_size}`\."
         r".*Choose one of \[1, 2, 3, 6\]"
     )
     with pytest.raises(ValueError, match=expected):

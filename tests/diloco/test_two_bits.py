@@ -181,7 +181,7 @@ def test_what_is_not_finite_makes_its_block_nan(bad: float) -> None:
         ({"chunk": 128}, ValueError, "`chunk=128` must be at least 256"),
         ({"keep": 0}, ValueError, "`keep=0` must be at least 1"),
         ({"keep": 257}, ValueError, "`keep=257` exceeds 256"),
-        ({"keep": 0.5}, TypeError, "`keep=0.5` must be a whole number"),
+        ({"keep": 0.5}, TypeError, "`keep=0.5` must be an integer"),
         ({"error_feedback": 0.0}, ValueError, "`error_feedback=0.0` must be above 0"),
         ({"error_feedback": 1.5}, ValueError, "`error_feedback=1.5` must be above 0"),
     ],

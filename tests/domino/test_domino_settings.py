@@ -34,9 +34,9 @@ def divided(model: nn.Module, ranks: int) -> ParallelModel:
         (
             {"num_micro_batches": 2.0},
             TypeError,
-            r"`num_micro_batches=2\.0` must be a whole number, but it is a float\. Pass an int\.",
+            r"`num_micro_batches=2\.0` must be an integer, but it is a float\. Pass an int\.",
         ),
-        ({"tensor_parallel_size": True}, TypeError, "must be a whole number, but it is a bool"),
+        ({"tensor_parallel_size": True}, TypeError, "must be an integer, but it is a bool"),
     ],
 )
 def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], text: str) -> None:

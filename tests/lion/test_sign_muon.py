@@ -83,5 +83,5 @@ def test_a_bf16_matrix_votes_in_fp32_and_a_zero_gradient_moves_nothing() -> None
 
 @pytest.mark.parametrize("wrong", [-1, 2.5])
 def test_a_number_of_iterations_that_is_none(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=rf"`ns_steps={wrong}` must be a whole number: 0 for Lion"):
+    with pytest.raises(ValueError, match=rf"`ns_steps={wrong}` must be an integer: 0 for Lion"):
         DistributedLion([torch.nn.Parameter(torch.ones(2, 2))], ns_steps=wrong)

@@ -69,10 +69,10 @@ def test_one_replica_needs_no_advice() -> None:
         ({"step_seconds": 0.0}, ValueError, "`step_time=0.0` must be a positive number of seconds"),
         ({"step_seconds": "fast"}, TypeError, "`step_time='fast'` must be a number, but it is a s"),
         ({"num_replicas": 0}, ValueError, "`num_replicas=0` must be at least 1"),
-        ({"num_replicas": 2.5}, TypeError, "`num_replicas=2.5` must be a whole number"),
+        ({"num_replicas": 2.5}, TypeError, "`num_replicas=2.5` must be an integer"),
         ({"sync_every": 0}, ValueError, "`sync_every=0` must be at least 1"),
         ({"overlap_steps": 100}, ValueError, "`overlap_steps=100` must be at least 0 and below"),
-        ({"overlap_steps": "eager"}, TypeError, "`overlap_steps='eager'` must be a whole number"),
+        ({"overlap_steps": "eager"}, TypeError, "`overlap_steps='eager'` must be an integer"),
         ({"num_fragments": 8}, ValueError, "`num_fragments=8` is not between 1 and 7: the model"),
         ({"num_fragments": 0}, ValueError, "or null for 3"),
         (

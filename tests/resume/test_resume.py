@@ -116,7 +116,7 @@ def resume_and_listen(size: int, path: Path, data: Any) -> tuple[bool, bool]:
         warnings.simplefilter("always")
         trainer.fit(module, data, ckpt_path=path)
     warned = any("your dataloader is not resumable" in str(one.message) for one in caught)
-    return warned, any("The resume is exact" in text for text in logged)
+    return warned, any("Training was resumed exactly" in text for text in logged)
 
 
 def listen(rank: int, size: int, folder: Path) -> list[tuple[bool, bool]]:

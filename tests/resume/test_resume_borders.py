@@ -288,7 +288,7 @@ def test_one_warning_names_everything_that_is_not_restored(tmp_path: Path) -> No
             assert events == expected
             continue
         (text,) = said
-        assert text.startswith("The resume is not exact: ")
+        assert text.startswith("Training was not resumed exactly: ")
         assert "the scheduler that monitors 'mean' skips one step" in text
         own_hook = "`Told.on_train_batch_end` does not run for the last batch before the save"
         assert (own_hook in text) == (hook == "on_train_batch_end")

@@ -70,9 +70,9 @@ CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {  # and what is sa
     "another step's": (of_another_step, "it contains the state of rank 1 of 3 in save '1-"),
     "another run's": (of_another_run, "it contains the state of rank 1 of 3 in save '2-"),
     "foreign": (of_a_stranger, "rank_1.pt' cannot be used: it is not a rank file"),
-    "absolute": (placed("/tmp/a/b"), "names '/tmp/a/b' as the folder of its rank files"),
-    "above": (placed(".commfree/../../elsewhere"), "they are always in '.commfree/' beside it"),
-    "aside": (placed(".commfree/2.ckpt/.."), "names '.commfree/2.ckpt/..' as the folder"),
+    "absolute": (placed("/tmp/a/b"), "says its rank files are in '/tmp/a/b'"),
+    "above": (placed(".commfree/../../elsewhere"), "they must be in '.commfree/' next to it"),
+    "aside": (placed(".commfree/2.ckpt/.."), "its rank files are in '.commfree/2.ckpt/..'"),
 }
 
 

@@ -60,4 +60,4 @@ def test_an_unsupported_ddp_argument_is_refused(
             tmp_path, "lightning_commfree.StreamingDiLoCoStrategy", find_unused_parameters=True
         )
     said = f"{caught.value}{capsys.readouterr().err}"
-    assert "`StreamingDiLoCoStrategy` does not take the argument `find_unused_parameters`" in said
+    assert "`StreamingDiLoCoStrategy` does not accept the argument `find_unused_parameters`" in said

@@ -58,7 +58,7 @@ def test_heads_that_ranks_cannot_share(start_method: str) -> None:
 
 
 def test_other_mistakes_are_refused_before_launch() -> None:
-    with pytest.raises(ValueError, match="`tensor_parallel_size=2` does not divide the 3 ranks"):
+    with pytest.raises(ValueError, match=r"\(3\) is not divisible by `tensor_parallel_size=2`"):
         fit(CausalLM(), devices=3, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="found no model in `Tiny` that it can shard"):
         fit(Tiny())

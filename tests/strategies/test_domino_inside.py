@@ -189,7 +189,7 @@ def test_a_half_accumulated_step_resumes_exactly(played: Any) -> None:
             straight, again = rank["half"][held][HALF:], rank["half resumed"][held]
             assert len(again) == len(straight) == STEPS - HALF
             assert_same(again, straight)
-        assert "half-accumulated" not in rank["half resumed"]["said"], "nothing is lost"
+        assert "partially accumulated" not in rank["half resumed"]["said"], "nothing is lost"
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole(played: Any) -> None:

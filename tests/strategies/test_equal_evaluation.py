@@ -163,8 +163,8 @@ def test_a_validation_in_a_fit_is_shortened_loader_by_loader(replicas: Any) -> N
 
 
 def test_a_warning_names_ranks_and_numbers(replicas: Any) -> None:
-    assert "rank 0 has 5, another rank of its replica 3" in replicas[0]["said"]
-    assert "Metrics cover only the batches that all of them have" in replicas[0]["said"]
+    assert "rank 0 has 5, but another rank of its replica has 3" in replicas[0]["said"]
+    assert "Metrics leave out the extra batches" in replicas[0]["said"]
     assert [rank["said"] for rank in replicas[1:]] == ["", "", ""]
     assert "the data of rank 1 ends first" in replicas[0]["stream, said"]
     assert [rank["stream, said"] for rank in replicas[1:]] == ["", "", ""]
@@ -174,7 +174,7 @@ def test_predict_leaves_out_no_rows(replicas: Any, pair: Any) -> None:
     for found in replicas:
         assert found["predict"] == {"predict": LONG}
         assert "`predict` would leave out rows" in found["refused"]
-        assert "rank 0 has 5, another rank of its replica 3" in found["refused"]
+        assert "rank 0 has 5, but another rank of its replica has 3" in found["refused"]
     for found in pair:
         assert "`predict` would leave out rows" in found["predicted stream"]
         assert "the data of rank 0 ends first" in found["predicted stream"]

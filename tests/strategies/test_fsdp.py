@@ -536,7 +536,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
     for found in ranks:
         assert "global copies of fragment 1 differ" in found["Drifting"]
         assert "fragment 0 from replica 0 (ranks 0 to 1) is not finite" in found["Broken"]
-    assert "half-accumulated optimizer step are lost" in ranks[0]["half"]
+    assert "partially accumulated optimizer step are lost" in ranks[0]["half"]
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,7 +271,7 @@ def test_reading_runs_no_code(played: Any, tmp_path: Path, monkeypatch: pytest.M
     folder = shutil.copytree(played[1] / "folder" / f"step={MIDDLE}.ckpt", tmp_path / "a.ckpt")
     shards = shards_of(folder)
     (shards / ".metadata").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(RuntimeError, match=r"\.metadata' cannot be read.* it is damaged"):
+    with pytest.raises(RuntimeError, match=r"\.metadata' cannot be read.* it is corrupted"):
         read_folder(folder)
     rest = torch.load(folder / "checkpoint.pt", weights_only=True)
     rest[folders.TOKEN] = (*rest[folders.TOKEN][:2], folders._checksum(shards))
@@ -298,7 +298,7 @@ def test_a_path_that_is_no_checkpoint_folder_is_refused(
 
 @pytest.mark.parametrize(
     ("file", "said"),
-    [("__1_0.distcp", r"distcp' cannot be read.*a different save"), (".metadata", "is damaged")],
+    [("__1_0.distcp", r"distcp' cannot be read.*a different save"), (".metadata", "is corrupted")],
 )
 def test_files_of_two_saves_are_no_checkpoint(
     played: Any, tmp_path: Path, file: str, said: str, capsys: pytest.CaptureFixture[str]

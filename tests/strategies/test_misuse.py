@@ -46,13 +46,13 @@ from tests.world import run_ranks
         (
             {"find_unused_parameters": True},
             TypeError,
-            "Strategy` does not take the argument `find_unused_parameters`. It takes `sync_",
+            "does not accept the argument `find_unused_parameters`. Supported arguments: `sync_",
         ),
         ({"timeuot": None}, TypeError, "Did you mean `timeout`?"),
         (
             {"replica_size": 2, "overlap_step": 2},
             TypeError,
-            "Strategy` does not take the argument `overlap_step`. Did you mean `overlap_steps`?",
+            "Strategy` does not accept the argument `overlap_step`. Did you mean `overlap_steps`?",
         ),
         ({"replica_size": 2, "bucket_cap_mbb": 2}, TypeError, "Did you mean `bucket_cap_mb`?"),
     ],

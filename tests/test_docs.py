@@ -104,22 +104,6 @@ def test_the_planner_has_the_layout_of_the_site_and_a_legend(site: Path) -> None
     assert page_with_planner().split("<script>")[1].strip() in text, "Markdown changed the script"
 
 
-def test_tables_scroll_on_a_phone(site: Path) -> None:
-    """The theme's script puts tables without a class into a box that scrolls; others have one."""
-    styles = "".join(f.read_text("utf-8") for f in (site / "assets").rglob("*.css"))
-    assert re.search(r"\.md-typeset__scrollwrap\{[^}]*overflow-x:auto", styles)
-    assert re.search(r"\.planner \.scroll \{ overflow-x: auto", page_with_planner())
-    tables = 0
-    for page in site.rglob("*.html"):
-        text = page.read_text("utf-8")
-        boxed = re.sub(r'<div class="(?:scroll|highlight)">.*?</div>', "", text, flags=re.DOTALL)
-        found = re.findall(r"<table[^>]*>", boxed)
-        assert set(found) <= {"<table>"}, page
-        tables += len(found)
-        assert '<meta name="viewport" content="width=device-width' in text
-    assert tables > 100
-
-
 def said_by_the_package(fragment: str) -> bool:
     return any(fragment in " ".join(sentence.split()) for sentence in SOURCES)
 
@@ -130,16 +114,6 @@ def test_troubleshooting_quotes_messages_of_the_package() -> None:
     assert len(quoted) > 25
     assert [fragment for fragment in quoted if not said_by_the_package(fragment)] == []
     assert not said_by_the_package("The ranks do not reach one another")
-
-
-def test_docstrings_and_assertions_are_no_messages() -> None:
-    source = '''
-def check(x):
-    """A docstring of more than a few words is not a message."""
-    assert x, "neither is the text of an assertion, which only a bug would print"
-    raise ValueError(f"`x={x}` is a message that a user reads, with its value.")
-'''
-    assert list(sentences(source)) == ["`x=…` is a message that a user reads, with its value."]
 
 
 def test_every_figure_is_explained() -> None:

@@ -194,6 +194,15 @@ def test_other_file_systems_are_left_to_lightning(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "deep" / "er") == ["a.ckpt"]
 
 
+def test_one_rank_leaves_checkpoints_only(tmp_path: Path) -> None:
+    run_ranks(one_rank, 1, tmp_path, tmp_path / "saved")
+    assert sorted(os.listdir(tmp_path / "saved")) == ["1.ckpt", "2.ckpt", "3.ckpt", "4.ckpt"]
+
+
+def one_rank(rank: int, size: int, folder: Path) -> None:
+    fit("diloco", size, Saving(folder / "{step}.ckpt"))
+
+
 def test_a_mapped_checkpoint_is_read_where_it_is_used(tmp_path: Path) -> None:
     path, values = tmp_path / "a.ckpt", torch.arange(1000.0)
     io = AtomicCheckpointIO(maps=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import io
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.singleton import Singleton
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from commfree_planner import Model
 from lightning_commfree.diloco import split_into_fragments
 from recipes import planning as recipe
+from recipes.plan import main
 from recipes.training.language_model import LanguageModel
 
 ROOT = Path(__file__).parents[2]
@@ -79,12 +81,18 @@ def test_fragments_are_those_that_pretraining_would_exchange(name) -> None:
     ]
 
 
-def test_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.plan", *TINY, "bandwidth=0.1"]
-    command.append(f"hydra.run.dir={tmp_path}/run")
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "Advice: sync_every=100" in result.stdout
+def test_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    words = [*TINY, *quiet, "bandwidth=0.1", f"hydra.run.dir={tmp_path}/run"]
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    before = copy.deepcopy(Singleton.get_state())
+    try:
+        main()
+    finally:
+        Singleton.set_state(before)
+    assert "Advice: sync_every=100" in capsys.readouterr().out
     assert (tmp_path / "run" / recipe.FIGURE).read_bytes().startswith(PNG)
 
 

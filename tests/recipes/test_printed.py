@@ -17,6 +17,8 @@ import time
 from fcntl import ioctl
 from pathlib import Path
 
+import pytest
+
 from tests.recipes.test_compare import TOY
 
 ROOT = Path(__file__).parents[2]
@@ -96,10 +98,14 @@ def _is_text(line: str) -> bool:
     return bool(line) and not line.startswith(("│", "╭", "╰", "step ", "loading "))
 
 
-def test_the_output_equals_the_golden_file_and_fits_the_terminal(tmp_path: Path) -> None:
+def test_the_output_equals_the_golden_file_and_fits_the_terminal(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """In a folder of its own, whose paths are short and the same everywhere."""
+    folder = tmp_path_factory.mktemp("printed")
     environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *PRETRAIN, "run_dir=pretrain_terminal"]
-    printed = lines_of(on_terminal(command, tmp_path, environment))
+    printed = lines_of(on_terminal(command, folder, environment))
     assert marked(printed) == (GOLDEN / "pretrain_terminal.txt").read_text()
     assert max(map(len, printed)) <= COLUMNS

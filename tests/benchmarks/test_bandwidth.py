@@ -8,44 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bandwidth import __main__ as bandwidth
-from benchmarks.bandwidth import measure
-from benchmarks.bandwidth.figures import BASELINES, FEWEST_ROUNDS, LABELS
 from benchmarks.lab import why_unavailable
 from benchmarks.lion_bandwidth import __main__ as lion_bandwidth
-from tests.benchmarks.records import SETTINGS, record
 
 needs_lab = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
-
-
-def test_results_are_continued_and_failures_repeated(tmp_path: Path) -> None:
-    path = tmp_path / "raw.json"
-    results = measure.Results(path, SETTINGS, ["- first call"])
-    results.add("100mbit", 0, record("ddp", 1)["nodes"])
-    results.add("100mbit", 0, measure._failed("torchft", 1, "no"))
-    again = measure.Results(path, SETTINGS, ["- second call"])
-    assert again.has("100mbit", "ddp", 0)
-    assert not again.has("100mbit", "ddp", 1)
-    assert not again.has("100mbit", "ddp", 0, nodes=4)
-    assert not again.has("100mbit", "torchft", 0)
-    again.add("100mbit", 1, measure._failed("ddp_bf16", 1, "no"))
-    assert again.made_by == [["- first call"]], "a call that only failed is not named"
-    again.add("100mbit", 0, record("torchft", 1)["nodes"])
-    assert again.has("100mbit", "torchft", 0)
-    assert [r["call"] for r in again.raw["records"]] == [0, 1, 1]
-    assert again.made_by == [["- first call"], ["- second call"]]
-    with pytest.raises(ValueError, match="was measured with .*'steps': 40.*or another `--raw`"):
-        measure.Results(path, {**SETTINGS, "steps": 5})
-
-
-def test_every_row_takes_turns_with_a_baseline_in_every_round() -> None:
-    options = bandwidth.parse([])
-    for round_ in range(options.rounds):
-        jobs = [rows for _, rows in measure.jobs("100mbit", options.rows, round_, options)]
-        seen = {row: dict(rows) for rows in jobs for row, _ in rows}
-        assert seen.keys() >= set(LABELS)
-        for row in LABELS:
-            assert BASELINES.get(row, "none") in seen[row]
-    assert options.rounds >= FEWEST_ROUNDS
 
 
 @needs_lab

@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.downstream import training
 from benchmarks.downstream.__main__ import Losses, table, verdict
-from benchmarks.downstream.training import (
-    BLOCKS_PER_STEP,
-    CONTEXT,
-    DILOCO_STEPS,
-    RUNS,
-    Pretrained,
-    overrides,
-)
 
 STAGES = ("pretrained", "untuned", "tuned")
 
@@ -40,25 +31,3 @@ def test_the_verdict_follows_the_criterion(differences: Any, says: str) -> None:
     by_seed = {seed: losses(*pair) for seed, pair in enumerate(differences, 1)}
     assert says in verdict(by_seed)
     assert table(by_seed)[2].startswith("| 1 | 2.0000 |")
-
-
-def test_the_configurations_compose(compose_config: Any) -> None:
-    for name in RUNS:
-        config = compose_config(*overrides(name, 7, 30))
-        assert config["data"]["block_size"] == config["model"]["n_positions"] == CONTEXT
-        assert config["data"]["batch_size"] == BLOCKS_PER_STEP
-        assert (config["trainer"]["max_steps"], config["seed"]) == (30, 7)
-
-
-def test_ddp_is_trained_until_its_loss_is_diloco_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def pretrain(name: str, seed: int, steps: int, cache_dir: str) -> Pretrained:
-        tried.append(steps)
-        loss = 4.0 - steps / 1000 if name == "ddp" else 3.7
-        return Pretrained(None, None, loss, steps)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(training, "pretrain", pretrain)
-    found = training.pretrain_both(1, "")
-    assert tried == [DILOCO_STEPS, 500, 350, 275, 312, 293]
-    assert found["ddp"].loss == pytest.approx(3.7, rel=0.005)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,13 +13,6 @@ from benchmarks.elastic_speed.replica import run
 
 SLOW = Curve([(10.0, 4.0), (20.0, 3.0), (30.0, 2.0)], [30, 30])
 FAST = Curve([(10.0, 3.5), (20.0, 1.5)], [40, 21])
-
-
-def test_seconds_to_the_target_are_interpolated() -> None:
-    target, seconds = speed.seconds_of({"steps": SLOW, "time": FAST})
-    assert target == 3.0, "after 80 % of the steps"
-    assert seconds == {"steps": 20.0, "time": 12.5}
-    assert math.isinf(SLOW.reaches(1.9))
 
 
 def test_the_page_has_gain_and_cost() -> None:

@@ -51,13 +51,6 @@ def test_a_missed_bound_and_a_broken_stage_are_reported(
     assert "| step | 3 (5 ms) | at most 2 | **MISSED** |" in text
 
 
-def test_the_rank_that_failed_is_quoted(tmp_path: Path) -> None:
-    failed = stages.Fit([{}, None], ["fine", "Traceback\nKeyError: 'x'\n"], tmp_path, 0.0)
-    assert not failed.completed
-    expected = ("it", "KeyError: 'x'", "completes", False, f"logs in {tmp_path}")
-    assert stages._failed("it", failed) == expected
-
-
 @pytest.mark.gpu
 def test_payloads_are_staged_intact() -> None:
     assert all(check.holds for check in stages.streams(Machine("cuda")))

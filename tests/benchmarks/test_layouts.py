@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from benchmarks.bandwidth.window import Window
 from benchmarks.lab import NetLab, why_unavailable
 from benchmarks.layouts import __main__ as layouts
 from benchmarks.layouts import large, link, memory, ranks
-from benchmarks.layouts.job import WORK
 from tests.world import run_ranks
 
 TOY_MODEL = {"layers": 2, "width": 32}
@@ -92,43 +89,6 @@ def test_two_nodes_of_two_ranks_sync_over_the_link_and_fsdp_stays_within_a_node(
         # much less than the parameters, which FSDP gathers within a node
         assert 0 < alone[0]["wire_bytes"] < sent / 4
         assert sent < synced[0]["wire_bytes"] < 1.5 * sent
-
-
-@pytest.mark.parametrize(
-    ("script", "limits", "text"),
-    [
-        ("echo first; echo last >&2; exit 3", {}, "exit code 3, last"),
-        ("sleep 60", {"timeout_s": 0.2}, "not finished after 0 s"),
-        ("sleep 60", {"least_free_bytes": 2**60}, "of memory were free"),
-    ],
-)
-def test_ranks_that_fail_or_exceed_a_limit_are_ended(
-    script: str, limits: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "_command", lambda *_: ["sh", "-c", script])
-    begun = time.monotonic()
-    with pytest.raises(ranks.RanksFailed, match=text):
-        ranks.run_here("memory", {"ranks": 1}, **{"timeout_s": 30, **limits})
-    assert time.monotonic() - begun < 20
-
-
-def test_every_part_asks_for_work_that_the_job_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def started(*words: Any) -> None:
-        asked.extend(word for word in words if isinstance(word, str))
-        raise ranks.RanksFailed("enough")
-
-    monkeypatch.setattr(link, "NetLab", lambda *_: nullcontext())
-    for part, module in layouts.PARTS.items():
-        for name in {"run_here", "run_in_lab"} & vars(module).keys():
-            monkeypatch.setattr(module, name, started)
-        results, more = Results(tmp_path / f"{part}.json", {}), [1] * (part == "link")
-        with suppress(ranks.RanksFailed):
-            module.measure(results, module.TOY, *more, 1.0)
-    assert set(asked) == WORK.keys()
 
 
 def test_the_committed_page_matches_its_results(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.lion import LionSettings
 from recipes.training.evaluation import token_loss
-from recipes.training.optimizer import lion_betas
 from recipes.training.pretraining import build_data, build_module
 from tests.world import run_ranks
 
@@ -119,10 +118,6 @@ def test_one_worker_trains_like_a_trainer(
     assert train(config, 2) != expected
     unclipped = compose_config(*LION, "trainer.gradient_clip_val=null")
     assert train(unclipped, 0) != expected
-
-
-def test_the_recipe_uses_betas_of_the_benchmark() -> None:
-    assert lion_betas(500) in BETAS
 
 
 def loss_of(run: Run) -> float:

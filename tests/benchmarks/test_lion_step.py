@@ -14,21 +14,6 @@ from lightning_commfree.lion.vote import PackedDelta
 CPU = torch.device("cpu")
 
 
-def test_pack_vote_and_unpack_give_the_sign_of_the_sum() -> None:
-    """Larger than a chunk, so that chunks are combined."""
-    numel, workers = 2**17, 3
-    values = torch.randn(workers, numel)
-    planes = torch.zeros(workers, numel // 8, dtype=torch.uint8)
-    for row, plane in zip(values, planes, strict=True):
-        ops.pack(row, plane)
-    ballots = planes.view(torch.int64)
-    shard = ops.vote(ballots, torch.full(ballots.shape[1:], -1))
-    assert shard.ties is None
-    out = torch.empty(numel)
-    ops.unpack(PackedDelta(shard.planes.view(torch.uint8), shard.weights, 1), out)
-    assert torch.equal(out, values.sign().sum(0).sign())
-
-
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_compared_count_finds_the_same_signs(workers: int) -> None:
     ballots, valid = ops.ballots_of_a_share(1000, workers, CPU)

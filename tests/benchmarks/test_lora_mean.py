@@ -52,12 +52,6 @@ def test_the_folded_mean_is_the_mean_of_the_products(kind: str) -> None:
         torch.testing.assert_close(got, right, rtol=0, atol=1e-12)
 
 
-def test_equal_replicas_have_no_residual() -> None:
-    module = replicas("gpt2")[0]
-    updates = mean_updates([module, copy.deepcopy(module)])
-    assert norm([update.residual for update in updates]) < 1e-12
-
-
 @pytest.mark.parametrize(("gain", "says"), [(0.001, "is within"), (0.5, "costs more than")])
 def test_the_verdict_follows_the_criterion(gain: float, says: str) -> None:
     results: Results = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,21 +19,6 @@ from lightning_commfree.comm.liveness import PeerLostError
 from tests.comm.watches import fall_silent, watches
 
 CUDA = torch.device("cuda", 1)
-
-
-def test_jobs_run_in_their_order_in_one_thread() -> None:
-    ran: list[tuple[int, int]] = []
-    background = Background(Ledger())
-
-    def job(i: int) -> int:
-        ran.append((i, threading.get_ident()))
-        return i
-
-    pendings = [background.submit(partial(job, i), "t") for i in range(5)]
-    assert [pending.wait() for pending in reversed(pendings)] == [4, 3, 2, 1, 0]
-    background.close()
-    assert [i for i, _ in ran] == [0, 1, 2, 3, 4]
-    assert len({thread for _, thread in ran} | {threading.get_ident()}) == 2
 
 
 def test_after_a_failure_nothing_is_exchanged_any_more() -> None:
@@ -70,25 +54,6 @@ def test_closing_waits_for_nothing_and_gives_up_what_is_queued() -> None:
     let_go.set()
     assert first.wait()
     assert not ran
-
-
-def test_a_wait_for_the_ranks_own_device_is_not_counted() -> None:
-    """The event of the last kernel passes late; the peers were there long before."""
-    ledger = Ledger()
-    background = Background(ledger)
-    passed = threading.Event()
-    timer = threading.Timer(0.5, passed.set)
-    pending = background.submit(lambda: passed.wait(10.0), "t", staged=lambda: passed.wait(10.0))
-    timer.start()
-    assert pending.wait()
-    assert ledger.seconds_waited < 0.25
-    slow = threading.Timer(0.5, passed.set)
-    passed.clear()
-    pending = background.submit(lambda: passed.wait(10.0), "t")
-    slow.start()
-    assert pending.wait()
-    assert ledger.seconds_waited > 0.25
-    background.close()
 
 
 class Device:

@@ -110,19 +110,6 @@ def test_codes_in_parts_of_any_length(numel: int, bits: int, cuts: list[int], se
             assert torch.equal((words >> 12 & 15).to(torch.uint8), codes[start:stop])
 
 
-@pytest.mark.parametrize("numel", [5, 64, 65, 300])
-def test_flags_that_are_left_out_stay_zero(numel: int) -> None:
-    """A parameter without a gradient in the middle of a bucket, and one in front."""
-    flags = torch.ones(numel, dtype=torch.bool)
-    for kept in ((range(2), range(3, numel)), (range(2, numel),)):
-        packed = torch.zeros(-(-numel // 64) * 8, dtype=torch.uint8)
-        expected = torch.zeros(numel, dtype=torch.bool)
-        for part in kept:
-            pack_bits_part(flags[part.start : part.stop], part.start, packed)
-            expected[part.start : part.stop] = True
-        assert torch.equal(packed, pack_bits(expected))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("numel", [1, 65, 100_003])
 def test_a_gpu_packs_the_same_bytes(numel: int) -> None:

@@ -15,7 +15,6 @@ from lightning_commfree.comm.ledger import (
     STEPS,
     VALIDATION,
     Ledger,
-    LedgerTotals,
     all_gather_bytes,
     all_to_all_bytes,
     broadcast_bytes,
@@ -34,18 +33,6 @@ def test_twelve_bytes_by_hand(
 ) -> None:
     expected = [all_reduce, all_gather, all_to_all, broadcast]
     assert [formula(12, size) for formula in FORMULAS] == expected
-
-
-def test_sums_by_tag_and_over_all_tags() -> None:
-    ledger = Ledger()
-    ledger.count_sent("a", 3)
-    ledger.count_sent("b", 5)
-    ledger.count_sent("a", 4)
-    ledger.count_sent("c", 0)
-    assert ledger.bytes_by_tag == {"a": 7, "b": 5, "c": 0}
-    assert ledger.collectives_by_tag == {"a": 2, "b": 1, "c": 1}
-    assert ledger.totals() == LedgerTotals(bytes_sent=12, seconds_waited=0.0, collectives=4)
-    assert (ledger.bytes_sent, ledger.collectives) == (12, 4)
 
 
 def test_waits_add_up_by_tag_and_count_when_the_transfer_fails(

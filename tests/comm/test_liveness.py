@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import torch.distributed as dist
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes
-from lightning_commfree.comm.liveness import TAG, PeerLostError
+from lightning_commfree.comm.liveness import TAG
 from tests.comm.test_channel_links import bytes_on_the_interface, in_own_network, may_make_networks
-from tests.comm.watches import LONG, listening
+from tests.comm.watches import LONG
 from tests.mortal import End, run_mortals
 from tests.world import run_ranks
 
@@ -77,7 +76,6 @@ def lose(rank: int, size: int, name: str, victim: int, how: int) -> Any:
         (3, "all_to_all", False),
         (4, "all_gather", True),
         (4, "all_reduce", False),
-        (4, "all_reduce", True),
     ],
 )
 def test_every_survivor_names_the_killed_rank_alone(
@@ -91,33 +89,6 @@ def test_every_survivor_names_the_killed_rank_alone(
         assert blamed(end.error) == [1], end.error
         assert "rank 1 is gone" in end.error
         assert "The exchange 'large'" in end.error
-
-
-def lose_and_try_again(rank: int, size: int) -> list[str]:
-    channel, texts = world_channel(rank, size), []
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for tag in ("first_lost", "later"):
-        with pytest.raises(PeerLostError) as error:
-            channel.all_reduce(torch.ones(LARGE), tag).wait()
-        texts.append("".join(traceback.format_exception(error.value)))
-    return texts
-
-
-def test_a_later_error_names_the_first_failed_exchange(tmp_path: Path) -> None:
-    ends = run_mortals(lose_and_try_again, 2, tmp_path)
-    for text in ends[0].result:
-        assert "The exchange 'first_lost' failed on rank 0" in text
-        assert "This is typically caused by" not in text, "gloo's guesses"
-        assert ".cc:" not in text
-        assert text.count("Traceback") == 1
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_ten_ranks_name_the_one(how: int, tmp_path: Path) -> None:
-    ends = run_mortals(lose, 10, tmp_path, "all_reduce", 7, how, quick=False)
-    for end in survivors(ends, 7):
-        assert blamed(end.error) == [7], end.error
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -164,21 +135,6 @@ def test_two_lost_ranks_are_both_named(tmp_path: Path) -> None:
         assert blamed(ends[rank].error) == [1, 2], ends[rank].error
 
 
-def lose_rank_1_in_a_barrier(rank: int, size: int) -> None:
-    channel = world_channel(rank, size)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with channel.peers.naming_lost("barrier"):
-        dist.barrier()
-
-
-def test_collectives_of_other_libraries_name_it_too(tmp_path: Path) -> None:
-    ends = run_mortals(lose_rank_1_in_a_barrier, 3, tmp_path)
-    for end in survivors(ends, 1):
-        assert blamed(end.error) == [1], end.error
-        assert "The exchange 'barrier'" in end.error
-
-
 # A rank that leaves, hangs, or is slow
 
 
@@ -194,8 +150,8 @@ def fail_alone(rank: int, size: int, victim: int) -> Any:
         assert time.monotonic() - start < SOON_S
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_raised_and_left_is_named(victim: int, tmp_path: Path) -> None:
+def test_a_rank_that_raised_and_left_is_named(tmp_path: Path) -> None:
+    victim = 0
     ends = run_mortals(fail_alone, 4, tmp_path, victim)
     assert "of the user's own making" in ends[victim].error
     for end in survivors(ends, victim):
@@ -319,22 +275,6 @@ def fit_after_a_lost_fit(rank: int, size: int) -> list[float]:
 def test_an_old_verdict_in_the_store_misleads_nobody(tmp_path: Path) -> None:
     """As after a restart by torchrun, whose agent keeps one store for all attempts."""
     assert run_ranks(fit_after_a_lost_fit, 2, tmp_path) == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def count_listeners(rank: int, size: int) -> tuple[int, int]:
-    found = []
-    for liveness in (False, True):
-        before = listening()
-        channel = Channel.open([[0, 1]], rank, Ledger(), liveness=liveness)
-        channel.all_reduce(torch.ones(1), "t").wait()
-        found.append(listening() - before)
-        dist.barrier()
-    return found[0], found[1]
-
-
-def test_it_listens_nowhere(tmp_path: Path) -> None:
-    for without, with_it in run_ranks(count_listeners, 2, tmp_path):
-        assert with_it == without
 
 
 # Liveness that is switched off

@@ -23,7 +23,6 @@ from tests.diloco.training import (
     ADAMW,
     DEFAULTS,
     Net,
-    Run,
     State,
     after_some_steps,
     alone,
@@ -31,7 +30,6 @@ from tests.diloco.training import (
     backward,
     start,
     state_of,
-    train,
     world,
 )
 from tests.world import run_ranks
@@ -107,18 +105,6 @@ def test_the_end_is_no_outer_step_for_the_outer_optimizer() -> None:
         for i, state in before.items():
             assert torch.equal(after[i]["momentum_buffer"], state["momentum_buffer"])
     assert {landing.outer_lr for landing in diloco.landings.values()} == {1.0}
-
-
-def test_finish_before_the_first_launch_is_one_averaging_step(tmp_path: Path) -> None:
-    """A fit shorter than `sync_every`, with the mix that ignores all others."""
-    changes = {"sync_every": 100, "mix": 1.0}
-    traces = run_ranks(train, 2, tmp_path, Run(3, changes))
-    for name in traces[0].local[-1]:
-        mean = (traces[0].local[2][name] + traces[1].local[2][name]) / 2
-        for trace in traces:
-            torch.testing.assert_close(trace.local[3][name], mean, rtol=1e-5, atol=1e-7)
-        apart = (traces[0].local[2][name] - traces[1].local[2][name]).abs().max()
-        assert apart > 1e-3, "there was something to average"
 
 
 def test_training_may_continue_after_finish() -> None:

@@ -7,14 +7,11 @@ import torch
 from torch import nn
 
 from lightning_commfree.diloco.fragments import (
-    PATTERNS,
     Fragment,
     averaged_buffers,
     split_into_fragments,
 )
 from tests.diloco.models import Block, assert_partition, blocks_in, gpt2, llama, t5
-
-BY_BLOCKS = ("strided", "sequential")
 
 
 def outside(fragment: Fragment, prefix: str) -> list[str]:
@@ -82,27 +79,7 @@ def test_t5_has_blocks_in_two_stacks() -> None:
     assert_partition(model, fragments)
 
 
-def test_a_wrapper_only_puts_a_prefix_in_front() -> None:
-    """A LightningModule holds the model as an attribute; `model.` then starts every name."""
-    inner = gpt2(3)
-    wrapper = nn.Module()
-    wrapper.model = inner
-    for pattern in PATTERNS:
-        expected = split_into_fragments(inner, 3, pattern)
-        got = split_into_fragments(wrapper, 3, pattern)
-        assert [f.parameters for f in got] == [
-            tuple(f"model.{name}" for name in f.parameters) for f in expected
-        ]
-
-
 # What is split
-
-
-def test_a_model_without_blocks_is_one_fragment() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    for pattern in BY_BLOCKS:
-        (fragment,) = split_into_fragments(model, None, pattern)
-        assert fragment.parameters == ("0.weight", "0.bias", "2.weight", "2.bias")
 
 
 def test_a_model_of_nothing_but_blocks_has_no_fragment_for_the_rest() -> None:
@@ -112,13 +89,6 @@ def test_a_model_of_nothing_but_blocks_has_no_fragment_for_the_rest() -> None:
         ("0.weight", "0.bias", "2.weight", "2.bias"),
         ("1.weight", "1.bias", "3.weight", "3.bias"),
     ]
-
-
-def test_one_fragment_is_the_whole_model() -> None:
-    model = gpt2(2)
-    for pattern in PATTERNS:
-        (fragment,) = split_into_fragments(model, 1, pattern)
-        assert fragment.parameters == tuple(name for name, _ in model.named_parameters())
 
 
 def test_frozen_parameters_are_left_out() -> None:

@@ -56,10 +56,7 @@ def frozen() -> Net:
     return module
 
 
-def thaw(
-    rank: int, size: int, changes: dict[str, Any], at: dict[int, int], resume_at: int = 0
-) -> Outcome:
-    """Train; with `resume_at` go on from there with new objects and the state of the old ones."""
+def thaw(rank: int, size: int, changes: dict[str, Any], at: dict[int, int]) -> Outcome:
     module, channel, outcome = frozen(), world(rank, size), Outcome()
     diloco, optimizer = begin(module, channel, **changes), ADAMW(module.parameters())
     try:
@@ -72,13 +69,6 @@ def thaw(
             diloco.after_step()
             outcome.local.append(state_of(module))
             outcome.outer.append([f.global_copy.clone() for f in diloco.fragments])
-            if step == resume_at:
-                state, inner = diloco.state_dict(), optimizer.state_dict()
-                diloco.close()
-                module = frozen()
-                diloco, optimizer = begin(module, channel, **changes), ADAMW(module.parameters())
-                diloco.load_state_dict(*state)
-                optimizer.load_state_dict(inner)
         diloco.finish()
         outcome.local.append(state_of(module))
     except (RuntimeError, ValueError) as error:
@@ -142,27 +132,6 @@ def assert_same(got: Outcome, rank: int, expected: Any, case: Any) -> None:
         if step <= STEPS:
             for mine, theirs in zip(got.outer[step - 1], outer, strict=True):
                 assert torch.equal(mine, theirs), (case, step)
-
-
-def thaw_and_resume(rank: int, size: int) -> list[tuple[Outcome, Outcome]]:
-    changes: list[dict[str, Any]] = [{}, {"overlap_steps": 3}]
-    at = dict.fromkeys(range(size), 6)
-    return [
-        (thaw(rank, size, one, at), thaw(rank, size, one, at, resume_at))
-        for one in changes
-        for resume_at in (6, 11)
-    ]
-
-
-def test_a_state_saved_after_the_thaw_resumes_exactly(tmp_path: Path) -> None:
-    for outcomes in run_ranks(thaw_and_resume, 2, tmp_path):
-        for straight, resumed in outcomes:
-            assert not straight.error
-            assert not resumed.error
-            assert straight.names == resumed.names
-            for one, other in zip(straight.local, resumed.local, strict=True):
-                for name, tensor in one.items():
-                    assert torch.equal(other[name], tensor), name
 
 
 def thaw_apart(rank: int, size: int) -> list[list[Outcome]]:
@@ -234,8 +203,11 @@ def names_of_teacher() -> list[str]:
 
 
 def test_a_teacher_is_averaged_at_a_validation_and_at_the_end(tmp_path: Path) -> None:
-    """In fp32 also where the wire is fp4; in between each replica has its own."""
+    """In fp32 also where the wire is fp4; in between each replica has its own, and sends none."""
     ranks = run_ranks(move, 3, tmp_path, (6, 10), 0, {"wire_dtype": "fp4"})
+    for _, sent in ranks:
+        assert [sent[5 - 1], sent[10 - 1] - sent[9 - 1]] == [0, sent[6 - 1]]
+        assert sent[6 - 1] > 0
     for name in names_of_teacher():
         teachers = [WithTeacher().get_parameter(name).detach()] * 3
         for step in range(1, STEPS + 1):
@@ -251,12 +223,6 @@ def test_a_teacher_is_averaged_at_a_validation_and_at_the_end(tmp_path: Path) ->
         assert all(torch.equal(local[-1][name], mean) for local, _ in ranks)
     for name, tensor in ranks[0][0][-1].items():
         assert torch.equal(ranks[1][0][-1][name], tensor), "all end with the same"
-
-
-def test_a_teacher_costs_bytes_at_validations_alone(tmp_path: Path) -> None:
-    for _, sent in run_ranks(move, 2, tmp_path, (6, 10)):
-        assert [sent[5 - 1], sent[10 - 1] - sent[9 - 1]] == [0, sent[6 - 1]]
-        assert sent[6 - 1] > 0
 
 
 def move_with_nan(rank: int, size: int) -> Any:
@@ -309,26 +275,3 @@ def test_a_teacher_is_averaged_beside_fragments_in_flight(tmp_path: Path) -> Non
         assert routes == [True, True]
         assert flying
         assert torch.equal(teacher, ranks[0][2])
-
-
-def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:
-    module, channel = Net(), world(rank, size)
-    if with_base:
-        module.base = nn.Linear(300, 300).requires_grad_(False)
-    diloco = begin(module, channel)
-    optimizer = ADAMW(p for p in module.parameters() if p.requires_grad)
-    sent = []
-    for step in range(1, STEPS + 1):
-        backward(module, rank, step)
-        optimizer.step()
-        diloco.after_step()
-        sent.append(channel.ledger.bytes_sent)
-    diloco.finish()
-    diloco.close()
-    channel.close()
-    return [*sent, channel.ledger.bytes_by_tag["outer_gradient"]]
-
-
-def test_frozen_parameters_that_nobody_moves_cost_no_byte_before_the_end(tmp_path: Path) -> None:
-    without = run_ranks(bytes_sent, 3, tmp_path, False)
-    assert run_ranks(bytes_sent, 3, tmp_path, True) == without

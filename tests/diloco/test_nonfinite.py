@@ -118,8 +118,8 @@ def train_all(rank: int, size: int) -> list[Outcome]:
     return [train(rank, size, {1: at}, {}) for at in TIMES]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_that_abstains_equals_the_twin(size: int, tmp_path: Path) -> None:
+def test_one_that_abstains_equals_the_twin(tmp_path: Path) -> None:
+    size = 3
     ranks = run_ranks(train_all, size, tmp_path)
     for i, at in enumerate(TIMES):
         expected = play(size, {1: at}, ranks[0][i].names)
@@ -146,22 +146,6 @@ def assert_same(got: Outcome, expected: list[dict[str, Tensor]], case: Any) -> N
         for name, tensor in states.items():
             same = torch.equal(bits(local[name]), bits(tensor)) or bool(tensor.isnan().all())
             assert same, (case, step, name)
-
-
-def test_by_default_all_stop_and_it_is_named(tmp_path: Path) -> None:
-    ranks = run_ranks(train, 3, tmp_path, {1: 6}, {"nonfinite": "raise"})
-    for outcome in ranks:
-        assert (
-            "The outer gradient of fragment 2 from replica 1 (rank 1) is not finite (NaN, Inf or"
-            in outcome.error
-        )
-        assert (
-            "It was due to be applied after inner step 7; all ranks are stopping" in outcome.error
-        )
-        assert len(outcome.local) == 6
-        for name, tensor in outcome.local[-1].items():
-            assert bool(tensor.isfinite().all()) or outcome is ranks[1], name
-        assert all(bool(copy.isfinite().all()) for copy in outcome.outer[-1]), "landed nowhere"
 
 
 def test_where_nobody_is_left_all_stop(tmp_path: Path) -> None:
@@ -240,17 +224,7 @@ def test_values_that_no_codec_carries_count_as_nonfinite(value: float) -> None:
 # The inner optimizer
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.RMSprop,
-        torch.optim.Adagrad,
-        torch.optim.NAdam,
-    ],
-)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_nonfinite_optimizer_state_is_reset(make: Any) -> None:
     momentum = {"momentum": 0.9} if make is torch.optim.SGD else {}
     sick, fresh, untouched = (nn.Parameter(torch.ones(3)) for _ in range(3))

@@ -87,10 +87,7 @@ def test_an_outer_optimizer_that_is_no_factory_is_refused(outer_optimizer: Any, 
         ("sync_every", True),
         ("sync_every", "100"),
         ("num_fragments", 1.5),
-        ("overlap_steps", 0.5),
-        ("replica_size", 1.5),
         ("mix", "0.5"),
-        ("mix", True),
     ],
 )
 def test_a_number_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -118,7 +117,7 @@ def check_against_twin(size: int, run: Run, folder: Path) -> list[Trace]:
 
 
 @pytest.mark.parametrize(
-    ("wire_dtype", "size"), [("fp32", 3), ("bf16", 2), ("int8", 3), ("fp4", 2), ("fp4", 3)]
+    ("wire_dtype", "size"), [("fp32", 3), ("bf16", 2), ("int8", 3), ("fp4", 3)]
 )
 def test_every_wire_format_equals_the_twin_through_the_wire(
     wire_dtype: str, size: int, tmp_path: Path
@@ -133,14 +132,11 @@ def test_every_wire_format_equals_the_twin_through_the_wire(
     assert (difference == 0.0) == (wire_dtype == "fp32"), "the format leaves its mark"
 
 
-@pytest.mark.parametrize(("num_fragments", "overlap_steps", "most"), [(3, 5, 3), (2, 4, 2)])
-def test_several_fragments_in_flight_equal_the_twin(
-    num_fragments: int, overlap_steps: int, most: int, tmp_path: Path
-) -> None:
+def test_several_fragments_in_flight_equal_the_twin(tmp_path: Path) -> None:
     """tau > H / P: the next fragment leaves before the last one has landed."""
-    changes = {"sync_every": 6, "num_fragments": num_fragments, "overlap_steps": overlap_steps}
+    changes = {"sync_every": 6, "num_fragments": 3, "overlap_steps": 5}
     traces = check_against_twin(2, Run(16, changes), tmp_path)
-    assert max(len(fragments) for fragments in traces[0].in_flight) == most
+    assert max(len(fragments) for fragments in traces[0].in_flight) == 3
     assert traces[0].in_flight == traces[1].in_flight
     assert traces[0].in_flight[-1] == [], "`finish` leaves nothing on its way"
     assert traces[0].in_flight[-2], "`finish` had something to land"
@@ -166,20 +162,17 @@ def test_a_landing_one_step_later_would_be_seen(tmp_path: Path) -> None:
 # What must not change the training
 
 
-def look_at_outer_weights(diloco: StreamingDiLoCo) -> None:
+def look_and_wait(diloco: StreamingDiLoCo) -> None:
     with diloco.weight_swap.outer_weights():
         pass
+    diloco.wait_in_flight()
 
 
-@pytest.mark.parametrize("between_steps", [look_at_outer_weights, StreamingDiLoCo.wait_in_flight])
-def test_validation_and_checkpoints_between_steps_change_nothing(
-    between_steps: Callable[[StreamingDiLoCo], None], tmp_path: Path
-) -> None:
+def test_validation_and_checkpoints_between_steps_change_nothing(tmp_path: Path) -> None:
     run = Run(12, {"overlap_steps": 3, "num_fragments": 2})
     undisturbed = run_ranks(train, 2, tmp_path, run)
-    disturbed = run_ranks(
-        train, 2, tmp_path, Run(run.steps, run.changes, between_steps=between_steps)
-    )
+    between = Run(run.steps, run.changes, between_steps=look_and_wait)
+    disturbed = run_ranks(train, 2, tmp_path, between)
     for rank in range(2):
         assert_same_bits(disturbed[rank], undisturbed[rank], f"rank {rank}")
         assert disturbed[rank].in_flight == undisturbed[rank].in_flight

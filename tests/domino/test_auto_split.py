@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -182,17 +181,6 @@ def test_each_size_has_a_trial_up_to_a_limit(ranks: list[dict[str, Any]]) -> Non
         assert found["sizes"]["tried"][:2] == [(1, 8), (2, 8)]
 
 
-def test_one_rank_times_nothing(tmp_path: Path) -> None:
-    (calls,) = run_ranks(with_channel, 1, tmp_path, alone)
-    assert calls == 0
-
-
-def alone(channel: Any) -> int:
-    model, parallel, _ = divided(channel, COSTS["batch"])
-    train(model, WORDS[:2])
-    return parallel.trial.now.calls
-
-
 class Echo:
     """A channel to a rank with the same timings."""
 
@@ -231,10 +219,6 @@ def chosen_among(costs: dict[str, list[float]]) -> str:
         time += next(passes[turn[0]])  # between forward and backward: the loss counts
         run.backward(hidden)
     return turn[0]
-
-
-def test_the_loss_between_forward_and_backward_counts() -> None:
-    assert chosen_among({"none": PASSES * [1.0], "batch": PASSES * [1.1]}) == "none"
 
 
 def test_the_median_pass_decides() -> None:

@@ -44,37 +44,62 @@ def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], te
         DominoSettings(**given)
 
 
-def test_heads_that_do_not_divide() -> None:
-    text = (
-        "GPT2LMHeadModel has 4 attention heads, which cannot be split evenly across 3"
-        r" tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 4\."
-    )
-    with pytest.raises(ValueError, match=text):
-        divided(make("gpt2"), 3)
-
-
-def test_key_heads_that_do_not_fit() -> None:
-    """Six ranks, four key heads: some would hold one and a half."""
-    model = make("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=4)
-    text = (
-        "LlamaForCausalLM has 4 key-value heads, which can be neither split evenly across 6"
-        r" tensor-parallel ranks nor replicated so that each rank holds one\. Choose a"
-        r" `tensor_parallel_size` that divides 4 or is a"
-    )
-    with pytest.raises(ValueError, match=text):
-        divided(model, 6)
-
-
 @pytest.mark.parametrize(
-    ("kind", "width", "name"), [("gpt2", "n_inner", "GPT2"), ("llama", "intermediate_size", "Ll")]
+    ("kind", "sizes", "ranks", "text"),
+    [
+        (
+            "gpt2",
+            {},
+            3,
+            "GPT2LMHeadModel has 4 attention heads, which cannot be split evenly across 3"
+            r" tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 4\.",
+        ),
+        (  # some ranks would hold one and a half
+            "llama",
+            {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 4},
+            6,
+            "LlamaForCausalLM has 4 key-value heads, which can be neither split evenly across 6"
+            r" tensor-parallel ranks nor replicated so that each rank holds one\. Choose a"
+            r" `tensor_parallel_size` that divides 4 or is a",
+        ),
+        (
+            "gpt2",
+            {"n_inner": 26},
+            4,
+            r"GPT2\w+ has MLPs of width 26 \(`n_inner`\), which",
+        ),
+        (
+            "llama",
+            {"intermediate_size": 26},
+            4,
+            r"Ll\w+ has MLPs of width 26 \(`intermediate_size`\), which cannot be split evenly"
+            r" across 4 tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 26\.",
+        ),
+        (
+            "olmo",
+            {},
+            4,
+            "OlmoForCausalLM has 2 key-value heads, which its plan cannot split evenly across 4"
+            r" tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 2\.",
+        ),
+        (
+            "glm4",
+            {"intermediate_size": 25},
+            2,
+            "has a width of 25 at 'layers.0.mlp.down_proj'",
+        ),
+        (
+            "mixtral",
+            {"intermediate_size": 25},
+            2,
+            "has a width of 25 at 'layers.0.mlp.experts', which cannot be split evenly across 2"
+            " tensor-parallel",
+        ),
+    ],
 )
-def test_a_width_that_does_not_divide(kind: str, width: str, name: str) -> None:
-    text = (
-        rf"{name}\w+ has MLPs of width 26 \(`{width}`\), which cannot be split evenly across 4"
-        r" tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 26\."
-    )
+def test_sizes_that_do_not_divide(kind: str, sizes: dict[str, int], ranks: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        divided(make(kind, **{width: 26}), 4)
+        divided(make(kind, **sizes), ranks)
 
 
 def test_a_model_without_a_plan() -> None:
@@ -109,19 +134,6 @@ def test_heads_that_a_plan_shards_must_divide_evenly() -> None:
     divided(make("olmo2", **nine), 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "path"),
-    [
-        ("glm4", {"intermediate_size": 25}, "layers.0.mlp.down_proj"),
-        ("mixtral", {"intermediate_size": 25}, "layers.0.mlp.experts"),
-    ],
-)
-def test_widths_that_a_plan_cannot_divide(kind: str, sizes: dict[str, int], path: str) -> None:
-    text = f"has a width of 25 at '{path}', which cannot be split evenly across 2 tensor-parallel"
-    with pytest.raises(ValueError, match=text):
-        divided(make(kind, **sizes), 2)
-
-
 def test_a_plan_for_single_parameters_is_not_supported() -> None:
     """They belong to experts; otherwise they would stay full on every rank and be summed."""
     model = make("olmo")
@@ -154,15 +166,6 @@ def test_a_refused_model_is_untouched(kind: str) -> None:
     if kind == "olmo":  # the others' layers do not fit each other
         words = torch.tensor([[1, 2, 3]])
         assert torch.equal(model(words).logits, plain(words).logits)
-
-
-def test_key_heads_that_a_plan_cannot_share() -> None:
-    text = (
-        "OlmoForCausalLM has 2 key-value heads, which its plan cannot split evenly across 4"
-        r" tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 2\."
-    )
-    with pytest.raises(ValueError, match=text):
-        divided(make("olmo"), 4)
 
 
 def test_bidirectional_attention_is_sharded_and_not_scheduled() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,11 +83,10 @@ def play_all(channel: Any) -> dict[str, list[Any]]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Results of each rank."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
-    return run_ranks(with_channel, request.param, folder, play_all)
+    return run_ranks(with_channel, 4, tmp_path_factory.mktemp("ranks"), play_all)
 
 
 def assert_parts(gradients: list[Tensor], whole: Tensor) -> None:

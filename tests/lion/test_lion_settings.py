@@ -28,7 +28,7 @@ from lightning_commfree.lion import LionSettings
             ValueError,
             r"`nonfinite='skip'` is not valid. Choose one of 'raise', 'abstain'",
         ),
-        ({"momentum_sync_every": -1}, ValueError, r"at least 0, where 0 means never"),
+        ({"momentum_sync_every": -1}, ValueError, r"`momentum_sync_every=-1` must be at least 0"),
         ({"check_drift_every": -5}, ValueError, r"at least 0, where 0 means never"),
         ({"node_size": 0}, ValueError, r"`node_size=0` must be at least 1\.$"),
         ({"node_size": True}, TypeError, r"`node_size=True` must be an integer.* is a bool"),

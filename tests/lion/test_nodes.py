@@ -32,7 +32,7 @@ def opposed(step: int, node: int) -> Gradients:
 
 
 @pytest.mark.parametrize("vote", ["majority", "average"])
-@pytest.mark.parametrize(("nodes", "size"), [(1, 2), (2, 2), (3, 2), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("nodes", "size"), [(1, 2), (2, 3), (3, 2)])
 def test_nodes_vote_as_so_many_workers(nodes: int, size: int, vote: str) -> None:
     twin = play(nodes, 8, vote, sync_every=3)
     runs = train(nodes, size, 8, vote=vote, check_drift_every=1, momentum_sync_every=3)
@@ -44,7 +44,7 @@ def test_nodes_vote_as_so_many_workers(nodes: int, size: int, vote: str) -> None
 
 
 @pytest.mark.parametrize("settings", [{}, {"ties": "random"}, {"vote": "average"}])
-@pytest.mark.parametrize(("nodes", "size"), [(2, 2), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("nodes", "size"), [(3, 2), (4, 3)])
 def test_a_rank_sends_its_part_to_other_nodes(
     nodes: int, size: int, settings: dict[str, str]
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ def train(workers: int, steps: int, data: Any = training.gradients, **settings: 
 
 
 @pytest.mark.parametrize("vote", ["majority", "average"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("workers", [1, 2, 5, 8])
 def test_every_step_equals_the_twin_bit_for_bit(workers: int, vote: str) -> None:
     """With a comparison of the parameters at every step, which must find nothing."""
     twin = play(workers, 12, vote)
@@ -110,7 +110,7 @@ def sizes() -> Iterator[tuple[int, int]]:
         yield sum(math.prod(shapes[name]) for name in names), len(names)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", [2, 5, 8])
 @pytest.mark.parametrize("settings", [{}, {"ties": "random"}, {"vote": "average"}])
 def test_bytes_of_a_step_are_foretold(n: int, settings: dict[str, str]) -> None:
     """Without zeros, all ties being there that can be, and they are: 105 places tie somewhere."""
@@ -130,7 +130,7 @@ def test_bytes_of_a_step_are_foretold(n: int, settings: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("zeros", [1, 3, 113])
-@pytest.mark.parametrize("n", [3, 5, 8])
+@pytest.mark.parametrize("n", [3, 8])
 @pytest.mark.parametrize("vote", ["majority", "average"])
 def test_zeros_cost_their_own_bucket_their_places_or_a_plane(n: int, vote: str, zeros: int) -> None:
     """The bucket in the middle, at the first step, where a zero gradient is a zero direction."""
@@ -279,9 +279,3 @@ def test_a_resumed_run_draws_as_the_uninterrupted_one() -> None:
     again, _, _, _ = disagree(steps=2, first=2)
     assert all(map(torch.equal, whole[2:], again))
     assert not torch.equal(whole[0], again[0])
-
-
-def test_state_is_what_an_exact_resume_needs() -> None:
-    for vote, every in product(("majority", "average"), (0, 3)):
-        (run,) = train(1, 5, vote=vote, momentum_sync_every=every)
-        assert run.voting == {"step": 5, "abstentions": 0}

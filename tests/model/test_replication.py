@@ -75,13 +75,3 @@ def test_only_tensors_that_differ_are_sent(tmp_path: Path) -> None:
                     one.contiguous().view(-1).view(torch.uint8) for one in (tensor, first[name])
                 )
                 assert torch.equal(*bits), (case, name)
-
-
-def alone(rank: int, size: int) -> int:
-    channel = Channel.open([[0]], 0, Ledger())
-    take_first_rank(channel, tensors().values(), "start")
-    return channel.ledger.bytes_by_tag["start"]
-
-
-def test_a_single_rank_sends_nothing(tmp_path: Path) -> None:
-    assert run_ranks(alone, 1, tmp_path) == [0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -39,20 +37,6 @@ def test_a_replica_of_several_ranks_gets_a_line(capsys: pytest.CaptureFixture[st
         " with inside=fsdp." in text
     )
     assert "Within a replica" not in printed(capsys)
-
-
-def test_the_command_does_not_import_torch() -> None:
-    """Importing Lightning takes four seconds of CPU time."""
-    code = "import sys, commfree_planner.command; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    assert "commfree_planner.simulation" in loaded
-    assert not {"torch", "lightning", "lightning_commfree", "numpy"} & set(loaded)
 
 
 def test_no_parameter_is_lost_by_rounding(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,17 +60,6 @@ def test_an_infinite_bandwidth_leaves_the_latency() -> None:
     assert nearby.utilization(nearby.diloco(3, 1, "fp4"), math.inf) == 1.0, "a step hides it"
 
 
-def test_losses_cost_more_the_longer_the_round_trip() -> None:
-    def reached(latency_s, loss):
-        training = replace(TRAINING, num_replicas=4, latency_s=latency_s, loss=loss)
-        return training.utilization(training.diloco(3, 1, "fp4"), 0.05)
-
-    assert reached(0.0, 0.001) == reached(0.0, 0.0), "without latency, losses cost nothing"
-    assert reached(0.1, 0.001) < reached(0.025, 0.001) < reached(0.025, 0.0)
-    far = replace(TRAINING, num_replicas=4, latency_s=0.1, loss=0.001, bbr=True)
-    assert far.utilization(far.diloco(3, 1, "fp4"), 0.05) > reached(0.1, 0.0)
-
-
 def test_the_work_of_a_sync_is_added_to_a_cycle() -> None:
     """Cycles of DiLoCo compute for 10 s; methods that exchange in every step have none."""
     training = replace(TRAINING, sync_seconds=2.5)
@@ -134,13 +123,6 @@ def test_power_sgd_counts_rows_and_columns() -> None:
     assert power_sgd_floats(10, 64, 4, in_block=False) == 10, "at most all parameters"
 
 
-def test_bf16_sends_half_and_is_listed_once() -> None:
-    full = named(TRAINING, "data parallel").bytes_per_step
-    assert named(TRAINING, "DDP, bf16 hook").bytes_per_step == full / 2
-    names = [method.name for method in methods(replace(TRAINING, gradient_dtype="bf16"))]
-    assert "DDP, bf16 hook" not in names
-
-
 def test_domino_by_hand() -> None:
     """Two blocks of 3 s: a half computes 1/4 s per all-reduce in forward and 1/2 s in backward."""
 
@@ -163,11 +145,6 @@ def test_domino_sends_the_activations_of_all_replicas() -> None:
     assert "Domino" not in [method.name for method in methods(TRAINING)]
 
 
-def test_the_width_of_a_gpt2_follows_from_its_blocks() -> None:
-    assert Model((12 * 768**2,) * 12).activation_width == 768
-    assert Model((5,), width=64).activation_width == 64
-
-
 # Within a replica
 
 
@@ -181,10 +158,6 @@ def test_traffic_within_a_replica_equals_the_ledgers_formulas() -> None:
     assert sent["domino"] == 4 * blocks * ring_all_reduce_bytes(4 * 100 * 512, 4)
     halved = inside_bytes(replace(training, gradient_dtype="bf16"), 4)
     assert halved == {layout: num_bytes / 2 for layout, num_bytes in sent.items()}
-
-
-def test_one_rank_sends_nothing_and_domino_needs_tokens() -> None:
-    assert inside_bytes(TRAINING, 1) == {"ddp": 0, "fsdp": 0}
 
 
 # Strategies

@@ -13,14 +13,11 @@ from hypothesis import strategies as st
 from commfree_planner import (
     Exchange,
     Message,
-    build_exchange,
-    exchange_bytes,
     log_grid,
     methods,
-    payload_bytes,
     utilization,
 )
-from tests.planner.trainings import MODEL, TRAINING
+from tests.planner.trainings import TRAINING
 
 GB = 1e9
 GB_PER_S = 8.0  # Gbit/s: a message of n GB is n seconds on the link
@@ -115,38 +112,6 @@ def test_from_no_bandwidth_to_infinite_bandwidth(method) -> None:
     assert curve[0] < 1e-6
     assert curve[-1] == 1.0
     assert all(slow <= fast + 1e-12 for slow, fast in zip(curve, curve[1:], strict=False))
-
-
-@pytest.mark.parametrize("by_layer", [True, False])
-@pytest.mark.parametrize("gbit_per_s", BANDWIDTHS)
-def test_each_method_is_at_least_as_good_as_the_one_before(by_layer, gbit_per_s) -> None:
-    def built(wire, num_fragments, overlap_steps):
-        return build_exchange(
-            MODEL,
-            lambda numel: exchange_bytes(payload_bytes(numel, wire), 2),
-            sync_every=100,
-            num_fragments=num_fragments,
-            overlap_steps=overlap_steps,
-            by_layer=by_layer,
-        )
-
-    diloco, streaming = built("fp32", 1, 0), built("fp32", 3, 0)
-    overlap, fp4 = built("fp32", 3, 1), built("fp4", 3, 1)
-    chain = [TRAINING.data_parallel(), diloco, streaming, overlap, fp4]
-    found = [TRAINING.utilization(exchange, gbit_per_s) for exchange in chain]
-    assert all(a <= b + 1e-12 for a, b in zip(found, found[1:], strict=False))
-
-
-@pytest.mark.parametrize("gbit_per_s", [0.001, 0.1, 10.0])
-def test_one_fragment_without_overlap_is_diloco(gbit_per_s) -> None:
-    diloco = next(method for method in methods(TRAINING) if method.name == "DiLoCo")
-    assert TRAINING.diloco(1, 0, "fp32") == diloco.exchange
-    compute_s = 100 * 0.1
-    blocking_s = 4 * MODEL.params * 8e-9 / gbit_per_s
-    expected = compute_s / (compute_s + blocking_s)
-    assert TRAINING.utilization(diloco.exchange, gbit_per_s) == pytest.approx(expected)
-    streaming = TRAINING.diloco(3, 0, "fp32")
-    assert TRAINING.utilization(streaming, gbit_per_s) == pytest.approx(expected)
 
 
 def test_one_replica_sends_nothing() -> None:

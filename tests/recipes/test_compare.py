@@ -92,31 +92,6 @@ def test_two_strategies_train_on_the_same_tokens_and_a_page_shows_them(compared)
     assert all(log.stat().st_size for log in logs)
 
 
-def test_the_same_command_keeps_what_is_done(compared, monkeypatch, capsys) -> None:
-    folder, words = compared
-    before = (folder / "ddp" / "summary.json").stat().st_mtime_ns
-    (folder / comparing.PAGE_FILE).unlink()
-    assert run_main(monkeypatch, *words) == 0
-    assert (folder / "ddp" / "summary.json").stat().st_mtime_ns == before
-    assert "[2/2] domino_tp: kept, it is done already" in capsys.readouterr().out
-    assert (folder / comparing.PAGE_FILE).exists()
-
-
-def test_a_job_that_fails_makes_the_exit_code_1(monkeypatch, tmp_path, capsys) -> None:
-    def fail(job: Job, plan: Plan) -> Record:
-        job.folder.mkdir()
-        log = job.folder / "output.log"
-        log.write_text("out of luck\n")
-        return Record(job.arguments, None, None, 9, None, [str(log)], [])
-
-    monkeypatch.setattr(running, "run", fail)
-    assert run_main(monkeypatch, "strategies=[ddp]", f"run_dir={tmp_path}/run") == 1
-    text = (tmp_path / "run" / comparing.PAGE_FILE).read_text()
-    assert "ddp failed" in text
-    assert "out of luck" in text
-    assert "It ended with exit code 9. All that it printed: " in capsys.readouterr().out
-
-
 def test_strategies_of_ones_own_reach_the_jobs(monkeypatch, tmp_path) -> None:
     mine = tmp_path / "mine"
     (mine / "strategy").mkdir(parents=True)
@@ -132,13 +107,6 @@ def test_strategies_of_ones_own_reach_the_jobs(monkeypatch, tmp_path) -> None:
     assert run_main(monkeypatch, *words) == 130
     [arguments] = started
     assert arguments[2:5] == ["--config-dir", str(mine), "strategy=fast"]
-
-
-def test_without_the_laboratory_the_exit_code_is_2(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(running, "why_unavailable", lambda: "It needs root.")
-    assert run_main(monkeypatch, "bandwidth=100mbit", f"run_dir={tmp_path}/run") == 2
-    assert capsys.readouterr().err == "It needs root.\n"
-    assert not (tmp_path / "run" / "ddp").exists()
 
 
 def test_ctrl_c_says_how_to_continue(monkeypatch, tmp_path, capsys) -> None:

@@ -98,19 +98,14 @@ def _is_text(line: str) -> bool:
     return bool(line) and not line.startswith(("│", "╭", "╰", "step ", "loading "))
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Run it in a folder of its own, whose paths are short and the same everywhere."""
+def test_the_output_equals_the_golden_file_and_fits_the_terminal(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """In a folder of its own, whose paths are short and the same everywhere."""
     folder = tmp_path_factory.mktemp("printed")
     environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *PRETRAIN, "run_dir=pretrain_terminal"]
-    return lines_of(on_terminal(command, folder, environment))
-
-
-def test_the_output_equals_the_golden_file(printed: list[str]) -> None:
+    printed = lines_of(on_terminal(command, folder, environment))
     assert marked(printed) == (GOLDEN / "pretrain_terminal.txt").read_text()
-
-
-def test_no_line_is_longer_than_the_terminal(printed: list[str]) -> None:
     assert max(map(len, printed)) <= COLUMNS

@@ -110,16 +110,6 @@ def test_a_sweep_that_would_go_wrong(launcher, start_method, outside, message) -
     check_sweep(_hydra(launcher, RunMode.RUN), start_method, outside)
 
 
-def test_sweeps_that_go() -> None:
-    for launcher, start_method, outside in [
-        (None, "fork", False),
-        (None, "spawn", False),
-        (SUBMITIT, "fork", False),
-        (SUBMITIT, "popen", True),
-    ]:
-        check_sweep(_hydra(launcher), start_method, outside)
-
-
 def test_nodes_that_nobody_starts(compose_config, monkeypatch) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "NODE_RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -213,11 +213,3 @@ def test_documented_combinations_are_legal(choices) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("pretrain", ["run_dir=here", *choices])
     assert _refusal(lambda: check_config(cfg, "pretrain")) is None
-
-
-def test_a_refusal_of_transformers_is_reported() -> None:
-    with pytest.raises(ValueError, match="cannot be built from the settings in `model`") as no:
-        model_from_config(
-            {"_target_": "transformers.GPT2Config", "n_embd": 64, "n_head": 3, "n_layer": 1}, 99
-        )
-    assert sentence(no.value) is not None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_commfree import DominoTPStrategy
-from tests.strategies.causal_lm import CausalLM, loader, words
-from tests.strategies.models import assert_saves_its_weights, quiet_trainer
+from tests.strategies.causal_lm import CausalLM, words
+from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks
 
 BATCH = 4
@@ -113,16 +112,3 @@ def test_half_precision_stays_near(ranks: list[Any]) -> None:
 def test_ranks_of_a_group_with_other_batches_are_told(ranks: list[Any]) -> None:
     for outcomes in ranks:
         assert "ranks of a tensor group must train on the same batch" in outcomes["apart"]
-
-
-def test_by_name(tmp_path: Path) -> None:
-    module = CausalLM("llama")
-    before = {name: t.clone() for name, t in module.state_dict().items()}
-    trainer = quiet_trainer(strategy="domino_tp_fork", devices=2, max_steps=3)
-    trainer.fit(module, loader(16, BATCH))
-    after = module.state_dict()
-    assert {name: t.shape for name, t in after.items()} == {n: t.shape for n, t in before.items()}
-    moved = [name for name, t in after.items() if not torch.equal(t, before[name])]
-    assert len(moved) == len(before), "the parent gets the trained weights back, whole"
-    assert isinstance(module.wrapped["lm"].lm_head, nn.Linear)
-    assert_saves_its_weights(trainer, module, tmp_path)

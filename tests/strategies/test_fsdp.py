@@ -163,7 +163,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "momentum_sync_every": 4,
         "trainer": {"precision": "bf16-true"},
     },
-    "lion, clipped": {"kind": Voter, "trainer": CLIPPED},
 }
 SAVED = ("fp32", "fp4", "topk", "majority")
 MIDDLE = 14  # a fragment has just left
@@ -172,7 +171,7 @@ MIDDLE = 14  # a fragment has just left
 def compare(rank: int, size: int, folder: Path) -> Any:
     played: dict[Any, Any] = {}
     for name, changes in VARIANTS.items():
-        for inside in ("ddp", "fsdp"):
+        for inside in ("fsdp",) if name == "topk" else ("ddp", "fsdp"):
             place = folder / inside / name if name in SAVED else None
             played[inside, name] = fit(rank, size, place, inside=inside, **changes)
     for name, saved_by, inside in (
@@ -221,13 +220,6 @@ def test_lossy_wires_and_clipping_stay_close_to_ddp(
         torch.testing.assert_close(ours, ddp, rtol=0, atol=tolerance)
     one, other = (played[0][r]["fsdp", name]["local"][-2] for r in (0, 2))
     assert max((one[p] - other[p]).abs().max() for p in one) > 2 * tolerance
-
-
-def test_lion_clips_by_the_norm_of_the_whole(played: Any) -> None:
-    """A part's own norm would be smaller, and other signs would win; a sign near 0 may flip."""
-    for rank in played[0]:
-        ours, ddp = rank["fsdp", "lion, clipped"]["final"], rank["ddp", "lion, clipped"]["final"]
-        assert sum(int((ours[name] != tensor).sum()) for name, tensor in ddp.items()) <= 2
 
 
 def test_all_ranks_end_with_the_same_weights(played: Any) -> None:
@@ -391,44 +383,19 @@ def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
         assert "'embed.weight' (torch.float64) and 'head.weight' (torch.float32)" in mixed
 
 
-class Group(pl.Callback):
-    """Whether FSDP runs on the channel's process group, which has the user's timeout."""
-
-    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        strategy: Any = trainer.strategy
-        fsdps = module.head.weight.device_mesh.get_group()
-        self.shared = fsdps is strategy.channels.within.group
-
-
-def keep_group(rank: int, size: int) -> tuple[bool, list[Any]]:
-    strategy, group = StreamingDiLoCoStrategy(**{**SETTINGS, "inside": "fsdp"}), Group()
-    trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=1, callbacks=[group])
-    module = Uneven()
-    trainer.fit(module, loader(8))
-    return group.shared, trainer.validate(module, loader(8), verbose=False)
-
-
-def test_no_process_group_is_made_twice(tmp_path: Path) -> None:
-    """It outlives the channel, because a validation after the fit needs it too."""
-    for shared, found in run_ranks(keep_group, 2, tmp_path):
-        assert shared
-        assert found[0]["val_loss"] > 0
-
-
 class Stop(pl.Callback):
-    """Rank 1 hangs in the middle of training, or of a validation."""
+    """Rank 1 hangs in the middle of a validation."""
 
-    def __init__(self, hook: str, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        setattr(self, hook, self._stop)
 
-    def _stop(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 2:
             (self.folder / "died").write_text(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hang(rank: int, size: int, hook: str, folder: Path) -> None:
+def hang(rank: int, size: int, folder: Path) -> None:
     strategy = StreamingDiLoCoStrategy(
         **{**SETTINGS, "inside": "fsdp"}, timeout=timedelta(seconds=HANG_S)
     )
@@ -437,7 +404,7 @@ def hang(rank: int, size: int, hook: str, folder: Path) -> None:
         devices=size,
         max_steps=STEPS,
         val_check_interval=2,
-        callbacks=[Stop(hook, folder)],
+        callbacks=[Stop(folder)],
     )
     trainer.fit(Uneven(), loader(100), loader(16))
 
@@ -445,9 +412,8 @@ def hang(rank: int, size: int, hook: str, folder: Path) -> None:
 HANG_S = 8.0  # longer than the silence after which a hung rank is found
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_batch_start"])
-def test_a_rank_that_hangs_is_named_at_the_timeout(hook: str, tmp_path: Path) -> None:
-    neighbor, stopped = run_mortals(hang, 2, tmp_path, hook, tmp_path, limit_s=4 * HANG_S)
+def test_a_rank_that_hangs_is_named_at_the_timeout(tmp_path: Path) -> None:
+    neighbor, stopped = run_mortals(hang, 2, tmp_path, tmp_path, limit_s=4 * HANG_S)
     assert stopped.exit_code == -signal.SIGKILL, "by the test, in the end"
     assert "rank 1 is gone (no heartbeat" in neighbor.error
     died_s = float((tmp_path / "died").read_text())

@@ -120,18 +120,6 @@ def test_a_model_on_meta_trains_and_resumes_exactly(played: Any, kind: str, lion
 
 
 @pytest.mark.parametrize(("kind", "lion"), CELLS)
-def test_fresh_values_are_distributed_as_transformers_own(
-    played: Any, kind: str, lion: bool
-) -> None:
-    """0.02, and 0.01 in GPT-2's projections onto the residual; one step has been taken since."""
-    first = played[0][0][kind, lion][0]["local"][0]
-    matrices = [tensor for tensor in first.values() if tensor.dim() == 2 and tensor.numel() > 200]
-    assert matrices
-    for tensor in matrices:
-        assert 0.008 < float(tensor.std()) < 0.04
-
-
-@pytest.mark.parametrize(("kind", "lion"), CELLS)
 def test_a_plain_trainer_and_transformers_read_the_checkpoint(
     played: Any, kind: str, lion: bool, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from tests.world import run_ranks
 EPOCHS, EPOCH_STEPS = 3, 5
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 SIZE = 2
+RESUMED = 4  # steps, with a fragment in flight
 
 
 def fit(
@@ -183,9 +184,8 @@ def on_two_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "adapted": fit(Adapted(True), rank, folder / "a"),
         "without base": fit(Adapted(False), rank, folder / "b"),
     }
-    for step in (3, 4):  # before the first launch, and in a flight
-        resumed = fit(Byol(), rank, folder / "taught", [Following()], f"step={step}.ckpt")
-        outcomes[f"taught from {step}"] = resumed
+    resumed = fit(Byol(), rank, folder / "taught", [Following()], f"step={RESUMED}.ckpt")
+    outcomes["taught again"] = resumed
     for step in (5, 9, 12):  # before the thaw, before it first leaves, and in its flight
         resumed = fit(Tuned(), rank, folder / "tuned", [tuning()], f"step={step}.ckpt")
         outcomes[f"tuned from {step}"] = resumed
@@ -213,11 +213,10 @@ def test_a_teacher_ends_equal_on_all_ranks(two_ranks: list[dict[str, Any]]) -> N
     assert len(first["fragments"]) == 1, "nothing of it is trained"
 
 
-@pytest.mark.parametrize("step", [3, 4])
-def test_a_teacher_is_resumed_exactly(two_ranks: list[dict[str, Any]], step: int) -> None:
+def test_a_teacher_is_resumed_exactly(two_ranks: list[dict[str, Any]]) -> None:
     for outcomes in two_ranks:
-        straight, resumed = outcomes["taught"], outcomes[f"taught from {step}"]
-        assert_same(resumed["local"], straight["local"][step:])
+        straight, resumed = outcomes["taught"], outcomes["taught again"]
+        assert_same(resumed["local"], straight["local"][RESUMED:])
 
 
 def test_frozen_weights_that_do_not_change_cost_a_hash(

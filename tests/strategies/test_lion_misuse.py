@@ -18,17 +18,8 @@ from tests.world import run_ranks
     ("arguments", "error", "text"),
     [
         ({"vote": "median"}, ValueError, "`vote='median'` is not valid. Choose one of 'majority',"),
-        (
-            {"ties": "coin"},
-            ValueError,
-            "`ties='coin'` is not valid. Choose one of 'zero', 'random'.",
-        ),
-        ({"nonfinite": "skip"}, ValueError, "`nonfinite='skip'` is not valid."),
-        ({"momentum_sync_every": -1}, ValueError, "`momentum_sync_every=-1` must be at least 0"),
         ({"overlap": "no"}, TypeError, "`overlap='no'` must be True or False."),
         ({"momentum_sync_every": 2.5}, TypeError, "`momentum_sync_every=2.5` must be an integer"),
-        ({"node_size": 0}, ValueError, "`node_size=0` must be at least 1"),
-        ({"vote": "average", "ties": "random"}, ValueError, "has no effect with `vote='average'`"),
         (
             {"find_unused_parameters": True},
             TypeError,

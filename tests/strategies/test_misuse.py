@@ -20,29 +20,10 @@ from tests.world import run_ranks
     ("arguments", "error", "text"),
     [
         (
-            {"sync_every": 4, "overlap_steps": 4},
-            ValueError,
-            "`overlap_steps=4` must be at least 0 and below `sync_every=4`: a fragment has to land",
-        ),
-        (
-            {"fragment_pattern": "zigzag"},
-            ValueError,
-            "`fragment_pattern='zigzag'` is not valid. Choose one of 'strided', 'sequential',",
-        ),
-        (
             {"wire_dtype": "fp8"},
             ValueError,
             "`wire_dtype='fp8'` is not valid. Choose one of 'fp32', 'bf16', 'int8', 'fp4',",
         ),
-        ({"mix": 1.5}, ValueError, "`mix=1.5` is outside [0, 1]. It is the weight of the local"),
-        (
-            {"nonfinite": "skip"},
-            ValueError,
-            "`nonfinite='skip'` is not valid. Choose one of 'raise', 'abstain'.",
-        ),
-        ({"sync_every": 0}, ValueError, "`sync_every=0` must be at least 1"),
-        ({"num_fragments": 0}, ValueError, "`num_fragments=0` must be at least 1, or None"),
-        ({"outer_optimizer": 0.4}, TypeError, "`outer_optimizer` must be a factory"),
         (
             {"find_unused_parameters": True},
             TypeError,

@@ -174,9 +174,7 @@ FOUR: dict[str, tuple[Case, int, str | None]] = {
     "domino, epoch": (("domino", 2, "domino", (EPOCH_END, EPOCH, (2,)), {}), EPOCH, "Rank 2"),
     "diloco, ddp": (("diloco", 2, "ddp", (BATCH, 2, (3,)), {}), 5, "Rank 3 requested a stop"),
     "diloco, fsdp": (("diloco", 2, "fsdp", (BATCH, 2, (3,)), {}), 5, "Rank 3 requested a stop"),
-    "diloco, domino": (("diloco", 2, "domino", (BATCH, 2, (3,)), {}), 5, "Rank 3 requested a stop"),
     "lion, ddp": (("lion", 2, "ddp", (BATCH, 2, (2,)), {}), 3, "Rank 2 requested a stop"),
-    "lion, fsdp": (("lion", 2, "fsdp", (BATCH, 2, (2,)), {}), 3, "Rank 2 requested a stop"),
     "lion, domino": (("lion", 2, "domino", (BATCH, 2, (2,)), {}), 3, "Rank 2 requested a stop"),
 }
 START = "on_train_batch_start"

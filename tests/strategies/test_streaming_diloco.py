@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.host import ModelCheckpoint, pl
-from tests.strategies.models import Recorder, Tiny, assert_same, loader, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, loader, quiet_trainer
 from tests.world import run_ranks
-
-PLAIN_SGD = partial(torch.optim.SGD, lr=1.0)  # with this outer optimizer a sync is plain averaging
 
 
 class Habits(Tiny):
@@ -212,42 +209,6 @@ def test_outer_weights_that_have_not_moved_yet_bring_one_warning(tmp_path: Path)
         text,
     )
     assert late == []
-
-
-def fit_alone(rank: int, size: int) -> Any:
-    runs = {}
-    for mix in (0.0, 0.5, 1.0):
-        strategy = StreamingDiLoCoStrategy(
-            sync_every=3, overlap_steps=0, mix=mix, wire_dtype="fp32", outer_optimizer=PLAIN_SGD
-        )
-        runs[mix] = record(strategy)
-    return runs, record("auto")
-
-
-def record(strategy: Any) -> list[dict[str, Tensor]]:
-    recorder = Recorder()
-    trainer = quiet_trainer(strategy=strategy, devices=1, max_epochs=1, callbacks=[recorder])
-    trainer.fit(Tiny(), rank_loader(40, 2, 0, 1))
-    if not isinstance(strategy, str):
-        assert strategy.ledger.bytes_sent == 0
-        assert strategy.ledger.collectives == 0
-    return recorder.local
-
-
-def test_one_replica_with_a_plain_outer_step_is_a_plain_trainer(tmp_path: Path) -> None:
-    """global - (global - local) is local, exactly while the two are within a factor of two
-    (Sterbenz), else to one rounding.
-
-    With `mix` 1 nothing is merged and every step is equal bit for bit, but for the last, in which
-    the outer weights are taken.
-    """
-    runs, plain = run_ranks(fit_alone, 1, tmp_path)[0]
-    for mix, steps in runs.items():
-        for step, (got, expected) in enumerate(zip(steps, plain, strict=True)):
-            for name in expected:
-                if mix == 1.0 and step < len(plain) - 1:
-                    assert torch.equal(got[name], expected[name])
-                torch.testing.assert_close(got[name], expected[name], rtol=1e-6, atol=1e-7)
 
 
 class Normed(Tiny):

@@ -59,14 +59,6 @@ def test_all_strategies_get_the_job_and_equally_many_tokens() -> None:
     )
 
 
-def test_two_tensor_groups_of_two_have_two_batches() -> None:
-    words = ("trainer.devices=4", "data.batch_size=3", "trainer.accumulate_grad_batches=2")
-    own = {"domino_tp": {"strategy.tensor_parallel_size": 2}}
-    jobs = built(*words, strategies=("ddp", "domino_tp"), overrides=own)
-    assert composed(jobs["domino_tp"]).data.batch_size == 6
-    assert {job.tokens_per_step for job in jobs.values()} == {4 * 3 * 64 * 2}
-
-
 def test_lion_gets_its_optimizer_and_nothing_that_was_meant_for_another() -> None:
     words = ("optimizer.lr=1", "optimizer.warmup_steps=9", "optimizer.betas=[0,0]", "seed=3")
     jobs = built(*words, strategies=("ddp", "distributed_lion"))

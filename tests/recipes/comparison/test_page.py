@@ -8,13 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from recipes.comparison.figures import (
     DRAWINGS,
-    draw_loss_over_seconds,
-    draw_loss_over_tokens,
     write_png,
 )
 from recipes.comparison.outcome import Times, bits_per_second, read_outcome, times
@@ -32,19 +29,6 @@ def test_hidden_time_is_the_links_time_less_the_wait(tmp_path: Path) -> None:
     assert times(outcome("streaming_diloco", tmp_path, "1gbit")) == Times(50.0, 2.0, 0.0)
     assert times(outcome("ddp", tmp_path)) == Times(50.0, 2.0, None)
     assert [bits_per_second(rate) for rate in ("1.5gbit", "20kbit")] == [1.5e9, 2e4]
-
-
-@pytest.mark.parametrize("draw", [draw_loss_over_tokens, draw_loss_over_seconds])
-def test_a_run_too_short_for_validations_has_a_curve(draw, tmp_path: Path) -> None:
-    short, axes = outcome("ddp", tmp_path), Figure().subplots()
-    history = short.measured.history
-    for values in (history.validation_steps, history.validation_seconds, history.validation_loss):
-        del values[:1]  # the one at the end of the fit is left
-    draw(axes, [short])
-    curve, end = axes.lines
-    assert list(curve.get_ydata()) == history.train_loss
-    assert curve.get_label() == "ddp, training"
-    assert list(end.get_ydata()) == [short.measured.summary.validation_loss]
 
 
 def test_the_table_fits_80_columns_and_is_as_it_is_kept(tmp_path: Path) -> None:

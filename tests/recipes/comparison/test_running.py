@@ -132,13 +132,6 @@ def test_a_job_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     assert_gone(int(pid))
 
 
-def test_children_of_a_job_that_died_are_ended(tmp_path: Path) -> None:
-    job = script("a", tmp_path, HANGS + "; sys.exit(7)")
-    assert run(job, plan(tmp_path)).returncode == 7
-    [pid] = (job.folder / "output.log").read_text().split()
-    assert_gone(int(pid))
-
-
 def test_ctrl_c_ends_the_job_and_it_runs_again_next_time(tmp_path: Path) -> None:
     def press(signum: int, frame: object) -> None:
         raise KeyboardInterrupt

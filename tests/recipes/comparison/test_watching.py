@@ -10,19 +10,12 @@ import pytest
 from rich.console import Console
 
 from recipes.comparison import watching
-from recipes.comparison.watching import newest_progress, watched
+from recipes.comparison.watching import watched
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "_POLL_S", 0.02)
-
-
-def test_the_newest_progress_is_the_last_line_that_tells_a_step(tmp_path: Path) -> None:
-    log = tmp_path / "output.log"
-    assert newest_progress(log) == ""
-    log.write_text("x" * 5000 + "\nstep 1/9, a\nstep 2/9, b\na warning\n")
-    assert newest_progress(log) == "step 2/9, b"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

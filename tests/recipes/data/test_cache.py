@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from recipes.data.cache import build_once, cache_key
+from recipes.data.cache import build_once
 
 
 def _build_slowly(folder, rank):
@@ -43,22 +43,3 @@ def test_an_interrupted_build_leaves_nothing(tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
     build_once(tmp_path / "result", lambda path: path.write_text("whole"))
     assert (tmp_path / "result").read_text() == "whole"
-
-
-def test_an_existing_file_is_not_built_again(tmp_path) -> None:
-    (tmp_path / "result").write_text("old")
-    assert build_once(tmp_path / "result", lambda path: pytest.fail("built")).read_text() == "old"
-
-
-def test_a_folder_can_be_built(tmp_path) -> None:
-    def build(path):
-        path.mkdir()
-        (path / "file").touch()
-
-    assert (build_once(tmp_path / "folder", build) / "file").exists()
-
-
-def test_keys() -> None:
-    assert cache_key("a", 1, {"x": [1], "y": None}) == cache_key("a", 1, {"y": None, "x": [1]})
-    keys = [cache_key("a"), cache_key("a", 1), cache_key("a", "1"), cache_key(["a", 1])]
-    assert len(set(keys)) == 4

@@ -28,11 +28,6 @@ def test_globs_lists_and_xz(books) -> None:
     assert list(listed.documents("train")) == ["first", "second"]
 
 
-def test_separator(books) -> None:
-    split = TextFiles(f"{books}/books/a.txt", f"{books}/held_out.txt", r"\n\n")
-    assert list(split.documents("validation")) == ["one", "two"]
-
-
 def test_fingerprint_follows_the_content(books) -> None:
     def fingerprint(separator=None):
         return TextFiles(f"{books}/books/*.txt", f"{books}/held_out.txt", separator).fingerprint()
@@ -83,12 +78,6 @@ def test_the_markov_chains_entropy_is_the_loss_of_its_own_bigrams() -> None:
     positive_SS = np.where(chain.transitions_SS > 0, chain.transitions_SS, 1.0)
     unweighted = -(chain.transitions_SS * np.log(positive_SS)).sum(axis=1).mean()
     assert abs(unweighted - chain.entropy_nats) > 0.01
-
-
-def test_the_markov_chain_of_coin_tosses() -> None:
-    chain = MarkovChain(num_states=2)
-    chain.transitions_SS = np.full((2, 2), 0.5)
-    assert chain.entropy_nats == pytest.approx(np.log(2))
 
 
 def test_the_markov_chain_repeats_itself_and_has_two_splits() -> None:

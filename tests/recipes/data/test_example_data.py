@@ -231,10 +231,3 @@ def test_no_turn_of_the_assistants_anywhere(make_data, write) -> None:
 def test_a_fraction_outside_its_range(make_data, fraction) -> None:
     with pytest.raises(ValueError, match=rf"data.validation_fraction={fraction} must be between"):
         make_data(validation_fraction=fraction)
-
-
-def test_nothing_is_left_of_a_file_with_a_wrong_line(make_data, write, tmp_path) -> None:
-    path = write({"prompt": "a", "response": "b"}, ["oops"], name="wrong.jsonl")
-    with pytest.raises(ValueError, match=r"wrong.jsonl, line 2: a line must be"):
-        make_data(corpus=Responses(path))
-    assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix != ".lock"]

@@ -8,7 +8,6 @@ import lzma
 import pytest
 
 from recipes.data.conversations import PLAIN_TEMPLATE, Conversations
-from recipes.data.dialogues import Dialogues
 from recipes.data.example_data import ExampleDataModule
 from recipes.data.examples import Example, Responses
 from recipes.data.tokenizer import byte_tokenizer
@@ -194,11 +193,3 @@ def test_a_tokenizer_without_template_or_end_is_refused(write, tmp_path) -> None
         Responses(path).prepare(tokenizer)
     with pytest.raises(ValueError, match="neither a padding token .* nor an end-of-text token"):
         ExampleDataModule(Conversations(path, chat_template=SIGNS), tokenizer, str(tmp_path))
-
-
-def test_the_stage_has_speeches_for_both_splits() -> None:
-    for split in ("train", "validation"):
-        pairs = list(Dialogues().pairs(split))
-        assert len(pairs) > 300
-        assert max(len(prompt) + len(response) for prompt, response in pairs) == 120
-    assert ("Ber.\nWho's there?\n\nFran.\n", "Nay, answer me: stand, and unfold yourself.") in pairs

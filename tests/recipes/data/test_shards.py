@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from recipes.data.shards import HEADER_BYTES, TokenShards
-from recipes.data.token_data import unigram_loss
 from recipes.data.tokenizer import byte_tokenizer
 
 
@@ -38,16 +37,6 @@ def test_blocks_follow_file_by_file(make_data) -> None:
     assert {tuple(row.tolist()) for batch in data.train_dataloader() for row in batch} == {
         tuple(row) for row in rows
     }
-
-
-def test_the_unigram_model_of_several_files_is_that_of_one(make_data, tmp_path) -> None:
-    data = make_data()
-    both = np.concatenate([part.tokens for part in data.blocks("train").parts])
-    both.tofile(tmp_path / "joined.bin")
-    joined = make_data(train="joined.bin")
-    validation = data.blocks("validation")
-    losses = [unigram_loss(d.blocks("train"), validation, 257) for d in (data, joined)]
-    assert losses[0] == losses[1] == pytest.approx(np.log(23 + 257))  # ids that never occurred
 
 
 @pytest.mark.parametrize(("magic", "dtype"), [(20240520, "<u2"), (20240801, "<u4")])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -57,17 +55,6 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path) -> None:
     assert TokenBlocks(path, 2).tokens.tolist() == [2**16 - ord(letter) for letter in "abc"]
 
 
-def test_a_memory_map_is_not_pickled(tmp_path) -> None:
-    path = tmp_path / "tokens.uint16"
-    np.arange(10_000, dtype="<u2").tofile(path)
-    blocks = TokenBlocks(path, 100, offset=20)
-    pickled = pickle.dumps(blocks)
-    assert len(pickled) < 1000
-    again = pickle.loads(pickled)
-    assert len(again) == len(blocks) == 99
-    assert torch.equal(again[98], blocks[98])
-
-
 def test_the_file_is_made_once_and_named_by_its_content(tmp_path, corpus) -> None:
     documents, cache = Documents("abc"), str(tmp_path / "cache")
     first = tokenize(documents, "train", byte_tokenizer(), cache)
@@ -91,12 +78,3 @@ def test_every_token_but_the_first_is_a_target_once(tmp_path, num_tokens) -> Non
     targets = [int(token) for row in rows for token in row[1:]]
     assert targets == list(range(1, 1 + 4 * len(blocks)))
     assert all(row[0] + 1 == row[1] for row in rows), "an input stands before its target"
-
-
-def test_there_is_no_block_past_the_end(tmp_path) -> None:
-    np.arange(9, dtype="<u2").tofile(tmp_path / "tokens.uint16")
-    blocks = TokenBlocks(tmp_path / "tokens.uint16", 4)
-    with pytest.raises(IndexError, match="block 2 of 2"):
-        blocks[2]
-    with pytest.raises(IndexError):
-        blocks[-1]

@@ -57,12 +57,6 @@ def test_every_validation_block_is_read_by_one_rank(make_data, size) -> None:
     assert everything == sorted(tuple(blocks[i].tolist()) for i in range(len(blocks)))
 
 
-def test_the_seed_decides_the_order(make_data) -> None:
-    orders = [_rows(make_data(seed=seed).train_dataloader()) for seed in (1, 1, 2)]
-    assert orders[0] == orders[1]
-    assert orders[0] != orders[2]
-
-
 @pytest.mark.parametrize(
     ("split", "kwargs"),
     [("train", {"batch_size": 10**6}), ("validation", {"size": 10**6})],

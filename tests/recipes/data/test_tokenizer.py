@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer, GPT2Config
 
-from recipes.data.tokenizer import END_OF_TEXT, byte_tokenizer, pretrained_tokenizer, train_bpe
+from recipes.data.tokenizer import byte_tokenizer, pretrained_tokenizer, train_bpe
 
 ODD = "  HAMLET.\nTo be,\tor -- not?\n\n\n“Sein” ö 🙂 \x00"
 
@@ -26,12 +26,6 @@ def test_bpe_learns_from_the_training_text_only(bpe) -> None:
     assert len(bpe(" standing")["input_ids"]) > 2
 
 
-def test_bpe_has_an_end_of_text_that_no_text_contains(bpe) -> None:
-    assert bpe.convert_ids_to_tokens(bpe.eos_token_id) == END_OF_TEXT
-    assert bpe.bos_token_id == bpe.eos_token_id
-    assert bpe.eos_token_id not in bpe(ODD)["input_ids"]
-
-
 def test_bpe_is_trained_once_per_content_and_size(bpe, corpus, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(type(corpus), "documents", lambda *_: pytest.fail("read the text again"))
     again = train_bpe(corpus, 300, str(tmp_path / "cache"))
@@ -43,12 +37,6 @@ def test_bpe_is_trained_once_per_content_and_size(bpe, corpus, tmp_path, monkeyp
 def test_bpe_needs_room_for_the_bytes(corpus, tmp_path) -> None:
     with pytest.raises(ValueError, match="vocab_size=256 must be at least 257.*tokenizer=bytes"):
         train_bpe(corpus, 256, str(tmp_path))
-
-
-def test_a_byte_is_a_token() -> None:
-    tokenizer = byte_tokenizer()
-    assert len(tokenizer) == 257
-    assert len(tokenizer("aö")["input_ids"]) == 3
 
 
 def test_pretrained_loads_a_folder(bpe, tmp_path) -> None:

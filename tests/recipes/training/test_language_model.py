@@ -7,7 +7,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from lightning.pytorch.strategies import DDPStrategy
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, modeling_utils
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from recipes.data.corpus import MarkovChain
 from recipes.data.token_data import TokenDataModule
@@ -110,15 +110,6 @@ def test_a_checkpoint_is_a_module_that_can_be_evaluated(data, quiet_trainer, tmp
         ValueError, match="was created without an optimizer and can only be evaluated"
     ):
         loaded.configure_optimizers()
-
-
-def test_transformers_has_nothing_to_say_of_the_loss(monkeypatch) -> None:
-    """Every rank wrote `loss_type=None was set in the config` into the progress bar."""
-    said = []
-    monkeypatch.setattr(modeling_utils.logger, "warning_once", lambda text: said.append(text))
-    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1)
-    LanguageModel(config.to_dict()).loss(torch.zeros(1, 5, dtype=torch.int64))
-    assert said == []
 
 
 def test_a_model_of_the_hub_is_found_in_its_cache_and_not_read(monkeypatch, tmp_path) -> None:

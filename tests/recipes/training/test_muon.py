@@ -83,19 +83,6 @@ def test_a_saved_optimizer_continues_bit_for_bit(how: str) -> None:
     assert torch.equal(values(net), values(whole))
 
 
-@needs_muon
-def test_the_state_is_one_and_a_later_group_is_adamws() -> None:
-    net = Net()
-    matrices, others = net.parts()
-    optimizer = MuonAdamW(matrices, others[:-1], **RATE)
-    optimizer.add_param_group({"params": others[-1:], "lr": 0.5})
-    steps(net, [optimizer], 0, 1)
-    kept = [set(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
-    assert kept[: len(matrices)] == [{"momentum_buffer"}] * len(matrices)
-    assert kept[len(matrices) :] == [{"step", "exp_avg", "exp_avg_sq"}] * len(others)
-    assert len(optimizer.state_dict()["state"]) == len(list(net.parameters()))
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_embeddings_heads_norms_and_biases_are_adamws(kind: str) -> None:
     model = nn.ModuleDict({"model": make(kind)})

@@ -48,14 +48,6 @@ def test_matrices_decay_and_nothing_else_does(factory) -> None:
     assert len(spared["params"]) == 3, "the norm's two, the linear layer's bias; none is frozen"
 
 
-@FACTORIES
-def test_tied_weights_are_optimized_once(factory) -> None:
-    embedding, head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
-    head.weight = embedding.weight
-    made = factory(nn.ModuleList([embedding, head]), total_steps=10, warmup_steps=1)
-    assert [len(group["params"]) for group in made["optimizer"].param_groups] == [1, 0]
-
-
 @pytest.mark.parametrize(
     ("steps", "betas"),
     [
@@ -74,15 +66,6 @@ def test_lions_betas_follow_the_length_of_the_run_unless_they_are_given(steps, b
     assert made["optimizer"].defaults["betas"] == betas
     given = lion_cosine(nn.Linear(1, 1), steps, betas=(0.9, 0.99), warmup_steps=0)
     assert given["optimizer"].defaults["betas"] == (0.9, 0.99)
-
-
-def test_both_decay_parameters_by_as_much_unless_told_otherwise() -> None:
-    adamw, lion = (
-        factory(nn.Linear(1, 1), 10, warmup_steps=0)["optimizer"].param_groups[0]
-        for factory in (adamw_cosine, lion_cosine)
-    )
-    assert lion["lr"] < adamw["lr"]
-    assert lion["lr"] * lion["weight_decay"] == adamw["lr"] * adamw["weight_decay"]
 
 
 @FACTORIES

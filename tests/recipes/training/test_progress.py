@@ -145,24 +145,6 @@ def test_on_a_terminal_a_bar_that_moves(clock, capsys, monkeypatch) -> None:
     assert FIGURES in plain
 
 
-@pytest.mark.parametrize("width", [50, 80])
-def test_a_narrow_terminal_cuts_the_figures_and_nothing_else(
-    width, clock, capsys, monkeypatch
-) -> None:
-    """At 80 columns the times were cut: `0:... 0:0...`."""
-    terminal = lambda: Console(force_terminal=True, width=width)  # noqa: E731
-    monkeypatch.setattr(progress_bar, "Console", terminal)
-    _play(StepProgressBar(), clock, max_steps=2400, every=0.01)
-    plain = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().out)
-    lines = [line for line in re.split(r"[\r\n]+", plain) if "step" in line]
-    assert max(map(len, lines)) <= width
-    found = re.search(r"step 2,400/2,400 ━+ 0:00:\d\d 0:00:00 (.+)", lines[-1])
-    assert found is not None
-    figures = found[1].rstrip().removesuffix("…")
-    assert FIGURES.startswith(figures)
-    assert len(figures) >= {50: 5, 80: 30}[width]
-
-
 def test_validations_and_saves_stand_in_the_bar(clock, capsys, monkeypatch) -> None:
     terminal = lambda: Console(force_terminal=True, width=80)  # noqa: E731
     monkeypatch.setattr(progress_bar, "Console", terminal)
@@ -187,14 +169,3 @@ def test_validations_and_saves_stand_in_the_bar(clock, capsys, monkeypatch) -> N
     plain = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().out)
     assert "validating, 5 of 7" in plain
     assert "saving last.ckpt" in plain
-
-
-@pytest.mark.parametrize("is_disabled", [False, True])
-def test_a_disabled_bar_and_other_ranks_print_nothing(is_disabled, clock, capsys) -> None:
-    bar = StepProgressBar()
-    if is_disabled:
-        bar.disable()
-    else:
-        bar.setup(SimpleNamespace(is_global_zero=False, save_checkpoint=None), None, "fit")
-    _play(bar, clock)
-    assert capsys.readouterr().out == ""

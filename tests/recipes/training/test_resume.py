@@ -75,11 +75,3 @@ def test_a_finished_run_has_nothing_left(tmp_path, word) -> None:
     ):
         find_checkpoint(given, str(tmp_path), 60)
     assert find_checkpoint(given, str(tmp_path), 61) == path
-
-
-def test_null_and_lightnings_words_stay(tmp_path) -> None:
-    assert [find_checkpoint(p, str(tmp_path), 60) for p in (None, "best", "hpc")] == [
-        None,
-        "best",
-        "hpc",
-    ]

@@ -312,6 +312,16 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self.flights[p]
 
     @override
+    def wait_in_flight(self) -> None:
+        # if the others have continued without this replica, the landing finds that out as well
+        with suppress(LeftBehindError):
+            super().wait_in_flight()
+
+    @override
+    def _messages_in_flight(self) -> dict[int, Tensor]:
+        return {}  # not needed: a new job starts with outer weights, a joiner asks a member
+
+    @override
     def _weight(self, p: int) -> int:
         steps = self.inner_steps - self._trained_since[p]
         return min(steps * self.weight_per_step, MAX_WEIGHT)

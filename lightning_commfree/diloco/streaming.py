@@ -562,9 +562,12 @@ class StreamingDiLoCo:
         own = {
             "local": self.weight_swap.local,
             "residuals": [fragment.residual for fragment in self.fragments],
-            "in_flight": {p: self._wait(p).pending.wait() for p in self.flights},
+            "in_flight": self._messages_in_flight(),
         }
         return shared, own
+
+    def _messages_in_flight(self) -> dict[int, Tensor]:
+        return {p: self._wait(p).pending.wait() for p in self.flights}
 
     @torch.no_grad()
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:

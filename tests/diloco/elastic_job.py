@@ -337,6 +337,8 @@ def replica(job: Job, address: str, name: str, folder: Path, *delays_s: float) -
             start_s = time.monotonic()
             diloco.after_step()
             result.waits_s.append(time.monotonic() - start_s)
+            if job.may_rejoin:
+                diloco.wait_in_flight()  # as a checkpoint does
         diloco.finish()
         result.state = state_of(module)
     except (RuntimeError, ValueError) as error:

@@ -1,7 +1,8 @@
 """Read the members and heartbeats from a torchft lighthouse's status page.
 
-The lighthouse answers `GET /status` with an HTML fragment. Reading it has no side effects, whereas
-a quorum request makes the caller a member of the job that the other members wait for.
+The lighthouse responds to `GET /status` with an HTML fragment. Reading it has no side effects,
+whereas a quorum request would make the caller a member of the job, and the other members would wait
+for the caller.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def read_board(url: str, timeout_s: float = 5.0) -> Board:
     """Fetch and parse a torchft lighthouse's status page.
 
     Raises:
-        ConnectionError: no torchft 0.2 lighthouse answers at `url`.
+        ConnectionError: no torchft 0.2 lighthouse responds at `url`.
     """
     page = get_text(url, "/status", timeout_s)
     number = _NUMBER.search(page)
@@ -66,7 +67,7 @@ def get_text(url: str, path: str, timeout_s: float) -> str:
     """Send an HTTP GET request and return the response body as text, truncated to 1 MiB.
 
     Raises:
-        ConnectionError: no server answers at `url`.
+        ConnectionError: no server responds at `url`.
     """
     address = urlsplit(url)
     try:

@@ -1,23 +1,25 @@
-"""Rendezvous of elastic replicas through torchft's lighthouse; only this module imports torchft.
+"""Rendezvous for elastic replicas, based on torchft's lighthouse.
 
-It uses three parts of torchft: the lighthouse itself, its client's `quorum`, and `ManagerServer`,
-whose thread sends heartbeats in Rust, so that a busy interpreter does not look dead. A heartbeat
-costs 363 bytes including headers and acknowledgments, so a replica sends 0.4 kB/s
-(`tests/comm/test_elastic_network.py` measures it); a quorum costs about 1 kB per replica.
+Only this module imports torchft. It uses three parts of torchft: the lighthouse itself, the
+`quorum` method of its client, and `ManagerServer`, which sends heartbeats on a Rust thread, so that
+a replica whose interpreter is busy does not appear dead. A heartbeat takes 363 bytes including
+headers and acknowledgments, so a replica sends 0.4 kB/s (`tests/comm/test_elastic_network.py`
+measures this); a quorum takes about 1 kB per replica.
 
 The other modules rely on this behavior of the lighthouse:
 
-- It answers as soon as all members of the last quorum have asked for a new one. If some have not,
-  it waits until their heartbeats are older than its timeout, or for `join_timeout` if they are
-  alive.
-- It answers only if more than half of the replicas that send heartbeats have asked.
-- It forgets everything when it restarts, and counts quorums from 1 again.
+- It responds as soon as all members of the last quorum have requested a new one. If some have not,
+  it waits until their heartbeats are older than its timeout or, if they are alive, for
+  `join_timeout`.
+- It responds only if more than half of the replicas that send heartbeats have requested a quorum.
+- When it restarts, it forgets all replicas and numbers quorums from 1 again.
 
 Anyone who can reach its port can call `POST /replica/<id>/kill`, without a password. The lighthouse
-forwards the request to the address that the replica has registered. Our replicas register their
-state server, which does not implement the request. Their `ManagerServer`, which does, listens on a
-random address in 127.0.0.0/8. Otherwise, an impostor could register 127.0.0.1 and kill a replica
-that runs on the lighthouse's machine.
+forwards the request to the address that the replica has registered. Our replicas register the
+address of their state server, which does not implement this request. Their `ManagerServer` does
+implement it, so it listens on a random address in 127.0.0.0/8. If it listened on a fixed address
+such as 127.0.0.1, an attacker could register that address and kill a replica that runs on the
+lighthouse's machine.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from lightning_commfree.comm.sockets import hang_up, tcp_sockets
 from lightning_commfree.comm.state_server import public_address
 
 HEARTBEAT_SECONDS = 1.0
-_CONNECT = timedelta(seconds=2)  # limit for one attempt to reach the lighthouse
-_FIRST_CONTACT_S = 60.0  # limit for a lighthouse that is started together with the replicas
-_WAITED_S = 5.0  # a call that fails after a longer time had reached the lighthouse
+_CONNECT = timedelta(seconds=2)  # timeout for one attempt to connect to the lighthouse
+_FIRST_CONTACT_S = 60.0  # how long to wait for a lighthouse that starts together with the replicas
+_WAITED_S = 5.0  # a call that fails after more than this time had reached the lighthouse
 _RETRY_S = 0.2
-_HANG_UP_S = 2.0  # time for a call to end after its connection was closed
+_HANG_UP_S = 2.0  # how long to wait for a call to end after its connection was closed
 log = logging.getLogger(__name__)
 
 
@@ -51,7 +53,8 @@ class LighthouseRendezvous:
 
     Args:
         url: URL of the lighthouse.
-        timeout_s: how long a quorum may take, and how long the lighthouse may be unreachable.
+        timeout_s: how long a quorum request may take, and how long the lighthouse may be
+            unreachable.
     """
 
     def __init__(self, url: str, timeout_s: float = 1800.0) -> None:
@@ -67,11 +70,11 @@ class LighthouseRendezvous:
         self._asking: set[threading.Thread] = set()
 
     def quorum(self, mine: Member) -> Quorum:
-        """Ask for a quorum as `mine.replica`; block until the quorum is complete.
+        """Request a quorum for the replica `mine.replica`, and block until it is complete.
 
         Raises:
-            RuntimeError: no lighthouse answers at the address, it stopped answering for longer than
-                the timeout, or `close` was called.
+            RuntimeError: no lighthouse responds at the address, it stopped responding or formed no
+                quorum for longer than the timeout, or `close` was called.
         """
         answer: list[Quorum | RuntimeError] = []
 
@@ -84,7 +87,7 @@ class LighthouseRendezvous:
                 self._asking.discard(threading.current_thread())
                 self._answered.notify_all()
 
-        # use a separate thread, because nothing can interrupt a call in Rust
+        # use a separate thread, because a call into Rust cannot be interrupted
         thread = threading.Thread(target=ask, name="lighthouse-quorum", daemon=True)
         with self._answered:
             self._asking.add(thread)
@@ -100,19 +103,23 @@ class LighthouseRendezvous:
         """Return the seconds since each replica's last heartbeat, without joining a quorum.
 
         Raises:
-            ConnectionError: the lighthouse does not answer.
+            ConnectionError: the lighthouse does not respond.
         """
         return read_board(self.url).heartbeats
 
     def close(self) -> None:
-        """Stop the heartbeat, and interrupt a `quorum` in another thread with a `RuntimeError`."""
+        """Stop sending heartbeats, and close the connection to the lighthouse.
+
+        A `quorum` call that is pending in another thread raises a `RuntimeError`.
+        """
         atexit.unregister(self.close)
         self._closed.set()
         with self._lock:
             if self._heartbeat is not None:
                 self._heartbeat.shutdown()
             self._heartbeat = self._client = None
-            # A thread that returns from Rust while the interpreter exits would abort the process.
+            # End pending calls into Rust now: a thread that returns from Rust while the interpreter
+            # exits would abort the process.
             for descriptor, inode in self._connections.items():
                 hang_up(descriptor, inode)
         with self._answered:
@@ -148,7 +155,7 @@ class LighthouseRendezvous:
                         f" `commfree-lighthouse status {self.url}` to list them."
                     ) from error
                 if now - asked_s > _WAITED_S:
-                    failing_s, self._was_there = now, True  # it was reachable until just now
+                    failing_s, self._was_there = now, True  # the lighthouse was reachable until now
                 patience_s = self.timeout_s if self._was_there else _FIRST_CONTACT_S
                 if now - failing_s >= patience_s:
                     raise RuntimeError(
@@ -159,7 +166,7 @@ class LighthouseRendezvous:
         raise RuntimeError("The rendezvous is closed.")
 
     def _connect(self, replica: str) -> Any:
-        """Return the client; the first call starts the client and the heartbeat."""
+        """Return the lighthouse client; create it and start sending heartbeats if necessary."""
         with self._lock:
             if self._closed.is_set():
                 raise RuntimeError("The rendezvous is closed.")
@@ -186,14 +193,15 @@ class LighthouseRendezvous:
 def serve_lighthouse(
     host: str, port: int, min_replicas: int, join_timeout_s: float, heartbeat_timeout_s: float
 ) -> Any:
-    """Start a lighthouse in this process and return it; its `shutdown()` stops it.
+    """Start a lighthouse in this process, and return it; its `shutdown()` method stops it.
 
     Args:
         host: address to listen on.
         port: port to listen on; 0 lets the kernel choose one.
         min_replicas: minimum number of replicas in a quorum.
-        join_timeout_s: how long a quorum waits for replicas that are alive but have not asked.
-        heartbeat_timeout_s: time without a heartbeat after which a replica counts as gone.
+        join_timeout_s: how long a quorum waits for replicas that are alive but have not requested
+            it.
+        heartbeat_timeout_s: time without a heartbeat after which a replica is considered dead.
 
     Raises:
         ModuleNotFoundError: torchft is not installed.
@@ -222,12 +230,12 @@ def serve_lighthouse(
 
 
 def _loopback() -> str:
-    """Return a random address of this machine that no other machine can reach."""
+    """Return a random loopback address, which other machines cannot reach."""
     return ".".join(["127", *(str(1 + secrets.randbelow(254)) for _ in range(3))])
 
 
 def _torchft() -> ModuleType:
-    # torchft logs every quorum, including its tokens, unless told otherwise when it is imported
+    # by default, torchft logs every quorum with its tokens; it reads the log level when imported
     is_set = "RUST_LOG" in os.environ
     if not is_set:
         os.environ["RUST_LOG"] = "warn"
@@ -246,7 +254,10 @@ def _torchft() -> ModuleType:
 
 
 def _quorum(found: Any) -> Quorum:
-    """Convert torchft's quorum, leaving out replicas that are not ours."""
+    """Convert torchft's quorum to a `Quorum`.
+
+    Participants that are not our replicas are left out, with a warning.
+    """
     members = []
     for participant in found.participants:
         try:
@@ -261,7 +272,11 @@ def _quorum(found: Any) -> Quorum:
 
 
 def _member(replica: str, data: Any) -> Member:
-    """Convert a replica's record from JSON; raise an error if the record is not valid."""
+    """Convert a replica's parsed JSON record to a `Member`.
+
+    Raises:
+        ValueError, TypeError, KeyError: the record is not valid.
+    """
     member = Member(**{**data, "states": tuple(map(str, data["states"]))})
     expected = Member(replica)
     if member.replica != replica or any(

@@ -5,8 +5,9 @@
     commfree-lighthouse --bind 10.0.0.1
     commfree-lighthouse status http://10.0.0.1:29510
 
-The first command serves until it is interrupted. It has no state worth saving: replicas wait while
-it is down and continue when it is back. The second shows all replicas, once a second.
+The first command runs a lighthouse until it is interrupted. A lighthouse needs no saved state:
+replicas wait while it is down, and continue when it is running again. The second command prints a
+table of all replicas every second.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from lightning_commfree.comm.lighthouse import serve_lighthouse
 
 PORT = 29510
 _REFRESH_S = 1.0
-_FORGET_S = 300.0  # time after which a replica that is gone is no longer shown
+_FORGET_S = 300.0  # time after which a dead replica is no longer listed
 _CLEAR = "\x1b[H\x1b[J"  # move the cursor to the top left, and clear the screen
 _COLUMNS = ("replica", "heartbeat", "step", "steps/s", "stalled", "sent")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve, or show the table of replicas; return the exit status."""
+    """Run a lighthouse, or print the table of its replicas; return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["status"]:
         return _status(given[1:])
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    """Return the argument parser for the serving command."""
+    """Create the argument parser of the command that runs a lighthouse."""
     parser = argparse.ArgumentParser(
         prog="commfree-lighthouse",
         description="Run a lighthouse, the rendezvous of elastic replicas, until interrupted."
@@ -123,7 +124,7 @@ def _status(arguments: Sequence[str]) -> int:
 
 
 def table(url: str, board: Board) -> list[str]:
-    """Return the lines of the table, after asking every member for its report."""
+    """Fetch a progress report from every live member, and return the status table's lines."""
     members = {member.replica_id: member for member in board.members}
     rows = [_COLUMNS]
     for name in sorted({*board.heartbeats, *members}):
@@ -141,7 +142,10 @@ def table(url: str, board: Board) -> list[str]:
 
 
 def _report(address: str, step: str) -> tuple[str, str, str, str]:
-    """Return a replica's own report: its step, speed, seconds stalled and bytes sent."""
+    """Fetch a replica's step, speed, stalled time and bytes sent, formatted for the status table.
+
+    If the replica does not respond, return the given `step`, and "-" for the other values.
+    """
     try:
         report: Any = json.loads(get_text(address, "/report", 1.0))
         return (
@@ -155,7 +159,10 @@ def _report(address: str, step: str) -> tuple[str, str, str, str]:
 
 
 def _plain(text: str) -> str:
-    """Strip characters that could control the terminal, because ids come from the network."""
+    """Return the first 200 printable characters of a text from the network.
+
+    Other characters could control the terminal.
+    """
     return "".join(filter(str.isprintable, text))[:200]
 
 

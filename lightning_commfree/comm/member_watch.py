@@ -1,7 +1,8 @@
-"""Break an exchange of an elastic job when one of its members hangs.
+"""Abandon an exchange of an elastic job when one of its members hangs.
 
-If a process exits, gloo reports this within seconds, but if the process is suspended or its network
-is down, gloo waits for its own timeout. Heartbeats to the rendezvous stop in either case.
+If a member's process exits, gloo reports an error within seconds. If the process is suspended or
+its network is down, gloo waits for its own timeout. In all these cases, the member no longer sends
+heartbeats to the rendezvous, so this module reads their age.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from typing_extensions import override
 
 from lightning_commfree.comm.liveness import PeerWatch, has_ended
 
-# while an exchange is in progress; each read is about 1 kB
+# how often heartbeats are read during an exchange; a read takes about 1 kB
 _READ_EVERY_S, _LEAST_PAUSE_S = 1.0, 0.1
 
 
 class Heartbeats(Protocol):
-    """Service that knows when each replica last sent a heartbeat."""
+    """Interface to the service that records when each replica last sent a heartbeat."""
 
     def heartbeats(self) -> Mapping[str, float]:
         """Return the seconds since the last heartbeat of each replica that has sent any.
 
         Raises:
-            ConnectionError: the service does not answer.
+            ConnectionError: the service does not respond.
         """
 
 
 class MemberWatch(PeerWatch):
-    """Waits for the exchanges of one view, unless a member hangs.
+    """Waits for exchanges between the members of one view, and abandons them if a member hangs.
 
     Args:
-        heartbeats: the rendezvous.
-        members: ids of the replicas in the view.
+        heartbeats: the rendezvous, which records the members' heartbeats.
+        members: ids of the replicas in the view (the members of these exchanges).
         timeout_s: time without a heartbeat after which a member counts as hung.
     """
 
@@ -44,10 +45,10 @@ class MemberWatch(PeerWatch):
 
     @override
     def wait(self, works: Sequence[Any], tag: str) -> None:
-        """Block until all `works` are done.
+        """Block until all collectives in `works` are complete.
 
         Raises:
-            RuntimeError: one of `works` failed, or a member is hung. The message names the member.
+            RuntimeError: a collective failed, or a member is hung. The message names the member.
         """
         due_s = time.monotonic() + _READ_EVERY_S
         while not all(map(has_ended, works)):
@@ -55,11 +56,17 @@ class MemberWatch(PeerWatch):
                 due_s = time.monotonic() + self._check(tag)
 
     def _check(self, tag: str) -> float:
-        """Return the seconds until the next check, earlier if a member may hang by then."""
+        """Check the age of the members' heartbeats; return the seconds until the next check.
+
+        The next check comes earlier if a member's heartbeat may be too old by then.
+
+        Raises:
+            RuntimeError: a member is hung.
+        """
         try:
             ages = self._heartbeats.heartbeats()
         except ConnectionError:
-            return _READ_EVERY_S  # nothing is known while the rendezvous is unreachable
+            return _READ_EVERY_S  # an unreachable rendezvous does not mean that a member hangs
         # a restarted rendezvous has not heard from all members yet
         ages = {name: ages[name] for name in self._members if name in ages}
         silent = {name: age for name, age in ages.items() if age > self._timeout_s}

@@ -1,31 +1,37 @@
 """Membership of an elastic job, in which replicas join, leave and die.
 
-A *flight* is one exchange of the job. Flights are numbered from 0 in the order in which they are
-launched, which is the same on all members. Before each flight, the members ask the *rendezvous* for
-a *quorum*: as soon as every live member has asked, it answers all of them together with everyone's
-`Member` record. All decisions are functions of that answer, so that all members make the same
-decisions without further messages:
+The members exchange values repeatedly. Exchanges are numbered from 0 in launch order, which is the
+same on all members; the code calls a numbered exchange a *flight*. Before each exchange, every
+member requests a *quorum* from the *rendezvous*, a service that tracks which replicas are alive.
+Once all live members have requested it, the rendezvous sends the same response to all of them: the
+`Member` records of all replicas in the quorum. Every decision depends only on that response, so all
+members make the same decisions without further messages:
 
-- *Founding.* If nobody is a member yet, all replicas that asked become founders, at flight 0.
-- *The next view.* The view of a flight consists of the members that have completed all earlier
-  flights and of joiners that have caught up. Members do not wait for a joiner that is behind.
-- *After a failure.* A member that dies breaks the exchange, possibly on some members only. If some
-  have completed the flight, the others fetch its messages from one of them; otherwise all repeat it
-  in the view without the dead member.
-- *No split views.* A restarted rendezvous has forgotten the members and may answer any subset of
-  them. So a view must contain more than half of the members of the last one. Fewer are enough if
-  the quorum's number is the next in sequence: the rendezvous then knows that all others are dead.
-- *A member's process ends.* The kernel of its machine then refuses connections to its store. The
-  first member that finds out asks in its place, as `DEAD`, so that nobody waits until its heartbeat
-  is old. A member that is taken for dead by mistake finds this record in the answer. Because the
-  dead do not count, this is done only if they are a minority of the view.
-- *Coming back.* A member that was stopped or cut off finds that the others have continued without
-  it. It may join again, in its old slot.
-- *Too few.* With fewer than `min_replicas`, the members wait. If some are known to be dead then,
-  the others count as the last view from then on.
+- *Creating a job.* If no replica is a member yet, the replicas that restored the latest checkpoint
+  create the job and become its first members, the *founders*.
+- *Next view.* A *view* is the group of members that take part in an exchange. It consists of the
+  members, which have completed all earlier exchanges, and of joiners that have caught up. Members
+  do not wait for a joiner that is behind.
+- *After a failure.* If a member dies, the exchange fails, possibly on some members only. If some
+  members have completed it, the others fetch its messages from one of them. Otherwise, all members
+  repeat it in a new view without the dead member.
+- *No split brain.* A restarted rendezvous has forgotten the members and may form a quorum of any
+  subset of them. So a view must contain more than half of the members of the previous view. A
+  smaller view is allowed only if the quorum's number is the next in sequence: the rendezvous has
+  not restarted then, and knows that all missing members are dead.
+- *End of a process.* When a member's process ends, the kernel of its machine refuses connections to
+  the member's store. The first member that notices requests a quorum on its behalf, with status
+  `DEAD`, so that the others do not wait for its heartbeat to expire. A member that is declared dead
+  by mistake sees this record in the response. Because dead members do not count as present, a
+  member is declared dead only while the dead ones are a minority of the view.
+- *Rejoining.* A member that was suspended or cut off from the network finds that the others have
+  continued without it. It may rejoin in its previous slot.
+- *Too few members.* With fewer than `min_replicas` replicas, the members wait. If some members are
+  known to be dead by then, the remaining ones count as the previous view from then on.
 
-Members ask on a background thread, and only a landing waits for the answer. Two parts can be
-replaced: the rendezvous (`Rendezvous`) and the transfer of state to joiners (`StateTransfer`).
+Members request quorums on a background thread, and training waits for the response only when a
+fragment lands. Two interfaces allow other implementations: `Rendezvous`, and `StateTransfer`, which
+sends state to joiners.
 """
 
 from __future__ import annotations
@@ -52,73 +58,74 @@ from lightning_commfree.comm.sockets import CloseOnFork
 
 _log = logging.getLogger(__name__)
 
-NEW = "new"  # wants to found the job, or to join it
-JOINING = "joining"  # is fetching state, and is not part of a view yet
+NEW = "new"  # wants to create the job, or to join it
+JOINING = "joining"  # is fetching state, and is not in a view yet
 MEMBER = "member"
-ENDING = "ending"  # a member that has begun the last exchanges of its fit: nobody may join
-LEAVING = "leaving"  # takes part in no more flights
-FINISHED = "finished"  # the same as `LEAVING`, at the end of its fit
-DEAD = "dead"  # its process has ended, says the member that asks in its place
+ENDING = "ending"  # a member that has begun the last exchanges of its fit: no replica may join
+LEAVING = "leaving"  # takes part in no more exchanges
+FINISHED = "finished"  # like `LEAVING`, but because its fit has ended
+DEAD = "dead"  # its process has ended; another member requests the quorum on its behalf
 _GONE = (LEAVING, FINISHED)
 
 
 class Member(NamedTuple):
-    """A replica's record, which it sends to the others whenever it asks for a quorum.
+    """A replica's record, which it sends to the other replicas with every quorum request.
 
     All fields are JSON values.
     """
 
     replica: str  # unique name of this process, not reused after a restart
     status: str = NEW
-    flights: int = 0  # number of flights that it has completed; -1 while a joiner is not ready
-    slot: int = -1  # index of its share of the data and place in views; -1 before it is a member
+    flights: int = 0  # number of exchanges that it has completed; -1 while a joiner is not ready
+    slot: int = -1  # index of its data share, and its position in views; -1 if not a member yet
     view: str = ""  # name of the last view that it was in; "" if none
     view_size: int = 0  # number of members of that view
     number: int = 0  # number of the last quorum that it was in; if `NEW`, of the first one
-    broken: bool = False  # an exchange in that view has failed, so its channel is unusable
-    asked: int = 0  # number of times that this process has asked; makes each quorum unique
-    settings: Mapping[str, str] = {}  # settings and model, the same on all replicas
-    step: int = 0  # number of inner steps in the common schedule
-    store: str = ""  # "host:port" of its TCPStore, where the channels of a view meet
+    broken: bool = False  # an exchange in that view has failed, so the view's channel is unusable
+    asked: int = 0  # number of quorums that this process has requested; makes each quorum unique
+    settings: Mapping[str, str] = {}  # settings and model, which must be the same on all replicas
+    step: int = 0  # position in the schedule that all replicas share, in inner steps
+    store: str = ""  # "host:port" of its TCPStore, through which the members of a view connect
     states: tuple[str, ...] = ()  # addresses of its ranks' state servers, in rank order
 
 
 class Quorum(NamedTuple):
-    """An answer of the rendezvous, the same for all replicas in it."""
+    """Response of the rendezvous to a quorum request, the same for all replicas in the quorum."""
 
     number: int  # from 1; increases when the replicas change; a restarted rendezvous starts over
-    members: tuple[Member, ...]  # the replicas that asked, in order of `replica`
+    members: tuple[Member, ...]  # the replicas that requested the quorum, in order of `replica`
 
 
 class Rendezvous(Protocol):
-    """Service that knows which replicas are alive."""
+    """Interface to the service that tracks which replicas are alive."""
 
     def quorum(self, mine: Member) -> Quorum:
-        """Ask for a quorum as `mine.replica`; block until the quorum is complete.
+        """Request a quorum for the replica `mine.replica`, and block until it is complete.
 
-        The answer comes once all replicas of the previous quorum that still send heartbeats have
-        asked. A replica sends heartbeats from its first call until `close`, even while it waits
-        here. If a thread asks while another one waits, the later record replaces the earlier one,
-        and both get the same answer. While the service is unreachable, the call keeps trying.
+        A quorum is complete once all replicas of the previous quorum that still send heartbeats
+        have requested a new one. A replica sends heartbeats from its first call until `close`, even
+        while it waits in this method. If a second thread requests a quorum while the first one
+        waits, the later record replaces the earlier one, and both threads get the same quorum.
+        While the service is unreachable, the call keeps retrying.
 
         Raises:
             RuntimeError: there is no such service at the address, or it was unreachable or did not
-                answer for longer than the job's timeout. The message says which.
+                respond for longer than the job's timeout. The message says which.
         """
 
     def heartbeats(self) -> Mapping[str, float]:
         """Return the seconds since the last heartbeat of each replica that has sent any.
 
         Raises:
-            ConnectionError: the service does not answer.
+            ConnectionError: the service does not respond.
         """
 
     def close(self) -> None:
-        """Stop the heartbeat, and interrupt a `quorum` in another thread with a `RuntimeError`."""
+        """Stop sending heartbeats; a pending `quorum` in another thread raises `RuntimeError`."""
 
 
 class StateTransfer(Protocol):
-    """Serves one rank's state to joiners, and fetches other ranks' state.
+    """Interface for serving one rank's state to joining replicas, and for fetching such state.
 
     A snapshot is a (nested) dict, and a message is a dict; both contain only tensors and plain
     values, so that `torch.load(weights_only=True)` can read them.
@@ -131,24 +138,24 @@ class StateTransfer(Protocol):
         snapshot: Callable[[], dict[str, Any]],
         messages: Callable[[int], list[dict[str, Any]]],
     ) -> None:
-        """Start serving.
+        """Start serving this rank's state to joiners.
 
         Args:
             snapshot: returns a copy of the state; called on a thread of the server, once for each
                 joiner that begins a download.
-            messages: returns the messages of all completed flights from a given one on; raises a
-                `LookupError` if some of them are no longer kept.
+            messages: returns the messages of all completed exchanges from a given number on; raises
+                a `LookupError` if some of them are no longer kept.
         """
 
     def fetch_snapshot(self, address: str) -> dict[str, Any]:
-        """Fetch a snapshot, resuming the download if it is interrupted.
+        """Fetch a snapshot of a rank's state, and resume the download if it is interrupted.
 
         Raises:
             ConnectionError: the server is gone or rejects the token.
         """
 
     def fetch_messages(self, address: str, first: int) -> list[dict[str, Any]]:
-        """Fetch the messages of all completed flights from `first` on, if there are any.
+        """Fetch the messages of all completed exchanges from number `first` on, if any.
 
         Raises:
             LookupError: some of these messages are no longer kept, so a new snapshot is needed.
@@ -156,41 +163,44 @@ class StateTransfer(Protocol):
         """
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving this rank's state."""
 
 
 # -- decisions
 
 
 class Limits(NamedTuple):
-    """Allowed sizes of a view."""
+    """Minimum and maximum number of replicas that take part in an exchange."""
 
     min_replicas: int = 1
     max_replicas: int = 8
 
 
 class Decision(NamedTuple):
-    """The decision that a quorum implies for all replicas in it."""
+    """Decision about which replicas take part in the next exchange.
 
-    members: tuple[Member, ...] = ()  # of the next view, by slot; empty if there is none yet
-    established: tuple[Member, ...] = ()  # the members so far; empty before the founding
-    ahead: Member | None = None  # a member with a completed flight that others must fetch first
+    All replicas in a quorum derive the same decision from it.
+    """
+
+    members: tuple[Member, ...] = ()  # members of the next view, by slot; empty if there is none
+    established: tuple[Member, ...] = ()  # current members; empty before the job is created
+    ahead: Member | None = None  # a member with a completed exchange that others must fetch first
     reason: str = ""  # why there is no next view
-    restarted: bool = False  # the reason is that the rendezvous has restarted
-    missed: bool = False  # there was a quorum without these replicas, which may have been stopped
+    restarted: bool = False  # there is no next view because the rendezvous has restarted
+    missed: bool = False  # a quorum formed without these replicas, which may have been suspended
     is_same: bool = False  # the next view is the current one, whose channel still works
     left: int = 0  # size to which the last view has shrunk, if that is too small for the next one
 
 
 def decide(quorum: Quorum, limits: Limits) -> Decision:
-    """Return the decision that a quorum implies."""
+    """Decide from a quorum which replicas take part in the next exchange."""
     present = [m for m in quorum.members if m.status not in (NEW, JOINING, DEAD)]
     if not present:
         return _found(quorum, limits)
     top = max(m.flights for m in present)
     leaders = [m for m in present if m.flights == top]
     leader, views = leaders[0], {m.view for m in leaders}
-    # the others were out of touch while a later view was formed
+    # all other members were unreachable while a later view was formed
     established = tuple(m for m in present if m.flights == top or m.view in views)
     no_view = Decision(established=established)
     staying = [m for m in established if m.status not in _GONE]
@@ -223,7 +233,11 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
 
 
 def _enter(ready: Sequence[Member], taken: set[int], limits: Limits) -> list[Member]:
-    """Give slots to joiners: those that come back have one already, and stay out if it is taken."""
+    """Assign slots to joining replicas, and return the records of those that got one.
+
+    A rejoining replica gets its previous slot; if that slot is taken, it cannot join. New replicas
+    get the lowest free slots.
+    """
     back = [m for m in ready if m.slot in set(range(limits.max_replicas)) - taken]
     taken = taken | {m.slot for m in back}
     free = [slot for slot in range(limits.max_replicas) if slot not in taken]
@@ -232,7 +246,11 @@ def _enter(ready: Sequence[Member], taken: set[int], limits: Limits) -> list[Mem
 
 
 def _found(quorum: Quorum, limits: Limits) -> Decision:
-    """Found a job with the replicas that restored the latest step (0 if none has a checkpoint)."""
+    """Decide which replicas create a new job: those that restored the latest step.
+
+    A replica without a checkpoint counts as restored from step 0. Only replicas with the same
+    settings as the first of them can create the job.
+    """
     new = [m for m in quorum.members if m.status == NEW]
     latest = [m for m in new if m.step == max(one.step for one in new)]
     founders = [m for m in latest if m.settings == latest[0].settings][: limits.max_replicas]
@@ -242,11 +260,11 @@ def _found(quorum: Quorum, limits: Limits) -> Decision:
 
 
 def shrunk(left: int) -> dict[str, Any]:
-    """Return the changes to the record of a member whose view has shrunk to `left` members.
+    """Return the changes to a member's record after its view has shrunk to `left` members.
 
-    Later quorums have the same number, so they do not show that the other members are dead. The
-    view keeps its name, because a member that was only cut off may come back with a flight that
-    this one has not completed.
+    Later quorums have the same number, so they do not show that the missing members are dead. The
+    view keeps its name, because a member that was only cut off may return after it has completed an
+    exchange that this member has not.
     """
     return {"view_size": left, "broken": True}
 
@@ -259,9 +277,9 @@ def _too_few(count: int, limits: Limits) -> str:
 
 _ASK_AGAIN_S = 0.2
 _CONNECT = timedelta(seconds=15)  # time for the members of a new view to connect to each other
-_LEAVE_S = 5.0  # how long a replica waits for the others to ask before it leaves
+_LEAVE_S = 5.0  # how long a leaving replica waits for its last quorum
 _NEVER = 2**62  # higher than the number of any quorum
-_LAUNCHED = "launched/{}"  # key for a flight, in the store of every replica
+_LAUNCHED = "launched/{}"  # key that announces an exchange's launch, in every replica's store
 TOO_LATE = (
     "The other replicas are finishing their fit, so this one is too late to join. Their last"
     " checkpoint contains the result."
@@ -280,27 +298,27 @@ _LIMITS = Limits()
 
 
 class LeftBehindError(RuntimeError):
-    """The other members have continued without this one, which may join again."""
+    """Raised if the other members have continued without this one, which may rejoin."""
 
 
 class ElasticMembership:
-    """One replica's membership in an elastic job.
+    """One replica's membership in an elastic job, in which replicas join, leave and die.
 
     Args:
-        rendezvous: knows which replicas are alive; used on the first rank only.
-        transfer: serves this rank's state.
+        rendezvous: tracks which replicas are alive; used on the first rank only.
+        transfer: serves this rank's state to joiners.
         replica: unique name of this replica, not reused after a restart.
-        ledger: counts the bytes of the exchanges.
+        ledger: counts the bytes that exchanges send.
         host: address at which other replicas can reach this machine.
-        limits: allowed sizes of a view.
+        limits: minimum and maximum number of replicas that take part in an exchange.
         timeout: timeout for an exchange, and for waiting until there are enough replicas.
         heartbeat_timeout_s: time without a heartbeat after which an exchange with a member is
             abandoned.
-        ranks: the ranks of this replica; None means a single rank.
-        by_time: whether members tell each other when they launch a flight (`announce`).
+        ranks: connects the ranks of this replica; None means a single rank.
+        by_time: whether members announce the launch of an exchange to each other (`announce`).
 
     Attributes:
-        record: this replica's record, which it sends to the others.
+        record: this replica's record, which it sends with every quorum request.
         view_members: the records of the members of the latest view, by slot.
     """
 
@@ -331,34 +349,36 @@ class ElasticMembership:
         self._quorum = Quorum(0, ())
         self.view_members: tuple[Member, ...] = ()
         self._view = View(0, (0,), Channel([0], 0, ledger))
-        self._agreed: View | None = None  # for the next flight, set by `start` or `enter`
+        self._agreed: View | None = None  # view for the next exchange, set by `start` or `enter`
         self.by_time = by_time
-        self._own_slot = -1  # of a replica that comes back
+        self._own_slot = -1  # the slot that this replica had before it was left behind
         self._left_behind = False
-        self._watched: dict[str, socket.socket | None] = {}  # connections, by replica
-        self._dead: set[str] = set()  # of these, those whose process has ended
-        self._announced = -1  # the latest flight
+        self._watched: dict[str, socket.socket | None] = {}  # connections to stores, by replica
+        self._dead: set[str] = set()  # watched replicas whose process has ended
+        self._announced = -1  # number of the latest announced exchange
         self._others: list[Any] = []  # clients of the other members' stores
         self._lock, self._closed = threading.Lock(), False
 
     def view(self) -> View:
-        """Return the latest view."""
+        """Return the latest view: its members and the channel between them."""
         return self._view
 
-    # -- beginning
+    # -- starting and joining
 
     def start(self, settings: Mapping[str, str], step: int = 0, flights: int = 0) -> bool:
-        """Find the job, or found it; return whether this replica is a founder.
+        """Create the job unless it exists; return whether this replica is one of its founders.
 
-        A founder has an open view for its first flight. Any other replica must call `enter`.
+        A founder already has an open view for its first exchange. Any other replica must call
+        `enter` to join the existing job.
 
         Args:
             settings: settings and model, which must be the same on all replicas.
             step: number of inner steps in the checkpoint from which this replica was restored.
-            flights: number of flights before that step.
+            flights: number of exchanges that were launched before that step.
 
         Raises:
-            RuntimeError: the job has ended.
+            RuntimeError: the job has ended or is about to end, or too few replicas were present for
+                longer than the timeout.
             ValueError: other replicas have different settings.
         """
         self._agreed = None
@@ -387,15 +407,16 @@ class ElasticMembership:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Keep asking during a `with` block, so that members do not wait for this replica.
+        """Context manager that requests quorums in the background during its block.
 
-        This is for a joiner that is not ready.
+        A joiner uses it while it is not ready for an exchange. Without these requests, the members
+        would wait for this replica.
         """
         self._tell(status=JOINING, flights=-1, slot=self._own_slot)
         done = threading.Event()
 
         def ask() -> None:
-            with suppress(RuntimeError):  # the main thread asks later and raises the error
+            with suppress(RuntimeError):  # a later request on the main thread raises the error
                 while not done.is_set():
                     self._ask_alone()
 
@@ -407,11 +428,11 @@ class ElasticMembership:
             done.set()
 
     def enter(self, flights: int) -> int | None:
-        """Ask to take part in flight number `flights`.
+        """Request to take part in exchange number `flights`.
 
-        Return None if this replica is in the flight's view. Otherwise, return the number of the
-        next flight to ask for: the members have completed all earlier ones, or are about to
-        complete them without this replica.
+        Return None if this replica is in the view of that exchange. Otherwise, return the number of
+        the exchange to request next: the members have completed all earlier exchanges, or are about
+        to complete them without this replica.
 
         Raises:
             RuntimeError: the job has ended, all slots are taken, or no member is left.
@@ -435,25 +456,26 @@ class ElasticMembership:
 
     @property
     def is_joined(self) -> bool:
-        """Whether another replica is about to join."""
+        """Whether the latest quorum contained a replica that wants to join the job."""
         return any(m.status in (NEW, JOINING) for m in self._quorum.members)
 
     @property
     def waits(self) -> bool:
-        """Whether the members complete no flight until more replicas are there."""
+        """Whether the members are waiting for more replicas before they can exchange values."""
         decision = decide(self._quorum, self.limits)
         return not decision.members and decision.ahead is None
 
     @property
     def others_step(self) -> int:
-        """Step in the common schedule that the members have reached, as far as is known."""
+        """Position in the shared schedule that the members had reached at the latest quorum."""
         return max((m.step for m in decide(self._quorum, self.limits).established), default=0)
 
     def donor(self, gone: set[str]) -> Member:
-        """Return a member from which to fetch the state.
+        """Choose the member from which this replica fetches the state.
 
         Args:
-            gone: names of replicas that did not answer; cleared when newer records arrive.
+            gone: names of replicas that did not respond, which are not chosen; cleared if no other
+                member is left, because these replicas may respond again.
 
         Raises:
             RuntimeError: no member is left.
@@ -476,19 +498,24 @@ class ElasticMembership:
             self._tell(status=JOINING, flights=-1, slot=self._own_slot)
             self._ask_alone()
 
-    # -- before each flight, on the background thread
+    # -- before each exchange, on the background thread
 
     def agree(self, flight: int, step: int) -> View | Member:
-        """Return the view for a flight, or a member that has already completed the flight.
+        """Agree with the other members on the view for an exchange.
 
         Args:
-            flight: number of the flight. This replica must have completed all earlier flights.
-            step: the inner step after which the flight is launched.
+            flight: number of the exchange. This replica must have completed all earlier ones.
+            step: the inner step after which the exchange is launched.
+
+        Returns:
+            The view, or a member that has already completed the exchange, so that its messages can
+            be fetched from that member.
 
         Raises:
-            LeftBehindError: the other replicas continue without this one.
-            RuntimeError: the same, and they may have ended; or too few replicas were present for
-                longer than the timeout.
+            LeftBehindError: the other replicas have continued without this one.
+            RuntimeError: the other replicas have continued without this one, and may have ended;
+                this replica has left the job; or too few replicas were present for longer than the
+                timeout.
         """
         if (agreed := self._agreed) is not None:
             self._agreed = None
@@ -506,7 +533,7 @@ class ElasticMembership:
             if decision.ahead is not None:
                 if decision.ahead.flights > flight:
                     return decision.ahead
-                continue  # others are fetching this replica's messages
+                continue  # other members are fetching messages from this replica
             if self.record.status in _GONE:
                 raise RuntimeError("This replica has left the job.")
             if decision.members:
@@ -523,37 +550,40 @@ class ElasticMembership:
         self._wait_until(end_s, decision.reason)
 
     def failed(self) -> None:
-        """Report that an exchange in the current view has failed."""
+        """Mark the current view's channel as unusable, because an exchange has failed."""
         self._tell(broken=True)
 
-    # -- launches, by time
+    # -- announcing launches (`by_time`)
 
     def announce(self, flight: int) -> None:
-        """Tell the other members that this replica has launched a flight; waits for nobody."""
+        """Tell the other members that this replica has launched an exchange.
+
+        This does not wait for the other members to respond.
+        """
         self._announced = flight
         self._tell_others(flight)
 
     def is_launched(self, flight: int) -> bool:
-        """Return whether another member has announced a flight."""
+        """Return whether another member has announced that it has launched an exchange."""
         found: bool = self._store.check([_LAUNCHED.format(flight)])
         return found
 
     def _tell_others(self, flight: int) -> None:
         for store in self._others:
-            with suppress(RuntimeError):  # that replica has died; its next exchange will show it
+            with suppress(RuntimeError):  # that replica has died; the next exchange will detect it
                 store.set(_LAUNCHED.format(flight), "")
 
-    # -- the end
+    # -- ending
 
     def end(self) -> None:
-        """Announce the last exchanges of the fit, so that nobody joins."""
+        """Announce that the last exchanges of the fit have begun, so that no replica joins."""
         self._tell(status=ENDING)
 
     def leave(self) -> None:
         """Leave the job; the other replicas continue without this one.
 
-        Wait up to `_LEAVE_S` seconds for the others to learn of it. If they do not, they notice
-        when the process ends.
+        Wait up to `_LEAVE_S` seconds for a quorum that informs the other replicas. If there is
+        none, they notice when this process ends.
         """
         self._tell(status=FINISHED if self.record.status == ENDING else LEAVING)
         known = self.record.view and not self._left_behind
@@ -564,7 +594,7 @@ class ElasticMembership:
         self.close()
 
     def close(self) -> None:
-        """Stop the heartbeat and close all connections."""
+        """Stop sending heartbeats, and close all connections."""
         if not self._closed:
             self._closed = True
             for connection in filter(None, self._watched.values()):
@@ -574,7 +604,7 @@ class ElasticMembership:
             self.transfer.close()
             _reap(self._view.channel)
 
-    # -- inside
+    # -- internals
 
     def _tell(self, **changes: Any) -> Member:
         with self._lock:
@@ -582,7 +612,7 @@ class ElasticMembership:
             return self.record
 
     def _mine(self, quorum: Quorum) -> Member:
-        """Return this replica's record as all others see it."""
+        """Return this replica's record in a quorum, as all other replicas see it."""
         return next(m for m in quorum.members if m.replica == self.record.replica)
 
     def _ask_alone(self) -> Quorum:
@@ -590,7 +620,7 @@ class ElasticMembership:
         return self._quorum
 
     def _ask(self) -> Quorum:
-        """Ask on the first rank; return the answer on all ranks."""
+        """Request a quorum on this replica's first rank, and return it on all ranks."""
         number, members = self.ranks.share(self._ask_alone)
         quorum = Quorum(number, tuple(Member(*fields) for fields in members))
         self._quorum = quorum
@@ -601,7 +631,7 @@ class ElasticMembership:
     def _say_leaving(self) -> None:
         with suppress(RuntimeError):
             while decide(self._ask_alone(), self.limits).ahead is not None:
-                pass  # others are fetching this replica's messages
+                pass  # other members are fetching messages from this replica
 
     def _wait_until(self, end_s: float, reason: str) -> None:
         if time.monotonic() > end_s:
@@ -611,7 +641,7 @@ class ElasticMembership:
         time.sleep(_ASK_AGAIN_S)
 
     def _open(self, quorum: Quorum, decision: Decision) -> View | None:
-        """Connect the members of the next view, or return the current one if it is the same.
+        """Connect the members of the next view, or return the current view if it is the same.
 
         Return None if a member failed to connect, for example because it has died.
         """
@@ -646,13 +676,13 @@ class ElasticMembership:
         if self.by_time:
             self._others = self._connect_others(decision.members)
             for flight in range(self.record.flights, self._announced + 1):
-                self._tell_others(flight)  # a joiner has not heard of those in flight
+                self._tell_others(flight)  # a joiner does not know about in-flight exchanges
         self._view = View(quorum.number, slots, channel)
         self._tell(broken=False)
         return self._view
 
     def _connect(self, name: str, store: str, rank: int, size: int) -> Channel:
-        """Open a view's channel; its members connect through a store that the first one hosts."""
+        """Connect to a view's other members through the first member's store; return a channel."""
         if size == 1:
             return Channel([0], 0, self.ledger)
         with self._sockets.opening():
@@ -667,11 +697,11 @@ class ElasticMembership:
         return Channel(range(size), rank, self.ledger, up, downward=down)
 
     def _connect_others(self, members: Sequence[Member]) -> list[Any]:
-        """Return clients of the other members' stores."""
+        """Connect to the stores of the other members, except those that have just died."""
         found = []
         with self._sockets.opening():
             for member in members:
-                with suppress(RuntimeError):  # it has just died
+                with suppress(RuntimeError):  # the member has just died
                     if member.replica != self.record.replica:
                         found.append(_client_of(member.store))
         return found
@@ -687,16 +717,17 @@ class ElasticMembership:
                 ).start()
 
     def _notice_end(self, member: Member) -> None:
-        """Wait until the process of a member has ended, and ask for quorums in its place.
+        """Wait until a member's process has ended, then request a quorum with the member as `DEAD`.
 
-        An idle connection costs nothing, and breaks when the process ends. A network can break it
-        too, so ask the kernel of its machine.
+        This thread waits on an idle connection to the member's store. The connection costs nothing,
+        and breaks when the process ends. A network failure can break it too, so check whether the
+        member's machine refuses new connections, which it does only if the process has ended.
         """
         try:
             with self._sockets.opening():
                 connection = _connect_to(member.store)
         except OSError:
-            return  # a firewall may refuse it, so a later refusal would mean nothing
+            return  # a firewall may refuse connections, so a later refusal would prove nothing
         with suppress(OSError), connection:
             self._watched[member.replica] = connection
             connection.recv(1)  # the store sends nothing
@@ -725,10 +756,14 @@ class ElasticMembership:
             )
 
     def _refuse_late(self, number: int, founders: Sequence[Member]) -> None:
-        """Refuse to found a new job at the rendezvous of a job that is over.
+        """Raise an error if a new job would be created at the rendezvous of a job that is over.
 
-        A rendezvous does not report that a job has ended, but its quorum numbers continue. So one
-        of the founders of a new job must have seen number 1.
+        A rendezvous does not report that a job has ended, but its quorum numbers continue. So if
+        no founder has seen quorum number 1, the rendezvous has served an earlier job. A founder
+        that was restored from a checkpoint may continue that job.
+
+        Raises:
+            RuntimeError: the job at this rendezvous is over.
         """
         if self.record.step == 0 and number > 1 and all(m.number != 1 for m in founders):
             raise RuntimeError(
@@ -766,7 +801,7 @@ class ElasticMembership:
 
 
 def _name_of(quorum: Quorum) -> str:
-    """Return the name of the view that begins with a quorum."""
+    """Return a name for the view that a quorum starts: a hash of the quorum."""
     return hashlib.sha256(repr(quorum).encode()).hexdigest()[:16]
 
 
@@ -795,7 +830,10 @@ def _connect_to(store: str) -> socket.socket:
 
 
 def _is_refused(store: str) -> bool:
-    """Return whether nobody listens at "host:port" any more, although its machine answers."""
+    """Return whether connections to the store at "host:port" are refused.
+
+    They are refused if the machine is reachable, but no process listens on the port.
+    """
     try:
         _connect_to(store).close()
     except ConnectionRefusedError:
@@ -808,11 +846,11 @@ def _is_refused(store: str) -> bool:
 def _gloo_group(
     name: str, store: Any, rank: int, size: int, timeout: timedelta, host: str
 ) -> dist.ProcessGroup:
-    """Create a gloo group that `torch.distributed` does not register, so it needs no default group.
+    """Create a gloo group that is not registered with `torch.distributed`.
 
-    This is collective over the group's ranks and must complete within `_CONNECT`. The group listens
-    on `host`: by default, gloo listens on the address to which the host name resolves, which other
-    machines cannot reach on Debian.
+    Such a group needs no default process group. All ranks of the group must call this function and
+    connect within `_CONNECT`. The group listens on `host`: by default, gloo listens on the address
+    to which the host name resolves, which other machines cannot reach on Debian.
     """
     keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     gloo: Any = dist.ProcessGroupGloo
@@ -829,7 +867,10 @@ def _gloo_group(
 
 
 def _reap(channel: Channel) -> None:
-    """Destroy a channel's groups on a thread, because gloo waits for pending exchanges first."""
+    """Destroy a channel's process groups on a separate thread.
+
+    Destroying a gloo group blocks until its pending exchanges have ended.
+    """
     groups = [channel.group, channel._downward]
     channel.group = channel._downward = None
     threading.Thread(target=groups.clear, name="reaper", daemon=True).start()

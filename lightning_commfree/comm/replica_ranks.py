@@ -1,7 +1,8 @@
-"""Let the ranks of an elastic replica make the same decisions, through their job's TCPStore.
+"""Share decisions between the ranks of an elastic replica, through their job's TCPStore.
 
-A background thread makes these decisions. It cannot use a channel, because the training thread uses
-the channels at the same time. Every rank must make the same calls in the same order.
+Most of these decisions are made on a background thread. That thread cannot use a channel, because
+the training thread uses the channels at the same time. Every rank must make the same calls in the
+same order.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 
 
 class ReplicaRanks:
-    """Exchange of small JSON values between the ranks of one replica, through a key-value store.
+    """Exchanges small JSON values between the ranks of one replica, through a key-value store.
 
-    The default is a replica with a single rank, which needs no store.
+    By default, the replica has a single rank, which needs no store.
 
     Args:
         rank: rank of this process in the replica.

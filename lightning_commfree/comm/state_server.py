@@ -1,28 +1,30 @@
 """Send state to a joining replica over HTTP: a small server and its client.
 
-A replica that joins needs a *snapshot* of the state that all members share, and the *messages* of
-the flights completed since then. It asks one member, the donor, which continues to train.
+A joining replica needs a *snapshot* of the state that all members share, and the *messages* of the
+exchanges that the members have completed since the snapshot. It fetches both from one member, the
+*donor*, which continues to train.
 
 =========================== =====================================================================
-request                     answer
+request                     response
 =========================== =====================================================================
 `GET /snapshot/<download>`  a copy of the state, made when the download with this name begins; with
                             `Range: bytes=<first>-`, the rest of the copy
-`GET /messages/<first>`     the messages of all completed flights, starting with number <first>; 410
-                            if they are no longer kept
+`GET /messages/<first>`     the messages of all completed exchanges, starting with number <first>;
+                            410 if they are no longer kept
 `GET /report`               JSON with this rank's progress; needs no token
 =========================== =====================================================================
 
-The other requests need `Authorization: Bearer <token>`. A joiner checks the SHA-256 that comes with
-an answer, and loads the answer with `torch.load(weights_only=True)`, which runs no code. Nothing is
-encrypted, so anyone who can read the traffic can read the token: see SECURITY.md.
+The first two requests need `Authorization: Bearer <token>`. A joiner checks the SHA-256 in a
+response's header, and loads the response with `torch.load(weights_only=True)`, which runs no code.
+Nothing is encrypted, so anyone who can read the traffic can read the token: see SECURITY.md.
 
-The token is the environment variable `COMMFREE_TOKEN`, the same on all replicas. Without it, each
-server creates a random token, which joiners get through the rendezvous as part of the address.
+The token is the value of the environment variable `COMMFREE_TOKEN`, which must be the same on all
+replicas. If it is not set, each server creates a random token, which joiners get through the
+rendezvous as part of the server's address.
 
-A stranger who can reach the port can only open connections. A request must have no body and at most
-`MAX_HEAD_BYTES`, and must arrive within `HEAD_SECONDS`; if more than `MAX_PENDING` connections have
-no complete request, the oldest is closed.
+A client without the token can only open connections and read the report. A request must have no
+body and at most `MAX_HEAD_BYTES`, and must arrive within `HEAD_SECONDS`. If more than `MAX_PENDING`
+connections have no complete request, the oldest one is closed.
 """
 
 from __future__ import annotations
@@ -53,17 +55,17 @@ import torch
 
 from lightning_commfree.comm.sockets import CloseOnFork
 
-TOKEN = "COMMFREE_TOKEN"  # an environment variable
+TOKEN = "COMMFREE_TOKEN"  # name of an environment variable
 MAX_HEAD_BYTES = 8192
 HEAD_SECONDS = 5.0  # time for a request to arrive
 MAX_PENDING = 256  # connections without a complete request
-MAX_ANSWERS = 8  # answers in progress at once; other joiners are told to ask again
-MAX_SNAPSHOTS = 4  # snapshots on disk at once; the least recently used one makes room
+MAX_ANSWERS = 8  # responses in progress at once; other joiners are told to retry
+MAX_SNAPSHOTS = 4  # snapshots on disk at once; a new one replaces the least recently used one
 STALL_SECONDS = 30.0  # time without a byte of progress after which either side gives up
 IDLE_SECONDS = 60.0  # time without a request after which a snapshot is removed
 
-_BACKLOG = 1024  # connections that the kernel holds until they are accepted
-_BATCH = 16  # connections accepted before others are read
+_BACKLOG = 1024  # connections that the kernel queues until they are accepted
+_BATCH = 16  # connections to accept before reading from open ones
 _TICK_S = 0.2
 _RETRY_S = 0.2
 _PIECE_BYTES = 1 << 20
@@ -74,18 +76,19 @@ log = logging.getLogger(__name__)
 
 
 class StateServer:
-    """A `StateTransfer` that serves one rank's state to joiners and fetches other ranks' state.
+    """HTTP server for one rank's state, and client for other ranks' servers; a `StateTransfer`.
 
     Args:
         host: the address to listen on, which the other replicas can reach. "0.0.0.0" would listen
             on every network of this machine.
         port: the port to listen on; 0 lets the kernel choose one.
-        patience_s: how long a joiner keeps asking while no byte arrives.
+        patience_s: how long a download keeps retrying while no byte arrives.
 
     Attributes:
         address: URL of this server, with its token unless all replicas share one; see
             `public_address`.
-        report: returns the JSON value for `GET /report`; called on the server's threads.
+        report: function that returns the JSON value for `GET /report`; called on the server's
+            threads.
         sent_bytes: bytes of snapshots and messages sent so far.
     """
 
@@ -99,7 +102,7 @@ class StateServer:
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._snapshots: dict[str, _Snapshot] = {}  # by download, least recently used first
-        self._active = 0  # answers in progress
+        self._active = 0  # responses in progress
         self._serving: tuple[Callable[[], Any], Callable[[int], Any]] | None = None
         self._sockets = CloseOnFork()
         with self._sockets.opening():
@@ -115,12 +118,12 @@ class StateServer:
         snapshot: Callable[[], dict[str, Any]],
         messages: Callable[[int], list[dict[str, Any]]],
     ) -> None:
-        """Start serving; see `StateTransfer.serve`."""
+        """Start serving this rank's state to joiners; see `StateTransfer.serve`."""
         self._serving = snapshot, messages
         self._server.start()
 
     def close(self) -> None:
-        """Stop serving; joiners must ask another member."""
+        """Stop serving, and delete all snapshots; joiners must download from another member."""
         self._server.close()
         with self._lock:
             while self._snapshots:
@@ -128,7 +131,10 @@ class StateServer:
 
     @contextmanager
     def answering(self) -> Iterator[bool]:
-        """Context manager for one answer; its value is False if too many are in progress."""
+        """Context manager that counts a response as in progress during its block.
+
+        Yields False if `MAX_ANSWERS` responses are already in progress.
+        """
         with self._lock:
             is_free = self._active < MAX_ANSWERS
             self._active += is_free
@@ -139,7 +145,7 @@ class StateServer:
                 self._active -= is_free
 
     def snapshot(self, download: str) -> _Snapshot:
-        """Return the snapshot for a download; the first request creates it."""
+        """Return the snapshot for the download named `download`; the first request creates it."""
         assert self._serving is not None
         with self._lock:
             found = self._snapshots.pop(download, None) or _Snapshot(self._serving[0])
@@ -147,11 +153,11 @@ class StateServer:
             self._snapshots[download] = found
             if len(self._snapshots) > MAX_SNAPSHOTS:
                 self._snapshots.pop(next(iter(self._snapshots))).remove()
-        found.make()  # one download does not wait for another's copy
+        found.make()  # without the lock, so that downloads do not wait for each other's copies
         return found
 
     def messages(self, first: int) -> bytes:
-        """Return the encoded messages of all completed flights from `first` on.
+        """Return the messages of all completed exchanges from number `first` on, serialized.
 
         Raises:
             LookupError: some of these messages are no longer kept.
@@ -162,25 +168,25 @@ class StateServer:
         return body.getvalue()
 
     def remove_idle(self) -> None:
-        """Remove the snapshots of joiners that have finished their download or are gone."""
+        """Remove snapshots that no joiner has downloaded from for `IDLE_SECONDS`."""
         with self._lock:
             for download, snapshot in list(self._snapshots.items()):
                 if time.monotonic() - snapshot.used_s > IDLE_SECONDS:
                     self._snapshots.pop(download).remove()
 
     def count_sent(self, num_bytes: int) -> None:
-        """Count sent bytes of snapshots and messages."""
+        """Add `num_bytes` to `sent_bytes`, the total size of snapshots and messages sent."""
         with self._lock:
             self.sent_bytes += num_bytes
 
     # -- the joiner
 
     def fetch_snapshot(self, address: str) -> dict[str, Any]:
-        """Fetch a snapshot from the server at `address`, resuming the download if interrupted.
+        """Fetch a snapshot from the server at `address`; resume the download if interrupted.
 
         Raises:
-            ConnectionError: the server is gone or rejects the token, or its answer is corrupted.
-            RuntimeError: the answer contains objects other than tensors and plain values.
+            ConnectionError: the server is gone or rejects the token, or its response is corrupted.
+            RuntimeError: the response contains objects other than tensors and plain values.
         """
         with tempfile.TemporaryFile() as file:
             path = f"/snapshot/{secrets.token_hex(16)}"
@@ -189,12 +195,12 @@ class StateServer:
         return found
 
     def fetch_messages(self, address: str, first: int) -> list[dict[str, Any]]:
-        """Fetch the messages of all completed flights from `first` on.
+        """Fetch the messages of all completed exchanges from number `first` on.
 
         Raises:
             LookupError: some of these messages are no longer kept, so a new snapshot is needed.
-            ConnectionError: the server is gone or rejects the token, or its answer is corrupted.
-            RuntimeError: the answer contains objects other than tensors and plain values.
+            ConnectionError: the server is gone or rejects the token, or its response is corrupted.
+            RuntimeError: the response contains objects other than tensors and plain values.
         """
         body = BytesIO()
         self._fetch(address, f"/messages/{first:x}", body)
@@ -202,7 +208,7 @@ class StateServer:
         return found
 
     def _fetch(self, address: str, path: str, into: IO[bytes]) -> None:
-        """Write an answer `into` a file; if the answer is cut off, ask again for the rest."""
+        """Download a response into a file; if the download is interrupted, request the rest."""
         progress_s = time.monotonic()
         while True:
             start = into.tell()
@@ -233,13 +239,13 @@ def public_address(address: str) -> str:
 
 
 class _RefusedError(ConnectionError):
-    """The server answered, and asking again would not help."""
+    """Raised if a server's response shows that a retry would fail again."""
 
 
 class _Snapshot:
-    """A copy of the state for one joiner, in a file without a name.
+    """A copy of the state for one joiner, in an unnamed temporary file that is written once.
 
-    The file is written once. A process that is killed leaves nothing behind.
+    Because the file has no name, a killed process leaves nothing on disk.
     """
 
     def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
@@ -250,7 +256,7 @@ class _Snapshot:
         self._lock = threading.Lock()
 
     def make(self) -> None:
-        """Write the file, unless another request has already done so."""
+        """Write the snapshot to its file, unless another request has already done so."""
         with self._lock:
             if not self.sha256:
                 self._file.seek(0)  # an earlier attempt may have failed
@@ -259,16 +265,16 @@ class _Snapshot:
                 self.num_bytes, self.sha256 = self._file.tell(), _sha256(self._file)
 
     def open(self) -> IO[bytes]:
-        """Open the file for one answer, which may continue after `remove`."""
+        """Duplicate the file's descriptor for one response, which may continue after `remove`."""
         return os.fdopen(os.dup(self._file.fileno()), "rb")
 
     def remove(self) -> None:
-        """Close the file, which frees its space when no answer is in progress."""
+        """Close the file; its disk space is freed when the last response in progress ends."""
         self._file.close()
 
 
 class _Server:
-    """Reads requests on one thread, and answers each complete request on a separate thread."""
+    """HTTP server that reads all requests on one thread, and responds to each on its own thread."""
 
     def __init__(self, host: str, port: int, states: StateServer) -> None:
         self._states = states
@@ -297,7 +303,7 @@ class _Server:
             for key, _ in self._selector.select(_TICK_S):
                 if key.fileobj is self._listener:
                     self._accept()
-                elif key.fileobj in self._pending:  # not just closed to make room for a newer one
+                elif key.fileobj in self._pending:  # `_accept` may just have closed it
                     self._read(key.fileobj)
             while self._pending and self._oldest()[1].end_s < time.monotonic():
                 self._take(self._oldest()[0]).close()
@@ -338,7 +344,7 @@ class _Server:
                 connection.close()
 
     def _take(self, connection: socket.socket) -> socket.socket:
-        """Stop reading a connection."""
+        """Stop reading from a connection, and return it."""
         self._selector.unregister(connection)
         del self._pending[connection]
         return connection
@@ -357,12 +363,12 @@ def _answer(connection: socket.socket, head: bytes, states: StateServer) -> None
             connection.settimeout(STALL_SECONDS)
             _Handler(connection, head, states)
     except Exception:
-        # whatever the cause, the next request may work
+        # whatever the cause, later requests may succeed
         log.debug("A request could not be answered.", exc_info=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
+    """Responds to one HTTP request."""
 
     server_version, sys_version = "commfree", ""
 
@@ -431,11 +437,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: float) -> bool:
-    """Append the rest of an answer to a file; return whether the server was free to answer.
+    """Request the part of a response that a file does not contain yet, and append it to the file.
+
+    Returns:
+        True if the response is now complete; False if the server is busy and the caller must retry.
 
     Raises:
-        LookupError: the server no longer has the messages.
-        _RefusedError: the server rejected the token, or its answer is not valid.
+        LookupError: the server no longer has the requested messages.
+        _RefusedError: the server rejected the token, or its response is not valid.
         OSError: the connection failed.
     """
     url = urlsplit(address)
@@ -461,7 +470,7 @@ def _request(address: str, token: str, path: str, into: IO[bytes], timeout_s: fl
                 f"The server at {public_address(address)} returned status {response.status}."
                 " Another program may be running there, or another version of this library."
             )
-        if response.status == HTTPStatus.OK:  # the full answer, whatever range was requested
+        if response.status == HTTPStatus.OK:  # the full response, whatever range was requested
             into.seek(0)
             into.truncate()
         while piece := response.read(_PIECE_BYTES):
@@ -492,7 +501,7 @@ def _load(file: IO[bytes], address: str) -> Any:
 
 
 def _sha256(file: IO[bytes]) -> str:
-    """Return the SHA-256 of a whole file, and leave its position at the end."""
+    """Return the SHA-256 of a whole file, and leave the file position at the end."""
     digest = hashlib.sha256()
     file.seek(0)
     while piece := file.read(_PIECE_BYTES):

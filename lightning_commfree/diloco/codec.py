@@ -20,18 +20,18 @@ processed in *chunks* of complete blocks, so that intermediate results stay in c
 installed, these three run `quantize_numba` on CPUs, which is two to four times faster on one thread
 and gives the same results.
 
-*Error feedback* (arXiv:1901.09847) keeps a codec's rounding error, the residual, in the replica's
+*Error feedback* (arXiv:1901.09847) keeps a codec's rounding error, the *residual*, in the replica's
 own state and adds it, times a weight, to the fragment's next outer gradient. The larger the outer
-momentum, the lower this weight must be: a residual with weight 1 comes back in every later step of
-the momentum, and with the default outer optimizer (learning rate 0.4, momentum 0.9) int2 diverges
-at weights of 0.9 and above (`tests/diloco/test_error_feedback.py`). So the default weight is 0.5;
-without outer momentum, 0.95 to 1 is best.
+momentum, the lower this weight must be, because momentum repeats a residual in every later step.
+With the default outer optimizer (learning rate 0.4, momentum 0.9), int2 diverges at weights of 0.9
+and above (`tests/diloco/test_error_feedback.py`). So the default weight is 0.5. Without outer
+momentum, weights from 0.95 to 1 are best.
 
 To use your own codec, pass an object that implements `Codec` as `wire_dtype`. See
-`examples/sign_codec.py` for an example. A codec may also have the attribute `gather_only`, which is
-True if every replica must get every payload, so that values are encoded only once. Top-k sets it:
-on the other route, the mean has as many nonzero values as all payloads together, and selecting from
-them again would discard most of the values sent.
+`examples/sign_codec.py` for an example. A codec may also have the attribute `gather_only`. If it is
+True, every replica gets every payload (the gather route of `comm.exchange`), so that values are
+encoded only once. The top-k codec sets it: on the two-phase route, the mean has as many nonzero
+values as all payloads together, and selecting from them again would discard most of the values.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _DEVICE_CHUNK = 2**25  # values; few launches, and the workspace uses 8 bytes pe
 _MAX_TOPK_CHUNK = 2**12  # positions have 12 bits
 _INT2_LEVELS = 1, 3  # magnitudes, in units of the scale
 _FEEDBACK = 0.5  # stable with the default outer optimizer, and with twice its learning rate
-_TOPK_LEVELS = 3, 4  # closer together, because selected values are all large
+_TOPK_LEVELS = 3, 4  # closer together than for int2, because all selected values are large
 
 
 def num_blocks(numel: int) -> int:
-    """Return the number of blocks in `numel` values."""
+    """Return the number of blocks in `numel` values; the last block may be shorter."""
     return -(-numel // BLOCK)
 
 
@@ -133,7 +133,7 @@ class CastCodec:
         return numel * self.dtype.itemsize
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Cast the values to the wire dtype, and write them to `out`."""
+        """Cast the values to the wire dtype, and write the result to `out`."""
         out.view(self.dtype).copy_(values)
         _write_residual(self, values, out, residual)
 
@@ -148,7 +148,7 @@ class Int8Codec:
     """Int8 codec. Its payload contains the fp32 scales of all blocks, then one byte per value.
 
     Args:
-        compiled: whether to use `quantize_numba` if numba is installed.
+        compiled: whether to use the faster `quantize_numba` if numba is installed.
     """
 
     name: str = "int8"
@@ -156,7 +156,7 @@ class Int8Codec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return the payload size in bytes: one per value and four per block."""
+        """Return the payload size in bytes: one byte per value and four bytes per block."""
         return 4 * num_blocks(numel) + numel
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
@@ -188,7 +188,7 @@ class Fp4Codec:
     """Fp4 codec. Its payload contains E3M0 codes, two per byte, then a one-byte scale per block.
 
     Args:
-        compiled: whether to use `quantize_numba` if numba is installed.
+        compiled: whether to use the faster `quantize_numba` if numba is installed.
     """
 
     name: str = "fp4"
@@ -196,7 +196,7 @@ class Fp4Codec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return the payload size: one byte per block, and 4 bits per value, padded to words."""
+        """Return the payload size in bytes: 1 byte per block, and 4 bits per value, padded."""
         return packed_size(numel, 4) + num_blocks(numel)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
@@ -232,8 +232,9 @@ class Int2Codec:
     """Int2 codec. Its payload contains the bf16 scales of all blocks, then codes, four per byte.
 
     Args:
-        compiled: whether to use `quantize_numba` if numba is installed.
-        error_feedback: as in `Codec`.
+        compiled: whether to use the faster `quantize_numba` if numba is installed.
+        error_feedback: weight of the rounding error in the fragment's next outer gradient; 0
+            discards the error.
     """
 
     compiled: bool = True
@@ -245,7 +246,7 @@ class Int2Codec:
         return f"int2(error_feedback={self.error_feedback})"
 
     def num_bytes(self, numel: int) -> int:
-        """Return the payload size: 2 bytes per block, and 2 bits per value, padded to words."""
+        """Return the payload size in bytes: 2 bytes per block, and 2 bits per value, padded."""
         return 2 * num_blocks(numel) + packed_size(numel, 2)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
@@ -290,10 +291,11 @@ class TopKCodec:
     bits of the positions, two per byte; and the values as 2-bit codes, four per byte.
 
     Args:
-        chunk: number of consecutive values of which `keep` are sent: a power of two from 256 to
-            4096. The last chunk of a fragment may be shorter.
+        chunk: number of consecutive values from which `keep` are selected: a power of two from 256
+            to 4096. The last chunk of a fragment may be shorter.
         keep: number of values to send per chunk, 1 to 256.
-        error_feedback: as in `Codec`. The paper uses 0.95, with outer SGD without momentum.
+        error_feedback: weight of the rounding error in the fragment's next outer gradient, above 0
+            and at most 1. The paper uses 0.95, with outer SGD without momentum.
 
     Raises:
         ValueError: an argument is out of range.
@@ -330,7 +332,7 @@ class TopKCodec:
         return f"topk(chunk={self.chunk}, keep={self.keep}, error_feedback={self.error_feedback})"
 
     def num_bytes(self, numel: int) -> int:
-        """Return the payload size: 2 bytes per chunk, and 14 bits per selected value, padded."""
+        """Return the payload size in bytes: 2 per chunk, and 14 bits per selected value, padded."""
         selected = self._num_chunks(numel) * self.keep
         scales = 2 * self._num_chunks(numel)
         return scales + selected + packed_size(selected, 4) + packed_size(selected, 2)
@@ -397,7 +399,7 @@ CODECS: dict[str, Codec] = {
 
 
 def codec_of(wire_dtype: str | Codec) -> Codec:
-    """Return the codec for a `wire_dtype` setting, which is a name or a codec."""
+    """Return the codec that `wire_dtype` specifies, by name or as a codec object."""
     return CODECS[wire_dtype] if isinstance(wire_dtype, str) else wire_dtype
 
 
@@ -417,7 +419,7 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return the range of a chunk's blocks, and its shape: (blocks, values per block)."""
+    """Return the range of block indices in a chunk, and its shape (blocks, values per block)."""
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)
@@ -433,7 +435,7 @@ def _write_residual(codec: Codec, values: Tensor, payload: Tensor, residual: Ten
 
 
 def _loops(device: torch.device) -> ModuleType | None:
-    """Return `quantize_numba` if it can be used for tensors on `device`, else None."""
+    """Return the module `quantize_numba` if it works for tensors on `device`, else None."""
     if device.type != "cpu":
         return None
     return load_loops("lightning_commfree.diloco.quantize_numba", "int8, fp4 and int2")

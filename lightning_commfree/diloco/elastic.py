@@ -1,30 +1,34 @@
 """Streaming DiLoCo with replicas that join, leave and die.
 
-The algorithm is the same as in `streaming`; only the exchanges differ. They are numbered in launch
-order (`comm.membership`), and each runs on a background thread:
+The algorithm is the same as in `streaming`; only the exchanges of fragments differ. Exchanges are
+numbered in launch order; the code calls a numbered exchange a *flight*. Each exchange runs on a
+background thread:
 
-1. The members agree on the view of the exchange.
-2. The outer gradient, which is kept in fp32 until the exchange has completed, is encoded for that
-   view and exchanged. If a member dies in the meantime, this starts again at 1. If another member
-   has already completed the exchange, the messages are fetched from it instead.
-3. The messages, still encoded, are kept for a few cycles.
+1. The members agree on a *view*: the replicas that take part in the exchange (`comm.membership`).
+2. The outer gradient is encoded for that view and exchanged. It is kept in fp32 until the exchange
+   has completed: if a member dies in the meantime, the exchange is repeated from step 1. If another
+   member has already completed the exchange, the messages are fetched from that member instead.
+3. The messages are kept, still encoded, for a few cycles.
 
-A replica that joins takes the outer state from a member (`snapshot`) and replays the landings that
-it has missed from the kept messages. It then takes part from the next launch on, without the inner
-steps before that launch. The members lose no time.
+A joining replica fetches the outer state from a member (`snapshot`), and uses the kept messages to
+replay the landings that it has missed. From the next launch on, it takes part in the exchanges. It
+never takes the inner steps before that launch. The other members do not wait for it.
 
-A replica that was stopped or cut off for so long that the others went on without it joins in the
-same way, but keeps its inner optimizer and the inner steps that it has not sent yet: it adds the
-difference between its local and its outer weights to the new outer weights. It trains meanwhile.
+A replica that was suspended or cut off from the network may find that the others have continued
+without it. It rejoins in the same way, but keeps its inner optimizer's state and the inner steps
+that it has not sent yet: it adds the difference between its local weights and its previous outer
+weights to the new outer weights. It continues to train in the meantime.
 
-A replica's values count in proportion to its own steps since the fragment's last landing on it, or
-since it joined. So a new replica's first message, which contains only zeros, has no weight.
+In the mean, a replica's values are weighted by the number of inner steps that the replica has taken
+since the fragment last landed on it, or since it joined. So the first message of a new replica,
+which contains only zeros, has weight 0.
 
-*By time.* All replicas share one schedule, and `step` is their place in it. Normally, every replica
-takes every step. By time (`sync="time"`), only the fastest replica does, and it tells the others
-when it launches a flight. After its current step, a slower replica then advances to that place in
-the schedule without training, launches, and continues from there. So no replica waits longer than
-one step of another, and given the steps that each has taken, the result is exact.
+*Replicas of unequal speed.* All replicas share one schedule, and `step` is a replica's position in
+it. By default, every replica takes every step. With `sync="time"`, only the fastest replica does,
+and it announces each launch to the others. A slower replica finishes its current step, advances to
+the same position in the schedule without training, launches its own fragment, and continues from
+there. So no replica waits longer than one step of another replica. Given the steps that each
+replica has taken, the result is exact.
 """
 
 from __future__ import annotations
@@ -72,44 +76,48 @@ from lightning_commfree.diloco.streaming import StreamingDiLoCo
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.02  # how often a joiner asks a member for new messages
+_POLL_S = 0.02  # how often a joiner polls a member for new messages
 _KEPT_CYCLES = 2  # number of cycles whose messages are kept
-_KEPT_CYCLES_FOR_JOINERS = 8  # while a replica is joining
-_LATEST_VIEWS = 100  # that a snapshot lists
+_KEPT_CYCLES_FOR_JOINERS = 8  # the same, while a replica is joining
+_LATEST_VIEWS = 100  # number of views that a snapshot lists
 _MAX_FAILURES = 5  # maximum number of failures of an exchange in views of the same members
 
 
 class Delivery(NamedTuple):
-    """The result of a flight: its messages, and the exchange that decodes them."""
+    """Result of an exchange: the encoded messages, and the `FragmentExchange` that decodes them."""
 
     exchange: FragmentExchange
     arrived: Tensor
 
 
 class ElasticDiLoCo(StreamingDiLoCo):
-    """Streaming DiLoCo on a replica of an elastic job.
+    """Streaming DiLoCo on one replica of an elastic job, in which replicas join, leave and die.
 
     Args:
-        module: as in `StreamingDiLoCo`, like all arguments.
-        fragments: as above.
-        settings: as above; `evaluate` must be "outer".
-        membership: this replica's part in the job, not yet started.
-        within: as above.
+        module: the model, as in `StreamingDiLoCo`.
+        fragments: a partition of the model's trainable parameters.
+        settings: settings of the fit; `evaluate` must be "outer".
+        membership: this replica's membership in the job, not yet started.
+        within: channel between the ranks of this replica, as in `StreamingDiLoCo`.
 
     Attributes:
-        launched: number of flights that the replicas have launched.
-        landed: number of flights that have landed here, in the order of their launches.
-        joined: the flight with which this replica joined the job; None for a founder.
-        rejoined: the flights with which it joined again.
-        may_rejoin: whether it joins again if the others have gone on without it; set it only if
-            this replica has a single rank. There must be at most one fragment in flight at a time.
-        discarded: inner steps that were lost then, in proportion to the fragments that lost them.
+        launched: number of exchanges launched so far, which is also the number of the next one.
+        landed: number of exchanges that have landed on this replica, in launch order.
+        joined: number of the exchange with which this replica joined the job; None if it is one of
+            the replicas that created the job.
+        rejoined: numbers of the exchanges with which this replica rejoined the job.
+        may_rejoin: whether this replica rejoins the job if the other replicas have continued
+            without it. Set it only if this replica has a single rank and at most one fragment is in
+            flight at a time.
+        discarded: number of inner steps lost when this replica rejoined. If only some fragments
+            lost a step, the step counts in proportion.
         inner_steps: number of inner steps that this replica has taken itself; `step` is its
-            place in the schedule, which is the same on all replicas at a launch.
+            position in the schedule, which is the same on all replicas at a launch.
         skipped: number of steps of the schedule that were skipped after the latest inner step.
         last_step: the step after which the fit ends. A replica skips no steps beyond it.
-        views: flight and slots of each view in which this replica took part.
-        weight_per_step: weight of an inner step, such as its number of samples.
+        views: for each exchange in which this replica took part, its number and the slots of the
+            members.
+        weight_per_step: weight of one inner step in a mean, such as its number of samples.
     """
 
     _membership: ElasticMembership
@@ -126,40 +134,41 @@ class ElasticDiLoCo(StreamingDiLoCo):
         ledger = membership.ledger
         self._thread, self._inline = Background(ledger), _Inline(ledger)
         self._outer_lock = threading.Lock()  # the state server reads the outer state
-        self._kept: dict[int, dict[str, Any]] = {}  # messages, by flight
+        self._kept: dict[int, dict[str, Any]] = {}  # messages, by number of the exchange
         self._deliveries: dict[int, Pending[Delivery]] = {}  # by fragment
-        self._trained_since = [0] * len(fragments)  # own steps at a fragment's last landing
+        self._trained_since = [0] * len(fragments)  # `inner_steps` at each last landing
         self.launched = self.landed = self.inner_steps = self.skipped = 0
         self.views: list[tuple[int, tuple[int, ...]]] = []
         self.weight_per_step, self.last_step = 1, math.inf
         self.joined: int | None = None
         self.rejoined: list[int] = []
         self.may_rejoin, self.discarded = False, 0.0
-        self._sent = -1  # the latest flight of which other members may have this replica's values
-        self._outer_found: Future[None] | None = None  # of a replica that joins again
-        # by fragment: the weights to which its unsent steps were added, and how many were before
+        self._sent = -1  # latest exchange in which others may have received this replica's values
+        self._outer_found: Future[None] | None = None  # `_find_outer`, while this replica rejoins
+        # by fragment: the weights before its unsent inner steps, and `inner_steps` at that time
         self._bases: list[tuple[Tensor, int]] = []
         self._others_step = 0
-        self._landed_steps = self._last_steps = 0  # own steps in the latest landing
-        self._donors_views: dict[int, tuple[int, ...]] = {}  # members by flight
+        self._landed_steps = self._last_steps = 0  # inner steps in the latest landing
+        self._donors_views: dict[int, tuple[int, ...]] = {}  # member slots by exchange
         super().__init__(module, fragments, settings, membership, within)
         self._frozen_digests = self._frozen.digests()
         membership.transfer.serve(self.snapshot, self.messages)
 
     @override
     def _warm_up(self) -> None:
-        # a joiner fetches the state meanwhile
+        # on a thread, because a joiner fetches the state at the same time
         self._warming = threading.Thread(target=super()._warm_up, name="warm-up", daemon=True)
         self._warming.start()
 
     # -- a fit
 
     def begin(self, fingerprint: Mapping[str, str]) -> bool:
-        """Found the job or join it; return whether this replica has joined.
+        """Create the job or join it; return whether this replica joined an existing job.
 
-        Blocks until `min_replicas` founders are there, or until the other replicas' next launch.
-        Afterwards, the local weights are the outer weights of all replicas, and `step` is the step
-        that they have reached.
+        When the job is created, this blocks until `min_replicas` replicas are present. A joiner
+        blocks until the other replicas' next launch. Afterwards, the local weights equal the outer
+        weights, which are the same on all replicas, and `step` is the step that the replicas have
+        reached.
 
         Args:
             fingerprint: settings and model, which must be the same on all replicas.
@@ -174,7 +183,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             first = membership.view_members[0]
             if self.view.rank:
                 if not self._take_snapshot(first):
-                    continue  # that member is gone: begin again
+                    continue  # the first member is gone, so start again
                 self._take_outer(self.step)
             self._warming.join()
             return False
@@ -192,7 +201,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             stops, self.skipped = super().after_step(stop), 0
         except LeftBehindError:
             steps_in_flight = self.settings.overlap_steps * len(self.fragments)
-            # the only fragment in flight is the one that the others have landed without this one
+            # the other replicas have landed the only in-flight fragment without this replica
             if not (self.may_rejoin and 0 < steps_in_flight < self.settings.sync_every):
                 raise
             self._begin_to_rejoin()
@@ -204,7 +213,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @property
     def _is_behind(self) -> bool:
-        """Whether, by time, another replica has already launched this replica's next flight."""
+        """Whether to skip steps: another replica has already launched this replica's next exchange.
+
+        This is False with `sync="steps"`, and once the last step of the fit has been reached.
+        """
         membership = self._membership
         by_time = membership.by_time and self.step < self.last_step
         return by_time and membership.is_launched(self.launched)
@@ -217,9 +229,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return super().finish(stop)
 
     def drain(self, seconds: float) -> None:
-        """Wait until the exchanges in flight have completed, or for `seconds`.
+        """Wait for in-flight exchanges to complete, for at most `seconds`.
 
-        Call it before this replica leaves the job, so that the others have its values.
+        Call this before this replica leaves the job, so that the other replicas get its values.
         """
 
         def wait() -> None:
@@ -236,7 +248,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         super().close()
         self._thread.close()
 
-    # -- flights
+    # -- exchanges
 
     @override
     def _launch(
@@ -248,7 +260,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         tag: str,
         decoding: Decoding,
     ) -> Flight:
-        del decoding  # decoded at the landing, because a failed exchange is repeated
+        del decoding  # messages are decoded at the landing, because an exchange may be repeated
         flight, self.launched = self.launched, self.launched + 1
         if self._membership.by_time:
             self._membership.announce(flight)
@@ -261,7 +273,18 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _fly(
         self, flight: int, p: int, values: Tensor, header: Header, residual: Tensor | None
     ) -> Delivery:
-        """Exchange values in the view of a flight, and in later ones if members are lost."""
+        """Exchange a fragment's values; if a member is lost, repeat the exchange in a new view.
+
+        This runs on the background thread. If another member has already completed the exchange,
+        fetch the messages from that member instead.
+
+        Args:
+            flight: number of the exchange.
+            p: index of the fragment.
+            values: fp32 values to send, shape (S,).
+            header: sent with the values.
+            residual: receives the rounding error, for error feedback; None if it is not needed.
+        """
         if values.is_cuda:
             torch.cuda.set_device(values.device)  # for this thread
         failures: list[tuple[int, ...]] = []
@@ -269,7 +292,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             found = self._membership.agree(flight, header.step)
             if isinstance(found, Member):
                 message = self._fetch(found, flight)
-                if message is None:  # that member is gone too
+                if message is None:  # that member is gone or no longer has the message
                     continue
                 delivery = self._decoder(message, p)
                 break
@@ -313,13 +336,13 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def wait_in_flight(self) -> None:
-        # if the others have continued without this replica, the landing finds that out as well
+        # if the others have continued without this replica, the landing raises this error again
         with suppress(LeftBehindError):
             super().wait_in_flight()
 
     @override
     def _messages_in_flight(self) -> dict[int, Tensor]:
-        return {}  # not needed: a new job starts with outer weights, a joiner asks a member
+        return {}  # not saved: a new job starts from outer weights, a joiner asks a member
 
     @override
     def _weight(self, p: int) -> int:
@@ -342,7 +365,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since[p] = self.inner_steps
 
     def _codec(self, is_last: bool) -> Codec:
-        """Return the codec, without error feedback if `is_last`."""
+        """Return the codec; for a fit's last exchange (`is_last`), one without error feedback."""
         return self._last_codec if is_last else self.codec
 
     def _sizes(self, p: int) -> tuple[int, int]:
@@ -351,37 +374,44 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @property
     def has_landed(self) -> bool:
-        """Whether a fragment has landed after the latest step."""
+        """Whether a fragment has landed since the latest inner step."""
         return self.inner_steps in self._trained_since
 
     @property
     def slot(self) -> int:
-        """This replica's share of the data, and its place in a view; valid after `begin`."""
+        """Index of this replica's share of the data, and its position in views.
+
+        Valid after `begin`.
+        """
         return self._membership.record.slot
 
     def model_hash(self) -> str:
-        """Return a hash of the model's names, shapes and dtypes, and of its frozen parameters."""
+        """Hash the parameters' names, shapes and dtypes, and the values of frozen parameters."""
         named = [(n, [*p.shape], str(p.dtype)) for n, p in self._module.named_parameters()]
         text = repr((named, self._frozen_digests))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @override
     def startup_messages(self, steps: int | None) -> list[Message]:
-        # the current number of replicas does not matter
+        # 2 replicas instead of the current number, which may change
         last_step = None if steps is None else self.step + steps
         return startup_messages(self._module, self.settings, self.schedule, 2, last_step)
 
     # -- data for other replicas
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of the outer state, with the number of flights that have landed in it."""
+        """Copy the outer state for a joining replica.
+
+        The copy also contains the number of exchanges that have landed in it (`landed`) and the
+        latest views.
+        """
         with self._outer_lock:
             states = [fragment.state_dict() for fragment in self.fragments]
             views = self.views[-_LATEST_VIEWS:]
             return copy.deepcopy({"landed": self.landed, "fragments": states, "views": views})
 
     def messages(self, first: int) -> list[dict[str, Any]]:
-        """Return the messages of all completed flights from number `first` on.
+        """Return the encoded messages of all completed exchanges from number `first` on.
 
         Raises:
             LookupError: some of these messages are no longer available.
@@ -400,7 +430,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
             del self._kept[old]
 
     def _fetch(self, member: Member, flight: int) -> dict[str, Any] | None:
-        """Return the message of a flight that `member` has completed, or None if it has lost it."""
+        """Fetch the messages of an exchange from a member that has completed it.
+
+        Return None if the member is gone or no longer has them.
+        """
         try:
             messages = self._membership.transfer.fetch_messages(self._address(member), flight)
         except (ConnectionError, LookupError):
@@ -415,7 +448,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return member.states[self._membership.ranks.rank]
 
     def _decoder(self, message: Mapping[str, Any], p: int) -> Delivery:
-        """Return a fetched message together with an exchange that decodes it."""
+        """Pair fetched messages with a `FragmentExchange` that can decode them."""
         members, slot = tuple(message["members"]), self._membership.record.slot
         channel = Channel([0], 0, self._membership.ledger)
         channel.rank = members.index(slot) if slot in members else -1
@@ -427,14 +460,14 @@ class ElasticDiLoCo(StreamingDiLoCo):
     # -- joining
 
     def _join_job(self) -> None:
-        """Take a member's state, replay the landings since then, and launch with the others."""
+        """Join a running job: fetch its outer state, and launch with the other replicas."""
         self._find_outer()
         self.joined = self.landed
         self._launch_joined()
 
     @property
     def is_rejoining(self) -> bool:
-        """Whether this replica is no member, and will join again."""
+        """Whether this replica is no longer a member of the job, but is about to rejoin."""
         return self._outer_found is not None
 
     def _begin_to_rejoin(self) -> None:
@@ -442,13 +475,13 @@ class ElasticDiLoCo(StreamingDiLoCo):
         for p, fragment in enumerate(self.fragments):
             base, since = fragment.global_copy.clone(), self._trained_since[p]
             if p in self.flights and self._sent == self.launched - 1:
-                # some of the others may have these steps
+                # other replicas may have received these steps, so they cannot be sent again
                 self.discarded += (self.inner_steps - since) / len(self.fragments)
                 base, since = fragment.local_values(), self.inner_steps
             self._bases.append((base, since))
         self.flights.clear()
         self._deliveries.clear()
-        self._thread.close()  # it would repeat its error
+        self._thread.close()  # after an error, a thread fails every later task
         self._thread = Background(self._membership.ledger)
         self._others_step = self._membership.others_step
         self._last_steps = self._landed_steps  # replayed landings change it
@@ -457,9 +490,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
         executor.shutdown(wait=False)
 
     def _rejoin(self, must: bool = False) -> int:
-        """Join again if the view is open; return how many steps of the schedule this skips.
+        """Rejoin the job if its outer state has been fetched; return the number of skipped steps.
 
-        Wait for it if the others may not be further in the schedule, or if this replica `must`.
+        While the fetch is in progress, return 0, so that training continues. However, wait for the
+        fetch if this replica has reached the last known step of the other replicas, or if `must` is
+        True.
         """
         found, before = self._outer_found, self.step
         assert found is not None
@@ -469,7 +504,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             found.result()
         self._outer_found = None
         if self.views and self._donors_views.get(self.views[-1][0]) != self.views[-1][1]:
-            # only this replica has received everything before it was stopped
+            # this replica alone completed its last exchange; the others repeated it without it
             self.views.pop()
             self.discarded += self._last_steps / len(self.fragments)
         self.rejoined.append(self.landed)
@@ -482,7 +517,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self.step - before
 
     def _find_outer(self) -> None:
-        """Take a member's outer state, and enter the view of the next flight."""
+        """Fetch a member's outer state, replay missed landings, and enter the next exchange's view.
+
+        If the member is gone, continue with another one.
+        """
         membership, gone = self._membership, set[str]()
         while True:
             donor = membership.donor(gone)
@@ -491,7 +529,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                     gone.add(donor.replica)
                     continue
                 self._warming.join()
-                # the ranks of a replica may have received snapshots from different flights
+                # the snapshots of this replica's ranks may contain different numbers of landings
                 there = self._replay(donor, max(membership.ranks.gather(self.landed)))
             while there and (later := membership.enter(self.landed)) is not None:
                 with membership.asking():
@@ -501,11 +539,12 @@ class ElasticDiLoCo(StreamingDiLoCo):
             gone.add(donor.replica)
 
     def _launch_joined(self, unsent: Sequence[tuple[Tensor, int]] = ()) -> None:
-        """Take the outer weights and launch with the others.
+        """Set the local weights to the outer weights, and launch together with the other replicas.
 
         Args:
-            unsent: by fragment, an outer gradient that was not sent, and the number of inner steps
-                before it.
+            unsent: empty for a new replica. For a replica that rejoins, one pair per fragment: the
+                outer gradient of the inner steps that it has not sent (fp32, shape (S,)), and the
+                value of `inner_steps` before these steps.
         """
         self.launched = self.landed
         self._take_outer(self.launch_step(self.launched))
@@ -524,12 +563,15 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._enter(self._membership.view())
 
     def launch_step(self, flight: int) -> int:
-        """Return the inner step after which a flight is launched."""
+        """Return the inner step after which exchange number `flight` is launched."""
         cycle, p = divmod(flight, len(self.fragments))
         return (cycle + 1) * self.settings.sync_every + self.schedule.offset(p)
 
     def _try(self, fetch: Callable[[], object]) -> bool:
-        """Call `fetch`; return whether it succeeded on all ranks of this replica."""
+        """Call `fetch`; return whether it succeeded on all ranks of this replica.
+
+        A `ConnectionError` or `LookupError` means that it failed; other errors are not caught.
+        """
         try:
             fetch()
             found = True
@@ -538,7 +580,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self._membership.ranks.all(found)
 
     def _take_snapshot(self, member: Member) -> bool:
-        """Load a member's outer state; return whether all ranks of this replica succeeded."""
+        """Fetch and load a member's outer state; return whether all ranks succeeded."""
 
         def fetch() -> None:
             snapshot = self._membership.transfer.fetch_snapshot(self._address(member))
@@ -551,10 +593,16 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self._try(fetch)
 
     def _replay(self, donor: Member, least: int) -> bool:
-        """Apply all landings that this replica has missed.
+        """Fetch the messages of exchanges that this replica has missed, and apply their landings.
 
-        Wait until flights before number `least` have landed, unless the members are waiting for
-        more replicas. Returns whether the donor had the messages.
+        Args:
+            donor: the member from which to fetch the messages.
+            least: wait until the donor has completed all exchanges before this number, unless the
+                members are waiting for more replicas.
+
+        Returns:
+            Whether all landings were applied; False if the donor is gone or no longer has the
+            messages.
 
         Raises:
             RuntimeError: the other replicas are about to stop.
@@ -584,7 +632,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return True
 
     def _replay_one(self, message: dict[str, Any]) -> bool:
-        """Apply a landing; return whether any replica requested a stop."""
+        """Apply the landing of one missed exchange; return whether any replica requested a stop."""
         p = message["flight"] % len(self.fragments)
         exchange, arrived = self._decoder(message, p)
         arrival = exchange.decode(arrived, self.fragments[p].global_copy.device)()
@@ -593,7 +641,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return arrival.stop
 
     def _take_outer(self, step: int) -> None:
-        """Take the outer weights as local weights, and continue the schedule from `step`."""
+        """Overwrite the local weights with the outer weights; continue the schedule from `step`.
+
+        This discards all inner steps that have not been sent, and the residuals of error feedback.
+        """
         self.step = step
         self._trained_since = [self.inner_steps] * len(self.fragments)
         for fragment in self.fragments:
@@ -604,9 +655,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Continue from a saved shared state, without in-flight fragments; `own` is not used.
+        """Restore the outer state from a checkpoint, without in-flight fragments.
 
-        Call it before `begin`.
+        Call this before `begin`. `own`, a rank's own state, is not used: the local weights are set
+        to the outer weights.
         """
         super().load_state_dict(shared, None)
         counts = [self.schedule.launches_until(p, self.step) for p in range(len(self.fragments))]
@@ -616,7 +668,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     @override
     def shown(self) -> Sequence[Tensor] | None:
         if self._outer_found is not None:
-            self._outer_found.result()  # it changes the outer weights
+            self._outer_found.result()  # wait, because `_find_outer` changes the outer weights
         return super().shown()
 
     @override
@@ -638,7 +690,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
 
 class _Inline(Background):
-    """Runs tasks in the thread that waits for them: all elastic exchanges share one thread."""
+    """Runs each task in the thread that waits for its result, not on a thread of its own.
+
+    All exchanges of an elastic job already run on one background thread.
+    """
 
     @override
     def submit(

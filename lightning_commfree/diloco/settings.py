@@ -22,7 +22,7 @@ NONFINITE = ("raise", "abstain")
 
 
 def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
-    """Return whether the entire model is a single fragment because it has no blocks."""
+    """Return whether, by default, the model becomes one fragment because it has no blocks."""
     by_default = settings.num_fragments is None and settings.fragment_pattern != "balanced"
     return by_default and not has_blocks(module)
 
@@ -30,11 +30,12 @@ def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
 def default_outer_optimizer(replicas: int, sync_every: int) -> partial[torch.optim.SGD]:
     """Return a factory for the default outer optimizer, SGD with Nesterov momentum 0.9.
 
-    The learning rate is the paper's 0.4 (arXiv:2501.18512, section 3), and 0.8 for four replicas or
-    more that exchange a fragment every 100 steps or less often. The best rate increases with the
-    number of replicas and with the steps between exchanges (arXiv:2503.09799, Figure 7). With four
-    and eight replicas, 0.8 ended below the loss with 0.4 at 100 steps, but not at 30
-    (`benchmarks/size_ladder/result.md`). The momentum is that of arXiv:2503.09799.
+    The learning rate is 0.4, as in the paper (arXiv:2501.18512, section 3). With four or more
+    replicas that exchange a fragment every 100 steps or less often, it is 0.8: the best rate
+    increases with the number of replicas and with the number of steps between exchanges
+    (arXiv:2503.09799, Figure 7). With four and eight replicas, 0.8 reached a lower loss than 0.4 at
+    100 steps between exchanges, but not at 30 (`benchmarks/size_ladder/result.md`). The momentum is
+    the one in arXiv:2503.09799.
     """
     lr = 0.8 if replicas >= 4 and sync_every >= 100 else 0.4
     return partial(torch.optim.SGD, lr=lr, momentum=0.9, nesterov=True)
@@ -64,7 +65,7 @@ def make_outer_optimizer(
 
 @dataclass(frozen=True)
 class DiLoCoSettings:
-    """Settings for the algorithm, documented in `StreamingDiLoCoStrategy`.
+    """Settings for Streaming DiLoCo; `StreamingDiLoCoStrategy` documents each of them.
 
     Raises:
         ValueError: a value is out of range.
@@ -96,7 +97,7 @@ class DiLoCoSettings:
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings as strings, to compare across ranks."""
+        """Return the settings as strings, so that ranks can compare them with each other."""
         # functions cannot be compared
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
         values = {name: getattr(self, name) for name in names}

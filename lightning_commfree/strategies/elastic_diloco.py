@@ -1,18 +1,20 @@
 """The Lightning strategy for Streaming DiLoCo with replicas that join, leave and die.
 
-Each replica is a separate job with its own Trainer: Lightning's world is one replica. The replicas
-share the following:
+Each replica is a separate job with its own Trainer: for Lightning, the world is one replica. The
+strategy coordinates the replicas as follows:
 
-- *Steps.* `trainer.global_step` is the position in the common schedule. A joiner starts at the
-  position of the other replicas, in the middle of an epoch.
-- *Data.* There are `max_replicas` slots, each with a share of the training data. A replica takes
-  the share of its slot, starting at the position for its step.
+- *Steps.* `trainer.global_step` is the position in the schedule that all replicas share. A joining
+  replica starts at the position of the other replicas, which may be in the middle of an epoch.
+- *Data.* There are `max_replicas` slots, each with a share of the training data. A replica trains
+  on the share of its slot, starting at the position that corresponds to its step.
 - *Unequal speed.* With `sync="time"`, slower replicas skip steps of the schedule: `global_step` and
-  learning rates advance as on the other replicas, but they read their data without gaps.
-- *Validation and checkpoints* are left to the first member of the view. If the fit depends on a
-  monitored metric, every replica validates, with the same weights and therefore the same result.
+  learning rates advance as on the other replicas, but every replica reads its data without gaps.
+- *Validation and checkpoints.* Only the first of the current members validates and saves. If the
+  fit depends on a monitored metric, every replica validates. All replicas use the same weights, so
+  they get the same result.
 - *Stopping.* `trainer.should_stop` on one replica stops all replicas after the same step. SIGTERM
-  stops only the replica that receives it, after its next landing if it has several ranks.
+  stops only the replica that receives it; if that replica has several ranks, it stops after its
+  next landing.
 """
 
 from __future__ import annotations
@@ -69,13 +71,16 @@ from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrate
 
 RENDEZVOUS = "COMMFREE_RENDEZVOUS"
 _SHORT = 40  # maximum number of characters in a setting that is sent in full
-_DRAIN_S = 20.0  # time for in-flight exchanges after SIGTERM
+_DRAIN_S = 20.0  # how long to wait for in-flight exchanges after SIGTERM
 
 
 class ElasticSession(LocalWeightsSession):
-    """Fit session of one replica: no hook runs on all replicas after the same step."""
+    """Fit session for one elastic replica.
 
-    least_ranks = 2  # there may be more replicas
+    The replicas run independently: a hook may run after different steps on different replicas.
+    """
+
+    least_ranks = 2  # traffic is compared with DDP on 2 ranks or more: another replica may join
 
     @override
     def begin(self, resumed: bool) -> None:
@@ -87,7 +92,7 @@ class ElasticSession(LocalWeightsSession):
     def after_step(self) -> None:
         sigterm, several = self._stopping.sigterm, self._ranks.size > 1
         diloco: Any = self.between
-        # all ranks of this replica land at the same steps
+        # fragments land at the same steps on all ranks, so all ranks reach this collective
         if several and diloco.has_landed and any(self._ranks.all_flags(sigterm.requested)):
             sigterm.agree()
         if diloco.skipped:
@@ -99,7 +104,7 @@ class ElasticSession(LocalWeightsSession):
 
 
 class _ElasticStopping(Stopping):
-    """Stops all replicas when one sends a request; SIGTERM stops this replica only."""
+    """Stops all replicas if one of them requests a stop; SIGTERM stops only this replica."""
 
     def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:
         super().__init__(trainer, ranks, clock, patches)
@@ -124,31 +129,34 @@ class _ElasticStopping(Stopping):
 class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     """Streaming DiLoCo with replicas that join, leave and die during the fit.
 
-    Start one Trainer per replica, each with its own launcher, and a lighthouse on a machine that is
-    not preempted (`commfree-lighthouse`). If a replica dies, the others repeat the exchange without
-    it and lose no steps. A replica that is restarted joins: it takes the outer weights from another
-    replica, and the next exchange includes it. See `docs/elastic.md`.
+    Start one Trainer per replica, each with its own launcher. Also start a lighthouse, which tracks
+    the replicas, on a machine that is not preempted (`commfree-lighthouse`). If a replica dies, the
+    others repeat the exchange without it and lose no steps. A restarted replica joins again: it
+    fetches the outer weights from another replica, and takes part in the next exchange. See
+    `docs/elastic.md`.
 
     All replicas need the same model, settings, `max_steps` and `max_epochs`. They may have
-    different batch sizes: a replica's outer gradient counts in proportion to the samples in it.
+    different batch sizes: a replica's outer gradient is weighted by the number of samples in it.
 
     Args:
-        rendezvous: URL of the lighthouse. If None, taken from the environment variable
-            COMMFREE_RENDEZVOUS.
+        rendezvous: URL of the lighthouse. If None, the value of the environment variable
+            COMMFREE_RENDEZVOUS is used.
         max_replicas: number of slots, each with its share of the training data. The shares of empty
             slots are not trained on.
-        min_replicas: minimum number of replicas; with fewer, all of them wait at the next landing.
-        heartbeat_timeout: in seconds; if a member sends no heartbeat for longer, an exchange with
-            it is abandoned. Use the same value as for the lighthouse.
-        sync: "steps": every replica takes `sync_every` steps between two exchanges of a fragment;
-            faster ones wait. "time": only the fastest one does. The others contribute to its
-            exchanges after their current step, with the steps they have taken, and skip the rest.
+        min_replicas: minimum number of replicas. If there are fewer, all of them wait at the next
+            landing.
+        heartbeat_timeout: time in seconds. If a replica sends no heartbeat for longer, the others
+            abandon an exchange with that replica. Use the same value as for the lighthouse.
+        sync: how replicas of unequal speed stay together. "steps": every replica takes `sync_every`
+            steps between two exchanges of a fragment, and faster replicas wait. "time": only the
+            fastest replica takes all of these steps. The other replicas take part in the exchange
+            after their current step, with the steps they have taken, and skip the remaining steps.
         **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
             ranks of this Trainer, and `evaluate` must be "outer". The default outer learning rate
-            is 0.4, whatever the number of replicas.
+            is 0.4, regardless of the number of replicas.
 
     Attributes:
-        slot: this replica's slot, once a fit has begun.
+        slot: this replica's slot; 0 until a fit has begun.
 
     Raises:
         ValueError: an argument is out of range, or not supported.
@@ -206,12 +214,12 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         self.slot = 0
 
     def services(self, host: str, timeout_s: float) -> tuple[Rendezvous, StateTransfer]:
-        """Return the rendezvous, and a state server that listens on `host`."""
+        """Create a client of the lighthouse, and a state server that listens on `host`."""
         return LighthouseRendezvous(self.rendezvous, timeout_s), StateServer(host)
 
     @property
     def is_first(self) -> bool:
-        """Whether this replica is the first member of the view, which validates and saves."""
+        """Whether this replica is the first of the current members, which validates and saves."""
         return self._elastic.view.rank == 0 and not self._elastic.is_rejoining
 
     @property
@@ -286,7 +294,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             self.module, fragments, settings, membership, self.channels.within
         )
         diloco.follow_optimizers(self.optimizers)
-        # steps of the schedule are skipped then, so the fit must not end with an epoch
+        # a replica that rejoins skips steps of the schedule, so the fit must not end with an epoch
         epochs = trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)
         diloco.may_rejoin = self.world_size == 1 and not by_time and not epochs
         if isinstance(transfer, StateServer):
@@ -302,8 +310,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         joined = diloco.begin(self._job_settings(trainer))
         self.slot = diloco.slot
         if joined:
-            trainer.num_sanity_val_steps = 0  # the others would wait
-        forget_loaders(trainer)  # a scheduler may have asked for their length, in another slot
+            trainer.num_sanity_val_steps = 0  # the other replicas would wait for this one
+        forget_loaders(trainer)  # a scheduler may have requested their length before `slot` was set
         validate_if(trainer, self.patches, lambda: self.is_first or _monitors(trainer))
         self.patches.put(
             trainer, "save_checkpoint", partial(self._save_if_first, trainer.save_checkpoint)
@@ -317,7 +325,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     def on_train_start(self) -> None:
         trainer = self.module.trainer
         if self._elastic.joined is not None:
-            self._resume.skip()  # the others have taken more steps than any file
+            self._resume.skip()  # the other replicas are ahead of every checkpoint
             continue_at(trainer, self._elastic.step)
         batch_sizes = {getattr(one, "batch_size", None) for one in training_loaders(trainer)}
         if len(batch_sizes) == 1 and isinstance(size := batch_sizes.pop(), int):
@@ -356,7 +364,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             save(*args, **kwargs)
 
     def _report_progress(self) -> dict[str, float]:
-        """Return the figures that `commfree-lighthouse status` shows for this replica."""
+        """Return this replica's progress, which `commfree-lighthouse status` displays."""
         diloco, seconds = self._elastic, time.monotonic() - self._started_s
         return {
             "step": diloco.step,
@@ -366,7 +374,10 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         }
 
     def _job_settings(self, trainer: pl.Trainer) -> dict[str, str]:
-        """Return the settings that must be the same on all replicas; long values are hashed."""
+        """Return the settings that must be the same on all replicas, as short strings.
+
+        Values longer than `_SHORT` characters are hashed.
+        """
         found = {
             **self._elastic.fingerprint(),
             "max_replicas": str(self._limits.max_replicas),
@@ -394,7 +405,7 @@ def _checked_url(url: str | None) -> str:
 
 
 def _monitors(trainer: pl.Trainer) -> bool:
-    """Return whether a callback or scheduler needs a metric, possibly one from validation."""
+    """Return whether a callback or scheduler monitors a metric, which may come from validation."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
     return any(getattr(callback, "monitor", None) is not None for callback in callbacks) or any(
         config.reduce_on_plateau for config in trainer.lr_scheduler_configs

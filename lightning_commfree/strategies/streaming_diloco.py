@@ -1,4 +1,4 @@
-"""The Lightning strategy for Streaming DiLoCo, arXiv:2501.18512."""
+"""The Lightning strategy for Streaming DiLoCo (arXiv:2501.18512)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from lightning_commfree.strategies.inside import FSDPSettings, choose_layout, la
 class StreamingDiLoCoStrategy(ReplicaStrategy):
     """Replicas train independently and exchange outer gradients in the background.
 
-    Each replica takes optimizer steps on its own share of the data. After `sync_every` steps, a
-    fragment of the model is launched: the difference between the parameters on which all replicas
-    last agreed and the local parameters is sent while training continues. `overlap_steps` steps
-    later, it lands: the mean difference is the gradient for an outer optimizer, whose result is
-    mixed into the local parameters. Nothing is sent between exchanges.
+    Each replica takes optimizer steps on its own share of the data. Every `sync_every` steps, each
+    fragment of the model is *launched*: while training continues, the replica sends the difference
+    between the parameters on which all replicas last agreed and its local parameters.
+    `overlap_steps` steps later, the fragment *lands*: an outer optimizer uses the mean difference
+    as its gradient, and the result is mixed into the local parameters. Nothing is sent between
+    exchanges.
 
     Validation and checkpoints (`state_dict`) use the *outer* weights, on which all replicas agree.
     At the end of `fit`, all ranks have the mean of all replicas' weights. `WeightAveraging`
@@ -44,37 +45,39 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     Frozen parameters are never sent. Parameters that a callback unfreezes during the fit
     (`BackboneFinetuning`) become a new fragment. Frozen parameters that hooks change differently
     across replicas (the teacher in BYOL or DINO) are averaged before validation and at the end of
-    `fit`. The forecast by `traffic()` includes neither.
+    `fit`. The traffic forecast (`traffic()`) includes neither these averages nor new fragments.
 
     Args:
-        sync_every: H, the number of inner (optimizer) steps between two syncs of a fragment. The
-            paper uses 30 to 100; 1 gives the worst quality.
-        num_fragments: P, the number of fragments. If None, 3 transformer blocks per fragment, plus
-            one fragment for everything else.
-        fragment_pattern: "strided" (block i in fragment i mod P), "sequential" (consecutive blocks)
-            or "balanced" (tensors, equal bytes; for models without blocks).
-        overlap_steps: tau, the number of inner steps from launch to landing; 0 blocks training.
-            Several fragments may be in flight. At most 5 is recommended.
+        sync_every: H, the number of inner (optimizer) steps between two exchanges of a fragment.
+            The paper uses 30 to 100; 1 gives the worst quality.
+        num_fragments: P, the number of fragments. If None, each fragment contains up to 3
+            transformer blocks, and one additional fragment contains all other parameters; a model
+            without blocks is one fragment, or up to 4 with "balanced".
+        fragment_pattern: "strided" (blocks are assigned to fragments round-robin), "sequential"
+            (each fragment gets consecutive blocks) or "balanced" (tensors are assigned so that
+            fragments have about equal bytes; for models without blocks).
+        overlap_steps: tau, the number of inner steps from launch to landing; 0 blocks training
+            during the exchange. Several fragments may be in flight. At most 5 is recommended.
         mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
             them with the global parameters, 1 keeps them.
         wire_dtype: the number format in which outer gradients are sent: "fp32", "bf16", "int8",
-            "fp4"; with error feedback, which uses 4 bytes of memory per parameter, "int2" or
-            "topk"; or your own codec; see `lightning_commfree.diloco.codec`.
+            "fp4", "int2", "topk", or your own codec. "int2" and "topk" use error feedback, which
+            needs 4 bytes of memory per parameter. See `lightning_commfree.diloco.codec`.
         outer_optimizer: a factory that takes a list of fp32 parameters and returns a
-            `torch.optim.Optimizer`. If None, SGD with Nesterov momentum 0.9 and a learning rate of
-            0.8 for four replicas or more and a `sync_every` of 100 or more, otherwise 0.4; see
-            `lightning_commfree.diloco.default_outer_optimizer` for the sources. The factory may
-            also return a tuple of an optimizer and a learning-rate scheduler, which is stepped
-            whenever the fragment lands. With `start_method="spawn"`, it must be picklable: use
+            `torch.optim.Optimizer`. The default is SGD with Nesterov momentum 0.9. Its learning
+            rate is 0.8 with at least four replicas and a `sync_every` of at least 100, otherwise
+            0.4; see `lightning_commfree.diloco.default_outer_optimizer`. The factory may also
+            return a tuple of an optimizer and a learning-rate scheduler, which is stepped whenever
+            the fragment lands. With `start_method="spawn"`, it must be picklable: use
             `functools.partial`, not a lambda.
         replica_size: k, the number of consecutive ranks that form a replica, with data parallelism
-            inside it; with `devices=k, num_nodes=M`, one replica per node. Each of the k ranks
+            inside it. With `devices=k, num_nodes=M`, each node is one replica. Each of the k ranks
             holds and exchanges 1/k of the outer state.
         inside: the layout of the model across these k ranks. "ddp": the full model on every rank.
             "fsdp" or an `FSDPSettings`: each rank holds 1/k of the parameters, gradients and
-            optimizer state (FSDP2); by default, a unit is a transformer block. "domino" or a
-            `DominoSettings`: tensor parallelism for a transformers model, as in `DominoTPStrategy`;
-            the k ranks get the same batch.
+            optimizer state (FSDP2); by default, each transformer block is an FSDP unit. "domino" or
+            a `DominoSettings`: tensor parallelism for a transformers model, as in
+            `DominoTPStrategy`; the k ranks get the same batch.
         nonfinite: how to handle NaN or Inf in a replica's weights when a fragment is launched.
             "raise": all ranks stop with an error that names the replica, and no checkpoint with
             such weights is written. "abstain": the replica is left out of that fragment's mean and
@@ -85,8 +88,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             an extra exchange (half a byte per parameter in fp4) but makes early stopping and best
             checkpoints meaningful in short runs. A checkpoint without validation at the same step
             needs an exchange of its own. The choice does not affect training.
-        check_drift_every: number of cycles between comparisons of the replicas' global copies, by a
-            hash sent with the exchange; a difference ends the fit. 0: never.
+        check_drift_every: number of cycles (of `sync_every` steps) between checks that all replicas
+            have the same global copies. They compare hashes, which are sent with the exchange; a
+            difference ends the fit. 0 disables the check.
         outer_device: "cpu" keeps the global copies and the outer optimizer's state in (pinned) host
             memory, which saves 8 bytes per parameter on the device. If None, they are on the
             parameters' device.
@@ -96,7 +100,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     Attributes:
         settings: the arguments above.
-        ledger: bytes sent by this rank and seconds waited, by tag.
+        ledger: bytes that this rank has sent and seconds that it has waited, by tag.
 
     Raises:
         ValueError: an argument is out of range.
@@ -146,10 +150,10 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @property
     def fragments(self) -> list[list[str]]:
-        """The parameter names of each fragment, in order; available from `on_fit_start` on.
+        """Parameter names of each fragment, in order of index; available from `on_fit_start` on.
 
-        Fragments of parameters that were unfrozen during the fit come last. Frozen parameters that
-        hooks change are not listed.
+        Fragments of parameters that were unfrozen during the fit come last. Frozen parameters are
+        not listed.
         """
         if self._diloco is not None:
             self._fragments = [list(outer.names[0]) for outer in self._diloco.fragments]
@@ -159,9 +163,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     def outer_weights(self) -> Iterator[None]:
         """Swap the outer weights into the LightningModule for the duration of a `with` block.
 
-        Validation and checkpoints do this automatically; callbacks that inspect the model may use
-        it too. With `replica_size` above 1, all ranks must call it, because each holds a shard.
-        Outside a fit it does nothing.
+        Validation and checkpoints use the outer weights automatically. Callbacks that inspect the
+        model can use this context manager. With `replica_size` above 1, all ranks must call it,
+        because each rank holds a shard. It does nothing outside a fit.
 
         Raises:
             RuntimeError: the `with` block has changed parameters.
@@ -176,7 +180,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @override
     def equal_weights(self) -> tuple[int, Channel]:
-        # replicas train apart; their global copies are compared in the exchange
+        # replicas train independently; exchanges compare their global copies
         settings = self.settings
         return settings.check_drift_every * settings.sync_every, self.channels.within
 

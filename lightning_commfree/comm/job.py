@@ -241,14 +241,14 @@ def join_restarted_world(info: RankInfo, backend: str) -> None:
 
 
 def delay_exit(hosts_store: bool) -> None:
-    """Register a short delay before this process exits, for gloo's threads and for other ranks.
+    """Delay the exit of this process a little, so that gloo's threads can finish.
 
     A gloo thread may hold the last reference to a finished collective, and it needs the GIL to free
     the tensors. If the interpreter has shut down by then, the process aborts after a successful
     fit. Frameworks keep gloo's groups open until the process exits.
 
-    If this process hosts the job's store (`hosts_store`), the delay is two heartbeats, in which the
-    other ranks can read from the store that this rank is exiting.
+    If this process hosts the job's store (`hosts_store`), the delay is two heartbeat intervals,
+    so that the other ranks can learn from the store that this rank is exiting.
     """
     atexit.unregister(_delay)
     atexit.register(_delay, 2 * HEARTBEAT_SECONDS if hosts_store else _EXIT_DELAY_S)

@@ -368,7 +368,8 @@ class FragmentExchange:
         numel: N.
         num_buffers: E.
         background: thread for work that must not block training.
-        in_thread: whether to launch gathers, too, on the background thread (`fragment_exchanges`).
+        in_thread: whether to launch gathers on the background thread as well; see
+            `fragment_exchanges`.
     """
 
     route: Route

@@ -250,7 +250,7 @@ def _fit_two_bits(values: Any, factor: Any, units: Any, codes: Any) -> Any:
 
 @compiled
 def _write_signs(bits: Any, codes: Any) -> None:
-    """Include signs in two-bit codes: 0 and 1 become 2 and 3, or 1 and 0 for negative values."""
+    """Fold signs into two-bit codes: 0 and 1 become 2 and 3, or 1 and 0 for negative values."""
     for i in range(bits.size):
         code = i32(i32(2) + i32(codes[i]))
         codes[i] = u8(i32(code ^ i32(i32(bits[i] >> i32(31)) & i32(3))))

@@ -5,7 +5,7 @@ split      micro-batches           dependencies between them
 =========  ======================  ================================================================
 batch      rows of the batch       none; they may have different sizes
 token      chunks of the sequence  a later chunk attends to the keys and values of earlier ones,
-                                   so its attention runs backward before theirs
+                                   so its attention's backward pass runs first
 weight     one                     each slice of a row linear's outputs has its own all-reduce,
                                    which overlaps only with the next slice of the same sublayer
 hybrid     rows of the batch       as for batch; each micro-batch's sums are sliced as for weight

@@ -206,7 +206,7 @@ def count_ones(flags_WB: Tensor) -> list[Tensor]:
 
 
 def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
-    """Compare the number at each position with `bound` >= 0; return two planes: greater, equal."""
+    """Compare bit-sliced numbers with `bound` >= 0; return the bit planes of > and of ==."""
     greater, equal = digits[0] & 0, ~(digits[0] & 0)
 
     for i in range(max(len(digits), bound.bit_length()) - 1, -1, -1):
@@ -221,9 +221,9 @@ def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare numbers at each position; return two planes: a > b, a == b.
+    """Compare bit-sliced numbers elementwise; return the bit planes of a > b and of a == b.
 
-    `a` and `b` must have the same number of digits.
+    `a` and `b` must have the same number of planes, the lowest digit first.
     """
     greater, equal = a[0] & 0, ~(a[0] & 0)
     for digit_a, digit_b in zip(reversed(a), reversed(b), strict=True):

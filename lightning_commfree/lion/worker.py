@@ -106,7 +106,7 @@ def hyperparameters(members: list[LionParam]) -> list[str]:
 
 
 class FlatMomenta:
-    """All momentum buffers of a bucket in one flat tensor, to process them in one operation.
+    """All momentum buffers of a bucket in one flat tensor, for processing in one operation.
 
     Optimizer states contain views of this tensor, so checkpoints have one buffer per parameter.
     """
@@ -208,7 +208,7 @@ def cast_ballot(
 
 
 def _orthogonalized(member: LionParam, gradient: Tensor) -> Tensor:
-    """Apply Newton-Schulz iterations to a matrix's direction; the result is a 1-d tensor."""
+    """Orthogonalize the update direction of a matrix parameter; return it flattened to 1-d."""
     momentum, beta = member.state["momentum"], member.group["betas"][0]
     weighted = gradient.view(momentum.shape).to(momentum.dtype) * (1 - beta)
     return flat(newton_schulz(momentum * beta + weighted, member.ns_steps))

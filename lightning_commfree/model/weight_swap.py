@@ -42,7 +42,7 @@ class SharedPart(Protocol):
         """Copy the shared values, or `shown` if it is not None, into the module."""
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the parameters (and buffers, if `buffers`) have the shared values."""
+        """Return whether the local parameters (and `buffers`, if True) equal the shared ones."""
 
     def take_local(self) -> None:
         """Overwrite the shared values with the module's own values."""
@@ -93,7 +93,7 @@ class SharedCopy:
             own.copy_(value)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the parameters (and buffers, if `buffers`) have the shared values."""
+        """Return whether the local parameters (and `buffers`, if True) equal the shared ones."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
@@ -132,7 +132,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the parameters (and buffers, if `buffers`) have the shared values."""
+        """Return whether the local parameters (and `buffers`, if True) equal the shared ones."""
         return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()

@@ -87,7 +87,7 @@ class Resumable(Protocol):
     free_at_resume: frozenset[str] = frozenset()  # `fingerprint` values that may change on resume
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be the same on all ranks and for an exact resume."""
+        """Return the settings that must match across ranks, and across runs for an exact resume."""
         return {}
 
     def state_dict(self) -> tuple[State, State]:

@@ -255,7 +255,7 @@ class LocalUpdates(Between, Protocol):
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
 
     def average_moved(self) -> None:
-        """Average frozen weights that hooks have changed differently per replica; collective."""
+        """Average frozen weights that hooks have changed differently on replicas; collective."""
 
 
 class EveryStep(Between, Protocol):

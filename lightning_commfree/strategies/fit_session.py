@@ -120,7 +120,7 @@ class FitSession(Generic[B]):
         """Context manager around an optimizer step.
 
         Raises:
-            RuntimeError: the optimizer is stepped where the clock does not count steps.
+            RuntimeError: with one step per batch, the optimizer is stepped outside `training_step`.
         """
         if self.clock.spans_batch and not self.computing:
             raise RuntimeError(

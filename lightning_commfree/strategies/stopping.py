@@ -13,11 +13,11 @@ takes effect only after the next step: at these points Lightning would exit the 
 another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` first.
 
 *Streams* have no length to agree on in advance. Ranks that communicate in every batch or step also
-send whether their data ends (`share_last_batch`, `end_epoch`), and the epoch ends on all of them as
-soon as any rank runs out. Ranks that train independently cannot report it in time. If their data
-ends after different steps, all ranks raise an error that names the rank (`EpochEnds`). The same
-happens if a loader yields fewer batches than its length, or a hook ends the epoch on only some
-ranks.
+report whether their data has run out (`share_last_batch`, `end_epoch`), and the epoch ends on all
+of them as soon as any rank runs out. Ranks that train independently cannot report it in time. If
+their data ends after different steps, all ranks raise an error that names the rank (`EpochEnds`).
+The same happens if a loader yields fewer batches than its length, or a hook ends the epoch on only
+some ranks.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @property
     def fragments(self) -> list[list[str]]:
-        """Parameter names of each fragment, in order of index; available from `on_fit_start` on.
+        """Parameter names of each fragment, in index order; available from `on_fit_start` on.
 
         Fragments of parameters that were unfrozen during the fit come last. Frozen parameters are
         not listed.

@@ -120,7 +120,7 @@ class FitSession(Generic[B]):
         """Context manager around an optimizer step.
 
         Raises:
-            RuntimeError: with one step per batch, the optimizer is stepped outside `training_step`.
+            RuntimeError: in manual optimization, the step is not within `training_step`.
         """
         if self.clock.spans_batch and not self.computing:
             raise RuntimeError(

@@ -334,6 +334,7 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
     yield from of_seeds(middle, replicas=(2,))
+    yield from _rates_beside(grid(middle, 1, replicas=(2,), models=MODELS[:1]), (1, 2, -1))
     topk: dict[str, Any] = {"replicas": (2, 4), "sync_every": 30, "wire": "topk"}
     yield from grid(small, 1, **topk)
     for trial in TRIALS:
@@ -376,9 +377,10 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(largest)
 
 
-def _rates_beside(cells: Iterator[Cell]) -> Iterator[Cell]:
-    """Yield cells a rung below and above the rule for the learning rate."""
-    return (replace(cell, rung=off) for cell in cells for off in (-1, 1))
+def _rates_beside(cells: Iterator[Cell], rungs: Sequence[int] = (-1, 1)) -> Iterator[Cell]:
+    """Yield cells some rungs off the rule for the learning rate."""
+    found = list(cells)
+    return (replace(cell, rung=off) for off in rungs for cell in found)
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:

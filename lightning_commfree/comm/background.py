@@ -1,4 +1,4 @@
-"""Run work off the training thread: exchanges on a thread, encoding on a side CUDA stream."""
+"""Run exchanges on a background thread, and encode and decode on a side CUDA stream."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ T = TypeVar("T")
 class Background:
     """Background thread that runs exchanges in the order in which they are submitted.
 
-    In a two-phase exchange, the second payload is computed from the result of the first phase. On
-    this thread, that does not block training. The ledger counts only the time that the training
-    thread waits for a result.
+    In a two-phase exchange, the second payload is computed from the result of the first phase.
+    Waiting for that result on this thread does not block training. The ledger counts only the time
+    that the training thread waits for a result.
 
     Attributes:
-        staging: CUDA stream on which payloads are encoded.
+        staging: side CUDA stream on which payloads are encoded.
     """
 
     def __init__(self, ledger: Ledger, peers: PeerWatch | None = None) -> None:
@@ -50,10 +50,10 @@ class Background:
     ) -> Pending[T]:
         """Queue `task` to run on the background thread, and return its pending result.
 
-        The result's `wait` adds the time that it blocks to the ledger, under `tag`. It leaves out
-        the time that training does not lose to communication: the time that a CUDA `device` needs
-        for work queued before the `wait`, and the time spent in `staged`, a function that blocks
-        until the task's payload has been computed.
+        The result's `wait` records in the ledger, under `tag`, how long it blocks. It excludes time
+        that training does not lose to communication: the time that `device`, if it is a CUDA
+        device, needs for work queued before the `wait`, and the time spent in `staged`, a function
+        that blocks until the task's payload has been computed.
         """
         if self._executor is None:  # created on first use: a fork would lose the thread
             # a single thread launches the fragments' collectives in the same order on all ranks
@@ -95,7 +95,7 @@ class Background:
 class Staging:
     """Side CUDA stream for encoding, decoding and copies.
 
-    Work on tensors of other devices runs immediately, in the calling thread.
+    For tensors on other devices, work runs immediately in the calling thread.
     """
 
     def __init__(self, peers: PeerWatch | None = None) -> None:
@@ -104,11 +104,11 @@ class Staging:
 
     @contextmanager
     def beside_training(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Context manager that queues the CUDA work of its block on the side stream.
+        """Context manager that runs the CUDA work launched in its block on the side stream.
 
         The work starts after everything already queued on the caller's stream. `inputs` must
-        contain all existing device tensors that the block uses; the caller may free them after the
-        block.
+        contain every device tensor that was created before the block and is used in it; the caller
+        may free these tensors after the block.
         """
         device = inputs[0].device
         if device.type != "cuda":

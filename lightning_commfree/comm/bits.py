@@ -32,7 +32,7 @@ _WORD_BYTES = 8
 
 
 def packed_size(numel: int, bits: int) -> int:
-    """Return the bytes needed to pack `numel` codes of `bits` bits each, a multiple of 8."""
+    """Return the size in bytes, a multiple of 8, of `numel` packed codes of `bits` bits each."""
     return -(-numel * bits // (8 * _WORD_BYTES)) * _WORD_BYTES
 
 
@@ -82,7 +82,14 @@ def pack_codes_part(codes: Tensor, bits: int, start: int, packed: Tensor) -> Non
 
 
 def unpack_codes_part(packed: Tensor, bits: int, start: int, out: Tensor) -> None:
-    """Unpack n codes, starting at index `start`, into `out` (uint8, shape (..., n))."""
+    """Unpack n codes, starting at index `start`, from a buffer packed with `pack_codes_part`.
+
+    Args:
+        packed: uint8, shape (..., packed_size(N, bits)).
+        bits: 1, 2 or 4.
+        start: index of the first code to unpack.
+        out: uint8, shape (..., n); receives the codes.
+    """
     for row, position, part in _positions(start, out.shape[-1], packed.shape[-1]):
         torch.bitwise_right_shift(packed[..., position], bits * row, out=out[..., part])
     out.bitwise_and_((1 << bits) - 1)

@@ -73,7 +73,7 @@ class Channel:
 
     Args:
         ranks: global ranks of the group; results are in ascending order of rank.
-        rank: global rank of this process; the attribute `rank` is its position among `ranks`.
+        rank: global rank of this process.
         ledger: records bytes sent and time spent waiting.
         group: the process group; None for a single-rank channel.
         device: device of inputs and results.
@@ -81,6 +81,7 @@ class Channel:
             rows sent to lower ranks, and `group` for rows sent to higher ranks.
 
     Attributes:
+        rank: index of this process among the sorted `ranks`, not its global rank.
         group: the process group, for libraries that communicate on it; None for a single rank.
         peers: detects lost ranks while this rank waits for a collective.
     """
@@ -217,7 +218,7 @@ class Channel:
     def keep_group(self) -> dist.ProcessGroup:
         """Return the process group, and leave it open when this channel closes.
 
-        Use this for a library that needs the group after the fit, such as FSDP2.
+        Use this for a library that still needs the group after `fit` returns, such as FSDP2.
         """
         assert self.group is not None, "a single rank has no process group"
         self._keeps_group = True
@@ -247,7 +248,8 @@ class Channel:
     def _start_monitor(self, liveness: bool) -> PeerMonitor | None:
         """Start this rank's heartbeat and return its monitor; collective.
 
-        Return None for a single rank, or if any rank has `liveness` off or no store to write to.
+        Return None for a single rank, if `liveness` is False on any rank, or if the job has no
+        TCPStore.
         """
         if self._is_single_rank():
             return None

@@ -33,8 +33,9 @@ def digest(tensor: Tensor) -> Tensor:
 def thorough_digest(tensor: Tensor) -> Tensor:
     """Return a hash of a contiguous tensor's bits that depends on every value and on their order.
 
-    `digest` is several times faster, but it arranges the words in a table and hashes its row and
-    column sums, so it does not detect four changes that cancel out in two rows and two columns. The
+    `digest` is several times faster, but it arranges the 64-bit words in a table and hashes the row
+    and column sums. It therefore misses changes that leave all sums the same, such as adding x to
+    two opposite corners of a rectangle in the table and subtracting x from the other two. The
     tensor must not be empty. The result is int64, 0-d, on the tensor's device.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)

@@ -101,11 +101,11 @@ class Route(NamedTuple):
         return self.view.rank if self.two_phase else 0
 
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
-        """Send each of this member's messages to the member that reduces its shard.
+        """Send each message to the member that reduces its shard.
 
-        `messages` has shape (S, u), one message per shard. On the gather route, its single message
-        is sent to all members. The result contains all members' messages about the shard that this
-        member reduces: shape (M, u), in member order.
+        `messages` has shape (S, u): this member's message about each shard. On the gather route,
+        there is only one message, which is sent to all members. The result has shape (M, u): all
+        members' messages, in member order, about the shard that this member reduces.
         """
         channel = self.view.channel
         if self.two_phase:
@@ -119,14 +119,14 @@ class Route(NamedTuple):
         return Pending.here(reduced.unsqueeze(0))
 
     def bytes_up(self, num_bytes: int) -> int:
-        """Return the bytes that this member sends in `up`, for messages of `num_bytes` each."""
+        """Return how many bytes this member sends in `up`, for messages of `num_bytes` each."""
         size = self.view.size
         if self.two_phase:
             return all_to_all_bytes(size * num_bytes, size)
         return all_gather_bytes(num_bytes, size)
 
     def bytes_down(self, num_bytes: int) -> int:
-        """Return the bytes that this member sends in `down`, for a reduced shard of `num_bytes`."""
+        """Return how many bytes this member sends in `down`, for a reduced shard of `num_bytes`."""
         return all_gather_bytes(num_bytes, self.view.size) if self.two_phase else 0
 
 
@@ -140,7 +140,7 @@ def routes(view: View) -> tuple[Route, Route]:
 
 
 def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
-    """Sum tensors in their given order, so that the sum is bit-identical on all members."""
+    """Sum tensors in the given order, so that the sum is bit-identical on all members."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -148,11 +148,11 @@ def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class MessageLayout:
-    """Byte layout of a message with named sections, which start at multiples of 8 bytes.
+    """Byte layout of a message with named sections, each starting at a multiple of 8 bytes.
 
-    This alignment lets any dtype view a section. `sizes` maps section names to sizes in bytes, in
-    order. Sizes are fixed, because a collective needs messages of equal size. The attribute
-    `num_bytes` is the size of the message, a multiple of 8.
+    This alignment allows a section to be viewed as any dtype. `sizes` maps the name of each section
+    to its size in bytes, in the order of the sections. Sizes are fixed, because a collective needs
+    messages of equal size. The attribute `num_bytes` is the size of the message, a multiple of 8.
     """
 
     def __init__(self, **sizes: int) -> None:

@@ -26,7 +26,7 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
     parameter shapes. If they are the same, each rank sends only a 32-byte hash.
 
     Raises:
-        ValueError: the fingerprints differ. The message lists how ranks differ from the first one.
+        ValueError: the fingerprints differ. The message lists differences from the first rank.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())

@@ -35,8 +35,9 @@ _EXIT_DELAY_S = 0.05  # time for gloo's threads to free the last tensors
 
 @dataclass(frozen=True)
 class Mesh:
-    """Arrangement of a job's ranks along named axes, outermost first, without process groups.
+    """Arrangement of a job's ranks along named axes, listed from outermost to innermost.
 
+    Unlike torch's `DeviceMesh`, it creates no process groups. For example,
     `axes=("replica", "data"), sizes=(2, 4)` puts ranks 0 to 3 into the first replica.
     """
 
@@ -64,7 +65,8 @@ def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size")
     """Lay out `world_size` ranks as replicas of `replica_size` consecutive ranks.
 
     Raises:
-        ValueError: `replica_size` does not divide `world_size`. The message calls it `name`.
+        ValueError: `replica_size` is less than 1 or does not divide `world_size`. The message
+            refers to `replica_size` as `name`.
     """
     if replica_size < 1 or world_size % replica_size:
         divisors = [k for k in range(1, world_size + 1) if world_size % k == 0]
@@ -81,10 +83,11 @@ def tensor_mesh(
 ) -> Mesh:
     """Lay out `world_size` ranks as tensor-parallel groups of `size` consecutive ranks.
 
-    `outside` is the name of the outer axis, across the groups.
+    `outside` is the name of the outer axis, which runs across the groups.
 
     Raises:
-        ValueError: `size` does not divide `world_size`. The message calls it `name`.
+        ValueError: `size` is less than 1 or does not divide `world_size`. The message refers to
+            `size` as `name`.
     """
     return Mesh(axes=(outside, TENSOR), sizes=replica_mesh(world_size, size, name).sizes)
 
@@ -121,7 +124,7 @@ class ReplicaChannels:
     def open(
         cls, mesh: Mesh, info: RankInfo, ledgers: tuple[Ledger, Ledger], liveness: bool = True
     ) -> ReplicaChannels:
-        """Create the process groups and open this rank's channels; collective over the job.
+        """Create the process groups and open this rank's channels; collective over all ranks.
 
         The first axis of `mesh` runs across replicas, and the second runs within a replica. The
         first of the two `ledgers` counts traffic on `world` and `between`, and the second counts
@@ -167,12 +170,12 @@ class ReplicaChannels:
 
 @contextmanager
 def waiting_for_all(info: RankInfo) -> Iterator[None]:
-    """Context manager for the first collectives, in which each rank waits for all ranks to start.
+    """Context manager that warns if its block waits over a minute for other ranks to start.
 
-    It warns if some ranks have not started after a minute.
+    Use it around the first collectives, which block until all ranks have started.
 
     Raises:
-        RuntimeError: some ranks did not join within the timeout.
+        RuntimeError: some ranks did not start within the timeout.
     """
     if info.size == 1:
         yield
@@ -241,7 +244,7 @@ def join_restarted_world(info: RankInfo, backend: str) -> None:
 
 
 def delay_exit(hosts_store: bool) -> None:
-    """Delay the exit of this process a little, so that gloo's threads can finish.
+    """Make this process wait briefly when it exits, so that gloo's threads can finish.
 
     A gloo thread may hold the last reference to a finished collective, and it needs the GIL to free
     the tensors. If the interpreter has shut down by then, the process aborts after a successful

@@ -34,22 +34,22 @@ PHASES = (START, STEPS, VALIDATION, END)
 
 
 def ring_all_reduce_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that each of `size` ranks sends in an all-reduce of `num_bytes`."""
+    """Return how many bytes each of `size` ranks sends in an all-reduce of `num_bytes`."""
     return 2 * num_bytes * (size - 1) // size
 
 
 def all_gather_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that each of `size` ranks sends in an all-gather of `num_bytes` per rank."""
+    """Return how many bytes each of `size` ranks sends in an all-gather of `num_bytes` per rank."""
     return num_bytes * (size - 1)
 
 
 def all_to_all_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that a rank sends in an all-to-all of `num_bytes` per rank."""
+    """Return how many bytes each of `size` ranks sends in an all-to-all of `num_bytes` per rank."""
     return num_bytes * (size - 1) // size
 
 
 def broadcast_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that a rank sends in a broadcast of `num_bytes`, averaged over the ranks."""
+    """Return how many bytes a rank sends in a broadcast of `num_bytes`, averaged over the ranks."""
     return num_bytes * (size - 1) // size
 
 
@@ -63,7 +63,7 @@ class LedgerTotals(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Bytes sent and seconds waited by this rank, by tag.
+    """Records how many bytes this rank sends and how many seconds it waits, by tag.
 
     Waiting time is the time during which the caller is blocked, in `Pending.wait` or in a blocking
     collective. On a CUDA device, it counts only while the device has nothing else to compute.
@@ -96,7 +96,7 @@ class Ledger:
 
     @property
     def collectives(self) -> int:
-        """Number of collectives that this rank has launched, across all tags."""
+        """Number of collectives that this rank has launched, over all tags."""
         return sum(list(self.collectives_by_tag.values()))
 
     def totals(self) -> LedgerTotals:
@@ -104,11 +104,11 @@ class Ledger:
         return LedgerTotals(self.bytes_sent, self.seconds_waited, self.collectives)
 
     def bytes_in(self, phase: str) -> int:
-        """Return the bytes that this rank has sent in a phase."""
+        """Return how many bytes this rank has sent in a phase."""
         return sum(list(self.bytes_by_phase[phase].values()))
 
     def count_sent(self, tag: str, num_bytes: int) -> None:
-        """Record a collective under `tag`, in which this rank sends `num_bytes`."""
+        """Count a collective under `tag`, and the `num_bytes` that this rank sends in it."""
         self.bytes_by_tag[tag] += num_bytes
         self.bytes_by_phase[self._current_phase()][tag] += num_bytes
         self.collectives_by_tag[tag] += 1
@@ -141,7 +141,7 @@ class Ledger:
 
     @contextmanager
     def count_wait(self, tag: str) -> Iterator[None]:
-        """Context manager that adds the duration of its block to the seconds waited for `tag`."""
+        """Context manager that counts the duration of its block as waiting time under `tag`."""
         start = time.perf_counter()
         try:
             yield
@@ -221,7 +221,7 @@ class StepMeans:
         self._window.append(self._sums())
 
     def figures(self) -> dict[str, float]:
-        """Return the means by metric name, such as "comm/exposed_ms"; {} before the first step."""
+        """Return the means by metric name, such as "comm/exposed_ms"; empty before any step."""
         if not self.steps:
             return {}
         (bytes_before, seconds_before), (bytes_now, seconds_now) = self._window[0], self._window[-1]

@@ -73,8 +73,8 @@ class LighthouseRendezvous:
         """Request a quorum for the replica `mine.replica`, and block until it is complete.
 
         Raises:
-            RuntimeError: no lighthouse responds at the address, it stopped responding or formed no
-                quorum for longer than the timeout, or `close` was called.
+            RuntimeError: no lighthouse responds at the URL, the lighthouse was unreachable or
+                formed no quorum for longer than the timeout, or `close` was called.
         """
         answer: list[Quorum | RuntimeError] = []
 
@@ -256,7 +256,7 @@ def _torchft() -> ModuleType:
 def _quorum(found: Any) -> Quorum:
     """Convert torchft's quorum to a `Quorum`.
 
-    Participants that are not our replicas are left out, with a warning.
+    Omit participants whose data is not a valid `Member` record, and log a warning about each.
     """
     members = []
     for participant in found.participants:

@@ -141,8 +141,9 @@ class PeerMonitor:
     def start(self, tokens: Mapping[int, int]) -> None:
         """Start the heartbeat thread.
 
-        `tokens` maps every rank to its token. All ranks must have created their monitors before,
-        because the constructor writes a rank's first heartbeat.
+        `tokens` maps every rank to its token, which names the rank's key in the store. All ranks
+        must have created their monitors already, because the constructor writes a rank's first
+        heartbeat.
         """
         self._keys = {rank: _key(token) for rank, token in sorted(tokens.items())}
         self._verdict_key = f"{self._keys[min(tokens)]}/lost"
@@ -154,7 +155,7 @@ class PeerMonitor:
 
     @property
     def runs(self) -> bool:
-        """Whether the heartbeat is running; False after `close` and in a process forked later."""
+        """Whether the heartbeat thread is running; False after `close` and in forked processes."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class PeerMonitor:
     # -- for the training thread
 
     def refresh(self, seconds: float = 2 * HEARTBEAT_SECONDS) -> bool:
-        """Write and read heartbeats now; return whether that finished within `seconds`."""
+        """Make the thread write and read heartbeats now; return whether it did within `seconds`."""
         asked = time.monotonic()
         self.read_all()
         self._wake.set()
@@ -184,8 +185,8 @@ class PeerMonitor:
     def silent(self, seconds: float, ignore_silent_machines: bool) -> dict[int, str]:
         """Return the ranks that have sent no heartbeat for `seconds`, each with an error text.
 
-        With `ignore_silent_machines`, omit ranks if all ranks on their machine are silent, because
-        its network link may be down.
+        With `ignore_silent_machines`, omit the ranks of a machine if all of them are silent,
+        because the machine's network link may be down.
         """
         if self._store_left():
             return {}  # the store may exit at any moment, so this rank has stopped reading
@@ -209,7 +210,10 @@ class PeerMonitor:
         }
 
     def without_store(self) -> dict[int, str]:
-        """Return {0: error text} if the connection to the store on rank 0 is lost; otherwise {}."""
+        """Return {0: error text} if the connection to the store on rank 0 broke, otherwise {}.
+
+        If rank 0 has announced that it is exiting, a broken connection is not an error.
+        """
         if not self.store_error or self._store_left():
             return {}
         return {
@@ -308,7 +312,8 @@ class PeerMonitor:
 class PeerWatch:
     """Waits for the exchanges of one channel, and names the lost ranks if an exchange fails.
 
-    Without a `monitor` (a single rank, or liveness off), exchanges raise their own errors.
+    Without a `monitor` (for a single rank, or if liveness is off), the original error of an
+    exchange is raised unchanged.
     """
 
     def __init__(
@@ -330,7 +335,7 @@ class PeerWatch:
 
     @contextmanager
     def launching(self, tag: str) -> Iterator[None]:
-        """Context manager around the launch of an exchange: counts it, and names lost ranks."""
+        """Context manager that counts an exchange's launch, and names lost ranks if that fails."""
         if self.monitor is not None:
             self.monitor.launched[self._index] += 1
         with self.naming_lost(tag):
@@ -338,13 +343,13 @@ class PeerWatch:
 
     @contextmanager
     def naming_lost(self, tag: str, computing: bool = False) -> Iterator[None]:
-        """Context manager that names the lost ranks if a collective inside it fails.
+        """Context manager that names the lost ranks if a collective in its block fails.
 
-        With `computing`, the block may fail for other reasons, as a training step can. Then, if no
-        rank is lost, the block's error is raised unchanged.
+        Set `computing` if the block can also fail for other reasons, as a training step can. If no
+        rank is lost, the block's error is then raised unchanged.
 
         Raises:
-            PeerLostError: the `with` block raised a `RuntimeError`, or a rank was already lost.
+            PeerLostError: the block raised a `RuntimeError`, or a rank was already lost.
             AgreedError: another rank announced an error that all ranks must raise (`agreed`).
         """
         self.check(tag)
@@ -373,7 +378,7 @@ class PeerWatch:
         return self.monitor is not None and bool(self.monitor.verdict)
 
     def close(self, owner: bool) -> None:
-        """Interrupt other threads that are waiting here; close the monitor if `owner` is True."""
+        """Interrupt waits in other threads; if `owner` is True, also close the monitor."""
         self._closed = True
         if owner and self.monitor is not None:
             self.monitor.close()
@@ -389,10 +394,11 @@ class PeerWatch:
             self.monitor.published = value
 
     def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
-        """Block until every rank has published the value that the caller is waiting for.
+        """Block until all other ranks have published values that satisfy the caller.
 
-        `behind` takes each rank's last published value ("" if none), and returns the ranks to wait
-        for, each with the error text for a timeout. If liveness is off, return immediately.
+        `behind` takes the latest value that each other rank has published ("" if none). It returns
+        the ranks that the caller must still wait for, each with the error text for a timeout. If
+        liveness is off, return immediately.
 
         Raises:
             PeerLostError: the timeout expired, or a rank is lost.
@@ -416,15 +422,20 @@ class PeerWatch:
                 time.sleep(min(0.01 + waited_s / 4, HEARTBEAT_SECONDS))
 
     def check(self, tag: str) -> None:
-        """Raise the job's error if the job has already ended; send nothing."""
+        """Raise an error if it is already known that the job has ended; do not communicate.
+
+        Raises:
+            PeerLostError: a rank was lost.
+            AgreedError: a rank announced an error that all ranks must raise.
+        """
         if self.monitor is not None and self.monitor.verdict:
             raise self._failure(tag, 0.0, "a rank was already lost earlier", self.monitor.verdict)
 
     def agreed(self, text: str) -> RuntimeError:
         """Report an error to all ranks, and return the exception that this rank must raise.
 
-        All other ranks raise the same error within a heartbeat. If several ranks report errors, or
-        a rank is lost, all ranks raise the error that was reported first.
+        All other ranks raise the same error within one heartbeat interval. If several ranks report
+        errors, or a rank is lost, all ranks raise the error that was reported first.
         """
         return AgreedError(text) if self.monitor is None else self._failure("", 0.0, "", text)
 
@@ -505,8 +516,8 @@ class PeerWatch:
     def _behind(self, include_equal: bool = False) -> dict[int, int]:
         """Return the ranks that have launched fewer exchanges on this channel than this rank.
 
-        The result maps each of them to its number of exchanges. With `include_equal`, include ranks
-        that have launched as many as this rank.
+        The result maps each such rank to the number that it has launched. With `include_equal`,
+        also include ranks that have launched as many as this rank.
         """
         assert self.monitor is not None
         mine, index = self.monitor.launched[self._index] + include_equal, self._index
@@ -516,7 +527,7 @@ class PeerWatch:
         return {r: n for r, n in launched.items() if n < mine}
 
     def _departed_ranks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return those of `ranks` that have closed their channels, each with an error text."""
+        """Return which of `ranks` have closed their channels, each with an error text."""
         assert self.monitor is not None
         reason = "is gone (it ended its fit earlier; its log says why)"
         return {rank: reason for rank in ranks if self.monitor.statuses[rank].left}
@@ -575,7 +586,8 @@ class _StopWaitingError(RuntimeError):
 def job_store() -> Any:
     """Return a new client of the job's TCPStore, or None if the job uses another kind of store.
 
-    It is separate from torch's own client, because a call blocks its client while the store hangs.
+    The client is separate from torch's own, because a call to a hung store blocks the client that
+    makes it.
     """
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]

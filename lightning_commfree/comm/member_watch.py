@@ -1,8 +1,8 @@
 """Abandon an exchange of an elastic job when one of its members hangs.
 
 If a member's process exits, gloo reports an error within seconds. If the process is suspended or
-its network is down, gloo waits for its own timeout. In all these cases, the member no longer sends
-heartbeats to the rendezvous, so this module reads their age.
+its network is down, gloo waits for its own timeout. In all these cases, the member stops sending
+heartbeats to the rendezvous, so this module checks how long ago the last one was sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class Heartbeats(Protocol):
     """Interface to the service that records when each replica last sent a heartbeat."""
 
     def heartbeats(self) -> Mapping[str, float]:
-        """Return the seconds since the last heartbeat of each replica that has sent any.
+        """Return the seconds since each replica's last heartbeat, by replica name.
+
+        Replicas that have sent no heartbeat are omitted.
 
         Raises:
             ConnectionError: the service does not respond.
@@ -35,7 +37,7 @@ class MemberWatch(PeerWatch):
 
     Args:
         heartbeats: the rendezvous, which records the members' heartbeats.
-        members: ids of the replicas in the view (the members of these exchanges).
+        members: names of the replicas in the view, which take part in these exchanges.
         timeout_s: time without a heartbeat after which a member counts as hung.
     """
 
@@ -48,7 +50,8 @@ class MemberWatch(PeerWatch):
         """Block until all collectives in `works` are complete.
 
         Raises:
-            RuntimeError: a collective failed, or a member is hung. The message names the member.
+            RuntimeError: a collective failed, or a member hangs. In the latter case, the message
+                names the member.
         """
         due_s = time.monotonic() + _READ_EVERY_S
         while not all(map(has_ended, works)):
@@ -58,10 +61,10 @@ class MemberWatch(PeerWatch):
     def _check(self, tag: str) -> float:
         """Check the age of the members' heartbeats; return the seconds until the next check.
 
-        The next check comes earlier if a member's heartbeat may be too old by then.
+        That time is shorter if a member would otherwise exceed `timeout_s` before the next check.
 
         Raises:
-            RuntimeError: a member is hung.
+            RuntimeError: a member hangs.
         """
         try:
             ages = self._heartbeats.heartbeats()

@@ -17,8 +17,8 @@ members make the same decisions without further messages:
   repeat it in a new view without the dead member.
 - *No split brain.* A restarted rendezvous has forgotten the members and may form a quorum of any
   subset of them. So a view must contain more than half of the members of the previous view. A
-  smaller view is allowed only if the quorum's number is the next in sequence: the rendezvous has
-  not restarted then, and knows that all missing members are dead.
+  smaller view is allowed only if the quorum's number is the next in sequence: in that case, the
+  rendezvous has not restarted, and it knows that all missing members are dead.
 - *End of a process.* When a member's process ends, the kernel of its machine refuses connections to
   the member's store. The first member that notices requests a quorum on its behalf, with status
   `DEAD`, so that the others do not wait for its heartbeat to expire. A member that is declared dead
@@ -27,11 +27,11 @@ members make the same decisions without further messages:
 - *Rejoining.* A member that was suspended or cut off from the network finds that the others have
   continued without it. It may rejoin in its previous slot.
 - *Too few members.* With fewer than `min_replicas` replicas, the members wait. If some members are
-  known to be dead by then, the remaining ones count as the previous view from then on.
+  known to be dead, the remaining ones then count as the previous view.
 
-Members request quorums on a background thread, and training waits for the response only when a
-fragment lands. Two interfaces allow other implementations: `Rendezvous`, and `StateTransfer`, which
-sends state to joiners.
+Members request quorums on a background thread, and training waits for the response only when it
+needs the result of the exchange. Two interfaces allow other implementations: `Rendezvous`, and
+`StateTransfer`, which sends state to joiners.
 """
 
 from __future__ import annotations
@@ -109,12 +109,14 @@ class Rendezvous(Protocol):
         While the service is unreachable, the call keeps retrying.
 
         Raises:
-            RuntimeError: there is no such service at the address, or it was unreachable or did not
-                respond for longer than the job's timeout. The message says which.
+            RuntimeError: no such service is running at the address, or the service was unreachable
+                or did not respond for longer than the job's timeout. The message says which.
         """
 
     def heartbeats(self) -> Mapping[str, float]:
-        """Return the seconds since the last heartbeat of each replica that has sent any.
+        """Return the seconds since each replica's last heartbeat, by replica name.
+
+        Replicas that have sent no heartbeat are omitted.
 
         Raises:
             ConnectionError: the service does not respond.
@@ -143,8 +145,9 @@ class StateTransfer(Protocol):
         Args:
             snapshot: returns a copy of the state; called on a thread of the server, once for each
                 joiner that begins a download.
-            messages: returns the messages of all completed exchanges from a given number on; raises
-                a `LookupError` if some of them are no longer kept.
+            messages: takes the number of an exchange, and returns the messages of that and all
+                later completed exchanges; raises a `LookupError` if some of these messages are no
+                longer kept.
         """
 
     def fetch_snapshot(self, address: str) -> dict[str, Any]:
@@ -155,7 +158,9 @@ class StateTransfer(Protocol):
         """
 
     def fetch_messages(self, address: str, first: int) -> list[dict[str, Any]]:
-        """Fetch the messages of all completed exchanges from number `first` on, if any.
+        """Fetch the messages of all completed exchanges, starting with exchange number `first`.
+
+        The list is empty if that exchange is not complete yet.
 
         Raises:
             LookupError: some of these messages are no longer kept, so a new snapshot is needed.
@@ -233,7 +238,7 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
 
 
 def _enter(ready: Sequence[Member], taken: set[int], limits: Limits) -> list[Member]:
-    """Assign slots to joining replicas, and return the records of those that got one.
+    """Assign slots to joining replicas, and return the records of those that received one.
 
     A rejoining replica gets its previous slot; if that slot is taken, it cannot join. New replicas
     get the lowest free slots.
@@ -248,8 +253,8 @@ def _enter(ready: Sequence[Member], taken: set[int], limits: Limits) -> list[Mem
 def _found(quorum: Quorum, limits: Limits) -> Decision:
     """Decide which replicas create a new job: those that restored the latest step.
 
-    A replica without a checkpoint counts as restored from step 0. Only replicas with the same
-    settings as the first of them can create the job.
+    A replica without a checkpoint counts as restored from step 0. Of the replicas that
+    restored the latest step, those whose settings differ from the first one's are excluded.
     """
     new = [m for m in quorum.members if m.status == NEW]
     latest = [m for m in new if m.step == max(one.step for one in new)]
@@ -260,11 +265,11 @@ def _found(quorum: Quorum, limits: Limits) -> Decision:
 
 
 def shrunk(left: int) -> dict[str, Any]:
-    """Return the changes to a member's record after its view has shrunk to `left` members.
+    """Return the fields to change in a member's record when its view shrinks to `left` members.
 
-    Later quorums have the same number, so they do not show that the missing members are dead. The
-    view keeps its name, because a member that was only cut off may return after it has completed an
-    exchange that this member has not.
+    The record must show this, because later quorums have the same number, which no longer proves
+    that the missing members are dead. The view keeps its name, because a member that was only cut
+    off may return after it has completed an exchange that this member has not.
     """
     return {"view_size": left, "broken": True}
 
@@ -298,7 +303,7 @@ _LIMITS = Limits()
 
 
 class LeftBehindError(RuntimeError):
-    """Raised if the other members have continued without this one, which may rejoin."""
+    """Raised when the other members have continued without this one, which may rejoin."""
 
 
 class ElasticMembership:
@@ -467,7 +472,10 @@ class ElasticMembership:
 
     @property
     def others_step(self) -> int:
-        """Position in the shared schedule that the members had reached at the latest quorum."""
+        """Latest position in the shared schedule that a member reported in the latest quorum.
+
+        It is counted in inner steps, and is 0 if the job does not exist yet.
+        """
         return max((m.step for m in decide(self._quorum, self.limits).established), default=0)
 
     def donor(self, gone: set[str]) -> Member:
@@ -556,7 +564,7 @@ class ElasticMembership:
     # -- announcing launches (`by_time`)
 
     def announce(self, flight: int) -> None:
-        """Tell the other members that this replica has launched an exchange.
+        """Tell the other members that this replica has launched exchange number `flight`.
 
         This does not wait for the other members to respond.
         """
@@ -564,7 +572,7 @@ class ElasticMembership:
         self._tell_others(flight)
 
     def is_launched(self, flight: int) -> bool:
-        """Return whether another member has announced that it has launched an exchange."""
+        """Return whether another member has announced the launch of exchange number `flight`."""
         found: bool = self._store.check([_LAUNCHED.format(flight)])
         return found
 
@@ -719,9 +727,10 @@ class ElasticMembership:
     def _notice_end(self, member: Member) -> None:
         """Wait until a member's process has ended, then request a quorum with the member as `DEAD`.
 
-        This thread waits on an idle connection to the member's store. The connection costs nothing,
-        and breaks when the process ends. A network failure can break it too, so check whether the
-        member's machine refuses new connections, which it does only if the process has ended.
+        This thread waits on an idle connection to the member's store. The connection carries no
+        data, and breaks when the process ends. A network failure can also break it, so this thread
+        then checks whether the member's machine refuses new connections, which it does only if the
+        process has ended.
         """
         try:
             with self._sockets.opening():
@@ -756,11 +765,11 @@ class ElasticMembership:
             )
 
     def _refuse_late(self, number: int, founders: Sequence[Member]) -> None:
-        """Raise an error if a new job would be created at the rendezvous of a job that is over.
+        """Raise an error if a new job would start at a rendezvous that has served an earlier job.
 
         A rendezvous does not report that a job has ended, but its quorum numbers continue. So if
         no founder has seen quorum number 1, the rendezvous has served an earlier job. A founder
-        that was restored from a checkpoint may continue that job.
+        that was restored from a checkpoint may continue the earlier job.
 
         Raises:
             RuntimeError: the job at this rendezvous is over.
@@ -806,7 +815,10 @@ def _name_of(quorum: Quorum) -> str:
 
 
 def _store_on(host: str) -> Any:
-    """Create a store that listens on `host` only; by default, it would use every interface."""
+    """Create a `TCPStore` that listens only on `host`.
+
+    By default, it would listen on all network interfaces.
+    """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -849,8 +861,8 @@ def _gloo_group(
     """Create a gloo group that is not registered with `torch.distributed`.
 
     Such a group needs no default process group. All ranks of the group must call this function and
-    connect within `_CONNECT`. The group listens on `host`: by default, gloo listens on the address
-    to which the host name resolves, which other machines cannot reach on Debian.
+    connect within `_CONNECT`. The group listens on `host`. By default, gloo would listen on the
+    address to which the host name resolves; on Debian, other machines cannot reach that address.
     """
     keys = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     gloo: Any = dist.ProcessGroupGloo

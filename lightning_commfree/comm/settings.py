@@ -14,7 +14,7 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
-    """Check that the value of the setting `name` is an int and at least `least`.
+    """Check that the value of the setting `name` is an int of at least `least`.
 
     If the value is too small, `meaning` is appended to the error message.
 

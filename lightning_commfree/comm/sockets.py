@@ -6,8 +6,8 @@ main machine. Asking the kernel for the route sends nothing.
 
 Data loader workers are forked from a rank and inherit its open sockets. If the rank is killed, a
 busy worker survives it for a while and keeps the rank's connections open, so the other ranks'
-collectives wait instead of failing. `CloseOnFork` closes the inherited sockets in children of
-`multiprocessing`, including data loader workers, but not in children of a plain `os.fork`.
+collectives wait instead of failing. `CloseOnFork` closes the inherited sockets in children that
+`multiprocessing` forks, including data loader workers, but not in children of a plain `os.fork`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _DESCRIPTORS = "/dev/fd"  # lists this process's descriptors, on Linux and macOS
 
 
 class CloseOnFork:
-    """Set of TCP sockets that are closed automatically in forked child processes."""
+    """Set of TCP sockets that are closed in child processes forked by `multiprocessing`."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor, to detect reused descriptors
@@ -182,7 +182,7 @@ class CloseOnFork:
 
 
 def tcp_sockets() -> dict[int, int]:
-    """Return the inodes of this process's TCP sockets, by descriptor."""
+    """Return the inode of each TCP socket of this process, by file descriptor."""
     found = {}
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):  # closed in the meantime, like the listing's own descriptor

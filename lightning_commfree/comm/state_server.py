@@ -157,7 +157,7 @@ class StateServer:
         return found
 
     def messages(self, first: int) -> bytes:
-        """Return the messages of all completed exchanges from number `first` on, serialized.
+        """Serialize the messages of all completed exchanges, starting with exchange number `first`.
 
         Raises:
             LookupError: some of these messages are no longer kept.
@@ -195,7 +195,7 @@ class StateServer:
         return found
 
     def fetch_messages(self, address: str, first: int) -> list[dict[str, Any]]:
-        """Fetch the messages of all completed exchanges from number `first` on.
+        """Fetch the messages of all completed exchanges, starting with exchange number `first`.
 
         Raises:
             LookupError: some of these messages are no longer kept, so a new snapshot is needed.
@@ -239,7 +239,7 @@ def public_address(address: str) -> str:
 
 
 class _RefusedError(ConnectionError):
-    """Raised if a server's response shows that a retry would fail again."""
+    """Raised when a server's response shows that a retry would also fail."""
 
 
 class _Snapshot:
@@ -265,7 +265,7 @@ class _Snapshot:
                 self.num_bytes, self.sha256 = self._file.tell(), _sha256(self._file)
 
     def open(self) -> IO[bytes]:
-        """Duplicate the file's descriptor for one response, which may continue after `remove`."""
+        """Return a new file object for one response, which stays usable after `remove`."""
         return os.fdopen(os.dup(self._file.fileno()), "rb")
 
     def remove(self) -> None:
@@ -344,7 +344,7 @@ class _Server:
                 connection.close()
 
     def _take(self, connection: socket.socket) -> socket.socket:
-        """Stop reading from a connection, and return it."""
+        """Stop waiting for a connection's request, and return the connection."""
         self._selector.unregister(connection)
         del self._pending[connection]
         return connection

@@ -2,9 +2,9 @@
 
 Whether a split pays off depends on the batch, the model, the processor and the network link: two
 half batches take longer to compute than one full batch, and the extra time may exceed what hidden
-communication saves. So the first batches of each size train with each possible split in turn, for
-`PASSES` timed passes each. The split with the shortest median pass on the slowest rank is kept.
-Checkpoints contain the choices and timings.
+communication saves. So the first batches of each size try the possible splits in turn, until each
+split has been timed for `PASSES` passes. Later batches of that size use the split with the shortest
+median time on the slowest rank. Checkpoints contain the choices and timings.
 
 A pass is timed from the start of the first block's forward pass to the end of its backward pass.
 That includes the loss, where ranks wait for each other if they finish their blocks at different
@@ -39,14 +39,14 @@ MAX_SIZES = 8  # maximum number of sizes to time; other sizes use the choice of 
 
 
 class Size(NamedTuple):
-    """Size of a batch, with tokens per row rounded up to a power of two."""
+    """Batch size: rows, and tokens per row rounded up to a power of two."""
 
     rows: int
     tokens: int  # rounded, because batches may be padded to any length; timings are per token
 
     @classmethod
     def of(cls, hidden: Tensor) -> Size:
-        """Return the size of a batch of shape (B, T, H)."""
+        """Return the size of a batch whose hidden state has shape (B, T, H)."""
         rows, tokens = hidden.shape[:2]
         return cls(rows, 1 << max(tokens - 1, 0).bit_length())
 
@@ -55,7 +55,7 @@ class SplitTrial:
     """Times each split for each batch size, and chooses the fastest.
 
     Args:
-        channel: the tensor group.
+        channel: connects the ranks of the tensor group.
 
     Attributes:
         now: returns the current time in seconds.
@@ -70,10 +70,10 @@ class SplitTrial:
         self.on_choice: Callable[[str], None] = lambda _: None
 
     def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
-        """Return the split to use for a batch, and whether to time this pass.
+        """Return the name of the split to use for a batch, and whether to time this pass.
 
-        While a size is being timed, the splits take turns. Once all have `PASSES` timings, the
-        ranks agree on the fastest (collective), and later calls return it.
+        While a size is being timed, the splits take turns. Once each has `PASSES` timings, a
+        collective call determines the fastest one, and later calls return it.
 
         Args:
             size: the batch size.
@@ -101,7 +101,7 @@ class SplitTrial:
         return (best if best in names else names[-1]), False
 
     def timed(self, run: ScheduleRun, name: str, hidden: Tensor) -> TimedRun:
-        """Wrap `run` to record its time for the split `name` and the size of `hidden`."""
+        """Wrap `run` so that its time is recorded for the split `name` and the size of `hidden`."""
         seconds, tokens = self._seconds[Size.of(hidden)][name], hidden.shape[0] * hidden.shape[1]
 
         def now() -> float:
@@ -158,12 +158,12 @@ class TimedRun:
         self._run, self._now, self._report = run, now, report
 
     def forward(self, hidden: Tensor, arguments: Sequence[Arguments]) -> Tensor:
-        """Start the clock and run forward."""
+        """Record the start time, run forward and return its output."""
         self._start = self._now()
         return self._run.forward(hidden, arguments)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Run backward and report the time."""
+        """Run backward, report the elapsed time and return the gradient of the input."""
         gradient = self._run.backward(gradient)
         self._report(self._now() - self._start)
         return gradient

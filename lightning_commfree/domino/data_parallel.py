@@ -1,4 +1,4 @@
-"""Data parallelism across tensor groups: average gradients in every step.
+"""Data parallelism across tensor groups: average gradients on every step.
 
 A checkpoint contains the full weights and optimizer state, so a fit can resume on any number of
 ranks. The rest of the state is small and is saved by each rank: RNG state, position in the data,
@@ -13,8 +13,8 @@ of a different size                               (attention dropout) are reset
 different number of groups   start of the epoch   reset
 ===========================  ===================  ================================================
 
-The second row needs the rank file of each group's first rank. Partly accumulated gradients are
-restored only in the first row.
+The second row requires the file that the first rank of each group saved. Partly accumulated
+gradients are restored only in the first row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 values per rank, exchanged b
 
 
 class GradientMean:
-    """The algorithm of `DominoTPStrategy`: averages gradients over the data axis during backward.
+    """Algorithm of `DominoTPStrategy`: averages gradients across tensor groups during backward.
 
     Args:
         sharded: the module whose models are sharded.
@@ -70,7 +70,7 @@ class GradientMean:
             model.done = self.average.sublayer_is_done
 
     def land(self, module: nn.Module) -> None:
-        """Wait for the mean gradients, and store them in `p.grad` of each parameter."""
+        """Wait for the mean gradients, and store them in the parameters' `grad`."""
         self.average.land(module.parameters())
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -83,7 +83,7 @@ class GradientMean:
         return False
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Do nothing: only gradients are exchanged."""
+        """Do nothing when optimizers are replaced: only gradients are exchanged."""
         del optimizers
 
     def figures(self) -> dict[str, float]:
@@ -91,7 +91,10 @@ class GradientMean:
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return no bytes and a cycle of one step; for bytes, see `bytes_per_step`."""
+        """Return an empty dict and a cycle length of one step.
+
+        `bytes_per_step` forecasts the bytes.
+        """
         return {}, 1
 
     def bytes_per_step(
@@ -113,7 +116,7 @@ class GradientMean:
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be the same on all ranks and for an exact resume."""
+        """Return the settings that must match across ranks and stay unchanged for exact resume."""
         chosen, size = self._settings.fingerprint(), self._channels.within.size
         split = {name: chosen[name] for name in ("split", "num_micro_batches")}
         return {"tensor_parallel_size": str(size), **split}
@@ -132,10 +135,11 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume on different ranks; keep the data position and, if possible, the RNG state.
+        """Reuse the data position and the RNG state of a checkpoint from different ranks.
 
-        The arguments and the return value are as in `Resumable.adopt`. The result is None if the
-        number of tensor groups has changed, or if rank files are missing.
+        If the size of tensor groups has changed, only the shared RNG state is reused. The arguments
+        and the return value are as in `Resumable.adopt`. The result is None if the number of tensor
+        groups has changed, or if ranks' files are missing.
         """
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within

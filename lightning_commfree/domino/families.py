@@ -49,7 +49,7 @@ from lightning_commfree.domino.sublayers import Sublayer, attention_body, mlp_bo
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """A causal language model architecture with identical blocks of attention and an MLP.
+    """A causal language model architecture whose blocks all consist of attention and an MLP.
 
     Attributes:
         base: attribute name of the model without its head.
@@ -77,7 +77,7 @@ class Family(ABC):
         """Return a sharded block's attention and MLP sublayers; traces show the block as `name`."""
 
     def can_be_scheduled(self, model: Any) -> bool:
-        """Return whether the blocks consist only of sublayers, so that a schedule can run them."""
+        """Return whether a schedule can run the blocks; they must consist only of sublayers."""
         del model
         return True
 
@@ -99,7 +99,7 @@ class Family(ABC):
         return getattr(getattr(model, self.base), self.embedding_name), model.lm_head
 
     def shard(self, sharding: Sharding) -> None:
-        """Shard a model in place, block by block."""
+        """Shard a model in place, block by block; if it can be scheduled, record its sublayers."""
         model: Any = sharding.model
         base, blocks = getattr(model, self.base), self.blocks(model)
         for block in blocks:

@@ -69,7 +69,7 @@ def bytes_per_step(
 
 
 def _collectives(model: ParallelModel, autocast: torch.dtype | None) -> Iterator[Collective]:
-    """Yield the collectives of one forward and backward pass, with their bytes per token."""
+    """Yield a (tag, formula, payload) tuple for each collective in a forward and backward pass."""
     for module in model.sharding.model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
             yield from _linear_collectives(module, model.scheduled, autocast)

@@ -1,9 +1,10 @@
-"""Gradient operations across ranks: mean over the data axis, norm, checks for NaN and Inf.
+"""Gradient operations across ranks: mean across tensor groups, norm, checks for NaN and Inf.
 
 All ranks detect NaN and Inf before the optimizer step. Each rank checks its own gradients before
-they are averaged over the data axis, because the mean would hide their origin. The check computes
-the norm, which takes one pass and is finite only if all elements are. The norm can also overflow,
-so if it is not finite, ranks check every element and exchange the names of the affected parameters.
+they are averaged across tensor groups, because the mean would hide which rank has NaN or Inf. The
+check computes the norm, which takes one pass and is finite only if all elements are finite. The
+norm can also overflow, so if it is not finite, ranks check every element and exchange the names of
+the affected parameters.
 Another check, before each checkpoint, detects NaN from hooks and from the optimizer.
 """
 
@@ -33,7 +34,7 @@ InFlight = tuple[list[nn.Parameter], list[Tensor], Pending[Tensor]]
 
 
 class GradientAverage:
-    """Average gradients over the data axis during backward.
+    """Averages gradients across tensor groups during backward.
 
     Args:
         channel: connects the ranks that hold the same shard of the model, one per tensor group.
@@ -162,7 +163,7 @@ def looks_finite(parameters: Iterable[nn.Parameter], peers: PeerWatch | None = N
     """Return whether the norm of this rank's gradients is finite; synchronizes the device once.
 
     Raises:
-        PeerLostError: one of `peers`, for which the device is waiting, is lost.
+        PeerLostError: the device is waiting for one of `peers`, and that peer is lost.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
@@ -175,13 +176,13 @@ def refuse_nonfinite(
 ) -> None:
     """Raise an error that names the ranks whose gradients are not finite; collective.
 
-    All ranks must call it if `looks_finite` is False on any of them. If only the norm overflowed,
-    nothing is raised.
+    If `looks_finite` is False on any rank, all ranks must call this function. It raises nothing if
+    only the norm overflowed.
 
     Args:
         channel: connects all ranks of the fit.
         module: the module, with this rank's gradients before averaging.
-        loss: this rank's latest loss, a single element.
+        loss: this rank's latest loss, a tensor with one element.
         step: number of the upcoming step, counted from 1.
         group_size: number of consecutive ranks that share a model.
 
@@ -205,7 +206,9 @@ def refuse_nonfinite(
 def refuse_nonfinite_weights(
     channel: Channel, module: nn.Module, steps: int, group_size: int
 ) -> None:
-    """Raise an error before a checkpoint is saved if any weights are not finite; collective.
+    """Raise an error if any rank has weights that are not finite; collective.
+
+    Call this function before saving a checkpoint.
 
     Raises:
         RuntimeError: a rank has NaN or Inf; the same error is raised on all ranks.

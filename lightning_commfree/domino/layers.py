@@ -1,4 +1,4 @@
-"""Sharded linear layers, embedding and head, with the parameter names of the original modules.
+"""Sharded linear layers, embedding and head that keep the original modules' parameter names.
 
 t is the number of ranks in the tensor group. While a schedule runs a module
 (`TensorGroup.under_schedule`), the schedule performs the module's all-reduces. Otherwise, for
@@ -50,7 +50,8 @@ class TensorGroup:
             sums, and the input gradients of `ColumnLinear` are partial sums.
         local_logits: whether the head returns only the logits of this rank's words.
         overlap_embedding: whether the embedding leaves its all-reduce to the schedule.
-        unsummed: the embedding's partial sum if `overlap_embedding`, until the schedule takes it.
+        unsummed: the embedding's partial sum, from the embedding's forward pass until the schedule
+            takes it; otherwise None.
     """
 
     def __init__(self, channel: Channel, seed: int = 0) -> None:
@@ -112,12 +113,15 @@ class TensorGroup:
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the states of the shared random generators and of this rank's own."""
+        """Return the states of the shared generators and of this rank's own generators."""
         return random_state(device), self.own_state()
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """Context manager that repeats the random draws since `random_states` returned `states`."""
+        """Context manager that repeats the random draws made after `states` was captured.
+
+        `states` comes from `random_states`.
+        """
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -131,7 +135,10 @@ class TensorGroup:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return torch's RNG states of the CPU and, if it is a CUDA device, of `device` (else None)."""
+    """Return torch's RNG states of the CPU and of `device`.
+
+    The latter is None unless `device` is a CUDA device.
+    """
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 
@@ -240,7 +247,7 @@ def summed(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def gathered(x: Tensor, group: TensorGroup) -> Tensor:
-    """Concatenate `x` from all ranks in the last dimension; backward takes this rank's slice."""
+    """Concatenate `x` from all ranks along the last dimension; backward takes this rank's slice."""
     full: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
     return full
 
@@ -331,7 +338,7 @@ class GatheredLinear(ColumnLinear):
 
 
 class SplitRowLinear(RowLinear):
-    """Row-parallel linear layer that takes the full input, of which it uses this rank's slice."""
+    """Row-parallel linear layer that takes the full input, but uses only this rank's slice."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, shape (..., out)."""
@@ -339,7 +346,7 @@ class SplitRowLinear(RowLinear):
 
 
 class DropoutAfterSum(nn.Dropout):
-    """Dropout after a `RowLinear`; under a schedule, applied by `finish`, not `forward`."""
+    """Dropout after a `RowLinear`; under a schedule, `finish` applies it instead of `forward`."""
 
     def __init__(self, p: float, group: TensorGroup) -> None:
         super().__init__(p)
@@ -420,7 +427,10 @@ class VocabHead(nn.Module):
         self.weight, self.bias, self.words, self.group = weight, bias, words, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all logits, (..., V); if `local_logits`, only this rank's logits, (..., V / t)."""
+        """Return the logits, shape (..., V).
+
+        If `group.local_logits`, return only this rank's logits, shape (..., V / t).
+        """
         local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             local = local + self.bias

@@ -69,8 +69,8 @@ def vocab_cross_entropy(
 
     Args:
         logits: logits of this rank's part of the vocabulary, floating point, shape (N, V / t).
-        targets: token ids, int64, shape (N,); the same on all ranks. They are not checked: one
-            outside the vocabulary gives a meaningless result.
+        targets: token ids, int64, shape (N,); the same on all ranks. Ids outside the vocabulary are
+            not detected and give meaningless losses.
         first: this rank's first token id.
         words: size of the vocabulary without padding.
         group: the tensor group.

@@ -63,7 +63,7 @@ class ParallelModel:
     Args:
         model: the model, with the same weights on every rank. A model in `FAMILIES` may also be on
             the `meta` device, and is then initialized one layer at a time (`model.meta_init`).
-        channel: the tensor group.
+        channel: connects the ranks of the tensor group.
         settings: the split and the number of micro-batches.
         seed: seed for random numbers that must differ between ranks.
         init_seed: seed for initializing a model that is on `meta`; the same on all ranks.
@@ -184,7 +184,7 @@ class ParallelModel:
             given: the blocks' other arguments: one entry for all blocks, or one per block.
 
         Returns:
-            The residual stream before the last norm. It supports one backward pass.
+            The residual stream before the last norm. Backward can run through it only once.
         """
         # the masks of different block kinds differ only by a window, which does not affect splits
         run = self._run(hidden, given[0], _checkpointed(block))
@@ -299,7 +299,7 @@ class _ScheduledBlocks(nn.ModuleList):
         return undo
 
     def begin(self, active: bool) -> None:
-        """Prepare for a forward pass, with the schedule if `active`."""
+        """Discard recorded arguments, and set whether the list yields stand-ins (`active`)."""
         self.active = active
         self._recorded.clear()
 
@@ -319,8 +319,9 @@ RunBlocks = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
 class _StandIn:
     """Stand-in for a block in the model's loop; forwards attribute access to the block.
 
-    Calling it records the block's arguments, because each kind of block has a different mask, and
-    returns the residual stream unchanged. Calling the last stand-in runs all blocks.
+    Calling a stand-in records its block's arguments, because different kinds of blocks get
+    different masks. The call returns the residual stream unchanged, except that the last stand-in
+    runs all blocks and returns their output.
 
     Args:
         block: the block that it replaces.

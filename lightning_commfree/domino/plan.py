@@ -170,7 +170,7 @@ def _shard_vocabulary(sharding: Sharding) -> None:
 
 
 def _experts_width(module: nn.Module | nn.Parameter) -> int:
-    """Return the width of a module's experts, or 0 if `sharding.experts` cannot shard it."""
+    """Return the hidden width of experts, or 0 if `sharding.experts` cannot shard the module."""
     if not isinstance(module, nn.Module):
         return 0
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}

@@ -81,8 +81,8 @@ class ScheduleRun:
         group: the tensor group.
         split: how the batch, and each sublayer's output, is split.
         checkpoint: whether backward recomputes micro-sublayers instead of keeping activations.
-        trace: called for every event with its name, such as "launch forward", the name of its
-            sublayer and the index of its micro-batch.
+        trace: called on every event with three arguments: the event's name (such as "launch
+            forward"), the sublayer's name and the micro-batch's index.
         done: called with a sublayer when the gradients of its parameters are complete.
         unsummed: whether the input is this rank's partial sum of the embedding, not yet reduced.
     """
@@ -201,7 +201,10 @@ class ScheduleRun:
     # -- backward
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Accumulate the parameters' gradients; return the gradient of `hidden`."""
+        """Accumulate the parameters' gradients, and return the gradient of `hidden`.
+
+        `gradient` is the gradient of the output of `forward`.
+        """
         # autograd calls this with grad mode off, but checkpointing must rebuild graphs
         with torch.enable_grad(), self._autocast.restored():
             d_streams, d_partials = self._backward_ends(gradient)

@@ -40,7 +40,7 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
     """Check that the models in a module can be sharded, without changing them.
 
     Args:
-        strategy: name of the strategy, for messages.
+        strategy: name of the strategy, used in error messages.
         module: the module, not yet sharded.
         ranks: number of ranks in a tensor group.
 
@@ -67,7 +67,10 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
 
 
 def refuse_meta(strategy: str, module: nn.Module) -> None:
-    """Raise a `ValueError` if a module has tensors on the meta device; for use outside a fit."""
+    """Raise a `ValueError` if a module has tensors on the meta device.
+
+    Call this function outside a fit; only a fit initializes such tensors.
+    """
     if without := on_meta(module):
         raise ValueError(
             f"{len(without)} tensors, including {without[0]!r}, are on the meta device and have no"
@@ -101,8 +104,10 @@ def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) ->
 def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     """Check that all ranks of a tensor group have the same batch; collective.
 
-    `batch` is this rank's batch, with tensors in nested containers; `verb` is "train" or
-    "validate".
+    Args:
+        channel: connects the ranks of the tensor group.
+        verb: "train" or "validate", used in the error message.
+        batch: this rank's batch; tensors may be in nested containers.
 
     Raises:
         ValueError: the batches differ; raised on all ranks.
@@ -151,7 +156,7 @@ class OptimizerShards:
         self._sharded = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def full_state_dict(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory, or {} if not `keep`; collective."""
+        """Return an optimizer's full state in CPU memory, or {} if `keep` is False; collective."""
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
@@ -188,7 +193,10 @@ class OptimizerShards:
 
 
 def gather_to_host(shard: Tensor, spec: ShardSpec, channel: Channel, keep: bool) -> Tensor:
-    """Gather a full tensor in CPU memory, or an empty one if not `keep`; collective."""
+    """Gather a full tensor in CPU memory; collective.
+
+    If `keep` is False, return an empty tensor.
+    """
     full = gather_full_tensor(shard, spec, channel, STATE_TAG)
     return full.cpu() if keep else full.new_empty(0)
 
@@ -246,9 +254,10 @@ class ShardedModule:
             check_batch(self._channel, verb, batch)
 
     def mark_shards(self, argument: str) -> None:
-        """Mark which parameters are shards, for DiLoCo and Lion, which do not use `ShardSpec`.
+        """Mark each parameter as a shard or full tensor for DiLoCo and Lion, which ignore `specs`.
 
-        `argument` is the name of the strategy's argument for the group size, for messages.
+        `argument` is the name of the strategy's argument that sets the group size; error messages
+        refer to it.
 
         Raises:
             ValueError: a shard is held by several ranks but not by all.
@@ -274,7 +283,7 @@ class ShardedModule:
     # -- states
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
-        """Gather the module's full state in CPU memory, or {} if not `keep`; collective."""
+        """Return the module's full state in CPU memory, or {} if `keep` is False; collective."""
         # by address: the tensors in a state dict are not the parameters themselves
         specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
         gathered: dict[int, Tensor] = {}  # tied parameters are gathered once
@@ -311,7 +320,7 @@ class ShardedModule:
             model.trial.load_state_dict(split)
 
     def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state in CPU memory, or {} if not `keep`; collective."""
+        """Return an optimizer's full state in CPU memory, or {} if `keep` is False; collective."""
         return self.optimizer_shards.full_state_dict(optimizer, self._channel, keep)
 
     def shard_optimizer_state(

@@ -52,7 +52,10 @@ class ShardSpec:
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
-        """Create a spec with shards of equal length, padded if needed (only if `blocks` is 1)."""
+        """Create a spec with shards of equal length.
+
+        If `size` is not divisible by `ranks`, the tensor is padded; this requires `blocks` to be 1.
+        """
         block = size // blocks
         length = -(-block // ranks)
         ranges = tuple((rank * length, (rank + 1) * length) for rank in range(ranks))
@@ -212,7 +215,7 @@ def vocabulary(
 ) -> None:
     """Shard the embedding and the head along the vocabulary; a tied weight stays tied.
 
-    Both are given as (parent, name).
+    `embeddings` and `head` are given as (parent module, attribute name).
     """
     group = sharding.group
     old_embedding, old_head = getattr(*embeddings), getattr(*head)

@@ -52,17 +52,18 @@ class Split:
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
-        """Split a block's other arguments, such as masks; return the arguments per micro-batch.
+        """Split a block's arguments, such as masks; return one dict per micro-batch.
 
-        `hidden` is the full input of the first block, shape (B, T, H).
+        `arguments` does not include the hidden state. `hidden` is the full input of the first
+        block, shape (B, T, H).
         """
         del hidden
         return [arguments]
 
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
-        """Compute a sublayer's body for one micro-batch, and launch its partial sums.
+        """Compute a sublayer's body for one micro-batch, and launch its all-reduces.
 
-        Sets `micro.outputs`.
+        The result is stored in `micro.outputs`.
 
         Args:
             micro: a micro-sublayer whose body has not run yet.
@@ -197,7 +198,10 @@ class TokenSplit(Split):
         return pytree.tree_map(chunk, value)
 
     def _mask(self, mask: Tensor | None, start: int, stop: int, hidden: Tensor) -> Tensor | None:
-        """Return the mask for a chunk's queries over all keys up to its end; None if not needed."""
+        """Return the attention mask for a chunk's queries and all keys up to the chunk's end.
+
+        Return None if no mask is needed.
+        """
         if mask is None:
             if start == 0 or self._flash:  # correct without a mask, because attention is causal
                 return None
@@ -243,7 +247,7 @@ def choose_split(
     Args:
         settings: the user's settings, with "auto" replaced by the split that `auto_split` chose.
         hidden: the batch's hidden state, shape (B, T, H).
-        arguments: a block's other arguments.
+        arguments: a block's arguments, without the hidden state.
         config: the config of the attention module; None if it has none.
         on_fallback: called with the reason if the batch cannot be split as requested.
     """
@@ -287,7 +291,7 @@ def legal_splits(
 
     Args:
         hidden: the batch's hidden state, shape (B, T, H).
-        arguments: a block's other arguments.
+        arguments: a block's arguments, without the hidden state.
         attention: a block's attention module; None if it has none.
     """
     rows, tokens = hidden.shape[:2]
@@ -315,7 +319,7 @@ def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
 
 
 def is_packed(arguments: Mapping[str, Any]) -> bool:
-    """Return whether rows contain packed examples, judging by example starts or positions."""
+    """Return whether rows contain packed examples, judging by `cu_seq_lens_q` or `position_ids`."""
     if arguments.get("cu_seq_lens_q") is not None:
         return True
     positions = arguments.get("position_ids")  # start at 0 in each example

@@ -12,7 +12,7 @@ are leaves that accumulate gradients, so that the schedule controls when each pa
 
     entered <- h + finish(y)     h and y are leaves
     normed  <- norm(entered)
-    outputs <- body(x)           x is a leaf with the values of `normed`
+    outputs <- body(x)           x is a leaf that equals `normed`
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def mlp_body(module: nn.Module) -> Body:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """Return an autograd leaf with the values of `tensor`."""
+    """Return a new autograd leaf that shares the memory of `tensor`."""
     return tensor.detach().requires_grad_()
 
 
@@ -103,8 +103,8 @@ class InputTensors:
     """Input tensors of one sublayer for one micro-batch, as autograd leaves.
 
     Attributes:
-        leaves: the residual stream h, shape (B, T, H), and in all sublayers but the first, the
-            previous sublayer's sum y.
+        leaves: the residual stream h, shape (B, T, H), followed by the previous sublayer's
+            all-reduced sum y, except in the first sublayer.
         finish: applies the previous sublayer's bias, norm and dropout to y; None in the first
             sublayer.
     """
@@ -132,8 +132,8 @@ class MicroInput:
 
     Attributes:
         sublayer: the sublayer to compute.
-        arguments: its block's arguments for this micro-batch.
-        tensors: its input tensors.
+        arguments: the block's arguments for this micro-batch.
+        tensors: the sublayer's input tensors.
         replayed: returns a context manager that repeats the random draws of the forward pass.
     """
 
@@ -179,7 +179,7 @@ class MicroSublayer:
         sublayer: the sublayer to compute.
         entered: the residual stream in this sublayer, h + finish(y), with its graph.
         normed: norm(entered), with its graph.
-        x: input of the body, a leaf with the values of `normed`.
+        x: input of the body, a leaf that equals `normed`.
         outputs: the body's outputs, with their graph; set by `Split.run`.
         reused: with `split="token"`, the keys and values of this micro-batch, which the attention
             of later micro-batches also reads; set by `Split.run`.
@@ -195,7 +195,7 @@ class MicroSublayer:
         self.reused: list[ReusedTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
-        """Run the body on `x` with the block's arguments; those in `more` take precedence."""
+        """Return the body's output for `x` and the block's arguments, updated with `more`."""
         # a view, because autocast caches half-precision copies of leaves, and gradients would
         # accumulate in the cached copy
         partial: Tensor = self.sublayer.body(

@@ -66,7 +66,7 @@ class FSDPSettings:
 
 
 def why_unavailable() -> str | None:
-    """Explain why this version of torch cannot shard a module; return None if it can."""
+    """Return the reason why this version of torch cannot shard a module, or None if it can."""
     # Older releases keep the outermost unit gathered after a forward pass, regardless of the
     # arguments, and do not run on CPUs.
     if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None:
@@ -104,10 +104,11 @@ def apply_fsdp(
 ) -> None:
     """Shard a module's parameters across the ranks of a replica.
 
-    Each transformer block (or each module in `units`) is an FSDP unit, and the rest of the model is
-    another unit. A unit's parameters are gathered for its forward pass and again for its backward
-    pass, after which its gradients are averaged over the replica. Parameters become `DTensor`s. The
-    module remains sharded, so `group` must not be destroyed before the module.
+    Each transformer block, or each outermost module of a class in `units`, is an FSDP unit, and the
+    rest of the model is another unit. A unit's parameters are gathered for its forward pass and
+    again for its backward pass, after which its gradients are averaged over the replica. Parameters
+    become `DTensor`s. The module remains sharded, so `group` must not be destroyed before the
+    module.
 
     Args:
         module: the plain module, on any device; the same on all ranks of the replica.
@@ -154,8 +155,8 @@ _CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
 def _check_parameters(module: nn.Module, units: Sequence[str]) -> None:
     """Check that FSDP2 can train all parameters.
 
-    FSDP2 itself raises errors only later, without the parameter's name. `units` contains the names
-    of the submodules that are gathered separately.
+    FSDP2 itself would raise an error later and without naming the parameter. `units` contains the
+    names of the submodules that are gathered separately.
 
     Raises:
         ValueError: a parameter is empty, has sparse gradients, or has a different dtype than the

@@ -36,10 +36,11 @@ def from_pretrained_on_meta(
 
     Args:
         model_class: a transformers class, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
-        folder: a folder written by `save_pretrained` (safetensors), present on every machine.
+        folder: a folder of safetensors files written by `save_pretrained`, present on every
+            machine.
         config: the model's transformers config; if None, the config in the folder.
         **config_changes: overrides of the folder's config, such as `attention_dropout=0.1`; `dtype`
-            is the parameters' dtype (default: the saved one).
+            sets the parameters' dtype, which is the saved dtype by default.
 
     Raises:
         TypeError: both `config` and `config_changes` are given.
@@ -65,7 +66,7 @@ def from_pretrained_on_meta(
 
 
 class SavedWeights:
-    """Reader for the tensors in a Hugging Face folder, looked up by their names in a model.
+    """Finds tensors in a Hugging Face folder by their names in a model, and reads them.
 
     Raises:
         ValueError: the folder contains no safetensors files.
@@ -130,7 +131,7 @@ class SavedWeights:
 
 
 def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Return the names of each parameter and persistent buffer; tied tensors have several."""
+    """Map each parameter and persistent buffer to its names; a tied tensor has several."""
     found: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -145,10 +146,10 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def meta_fingerprint(module: nn.Module) -> dict[str, str]:
-    """Return the settings for initialization on `meta` that must be the same on all ranks.
+    """Return a dict of strings about `meta` tensors that must be the same on all ranks.
 
-    The settings are strings: whether the model is on `meta`, and a hash of the folder with its
-    weights, if any.
+    They describe whether any tensor is on `meta` and, if weights are read from folders, a hash of
+    each folder.
     """
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]
@@ -244,7 +245,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _replace_meta_tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Replace a module's own `meta` tensors with NaN-filled ones; return old and new tensors."""
+    """Replace a module's own `meta` tensors with NaN-filled ones; return (old, new) pairs."""
     made: list[tuple[Tensor, Tensor]] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for tensors in own:

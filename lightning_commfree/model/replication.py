@@ -36,7 +36,7 @@ def broadcast_initial_weights(
             different replicas. Shards are copied from the first replica.
 
     Raises:
-        ValueError: the ranks differ. The error is the same on all ranks.
+        ValueError: settings or models differ between ranks. The error is the same on all ranks.
     """
     # check first: with different shapes, the broadcasts would hang or mix up tensors
     check_agreement(channel, {**fingerprint, **_describe(module)})
@@ -82,9 +82,10 @@ def digests_of_all(
     tag: str,
     hashed: Callable[[Tensor], Tensor] = thorough_digest,
 ) -> Tensor:
-    """Gather every rank's hashes of its tensors: int64, shape (ranks, tensors); collective.
+    """Return the hashes of every rank's tensors; collective.
 
-    A sharded tensor is hashed by its local shard, and an empty tensor hashes to 0.
+    The result is int64, shape (ranks, tensors), and the same on all ranks. A sharded tensor is
+    hashed by its local shard, and an empty tensor hashes to 0.
     """
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
     if not tensors:
@@ -133,8 +134,8 @@ def averaged_buffers(
     """Yield (buffer, mean) for each persistent floating-point buffer of a module; collective.
 
     The means are over the channel's ranks. Values are summed in rank order, in fp32 or wider, so
-    the means are bit-identical on all ranks.
-    A value that is the same on all ranks is returned unchanged, even if the sum would overflow.
+    the means are bit-identical on all ranks. A value that is the same on all ranks is yielded
+    unchanged, even if the sum would overflow.
     """
     buffers = common_buffers(module)
     if not buffers:
@@ -179,7 +180,10 @@ class BucketOrder:
         ]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Restore a saved bucket order by a backward pass with zero gradients; collective."""
+        """Restore a saved bucket order by running backward with zero gradients; collective.
+
+        Do nothing if `names` was saved before the first backward pass.
+        """
         if set(names) != self._trained.keys():  # saved before the first backward
             return
         self._ddp.require_forward_param_sync = False  # do not broadcast buffers
@@ -224,8 +228,8 @@ def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
 class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
     """Gradient scaler that makes all ranks skip the same steps; its errors name lost ranks.
 
-    A plain scaler checks only its own rank's gradients, so one rank could skip a step while the
-    others wait for its messages. This scaler takes over the scale and settings of `scaler`.
+    A plain scaler checks only its own rank's gradients, so one rank could skip a step while other
+    ranks wait for its messages. This scaler takes over the scale and settings of `scaler`.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: str, channel: Channel) -> None:

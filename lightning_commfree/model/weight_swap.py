@@ -25,11 +25,11 @@ ADVICE = (
 
 
 class SharedPart(Protocol):
-    """Interface for a subset of a module's tensors and their values shared by all replicas."""
+    """Interface to a subset of a module's tensors, and to their values shared by all replicas."""
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of the parameters, and names of the buffers."""
+        """A pair of sequences: names of the parameters, and names of the buffers."""
 
     @property
     def local(self) -> list[Tensor]:
@@ -39,10 +39,13 @@ class SharedPart(Protocol):
         """Return the shared values, in the order and with the shapes of `local`."""
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy the shared values, or `shown` if it is not None, into the module."""
+        """Copy the shared values, or the flat tensor `shown` if given, into the module."""
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the local parameters (and `buffers`, if True) equal the shared ones."""
+        """Return whether the local parameters equal the shared ones.
+
+        If `buffers` is True, compare buffers as well.
+        """
 
     def take_local(self) -> None:
         """Overwrite the shared values with the module's own values."""
@@ -54,7 +57,8 @@ class SharedCopy:
     Create it while all replicas hold the same weights, which become the shared values.
 
     Attributes:
-        names: names of the trained parameters, and names of the persistent floating-point buffers.
+        names: a pair of lists: names of the trained parameters, and names of the persistent
+            floating-point buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -78,7 +82,7 @@ class SharedCopy:
         return self._shared
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy the shared values, or `shown` (a flat tensor) instead, into the module."""
+        """Copy the shared values, or the flat tensor `shown` if given, into the module."""
         parts = self._shared
         if shown is not None:
             sizes = [tensor.numel() for tensor in parts]
@@ -88,12 +92,15 @@ class SharedCopy:
             tensor.copy_(part)
 
     def load(self, shared: Sequence[Tensor]) -> None:
-        """Overwrite the shared values with `shared`, in the order of `outer`."""
+        """Overwrite the shared values with `shared`, which has the order of `outer`."""
         for own, value in zip(self._shared, shared, strict=True):
             own.copy_(value)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the local parameters (and `buffers`, if True) equal the shared ones."""
+        """Return whether the local parameters equal the shared ones.
+
+        If `buffers` is True, compare buffers as well.
+        """
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
@@ -116,23 +123,26 @@ class WeightSwap:
 
     @property
     def in_module(self) -> list[Tensor]:
-        """The module's current tensors, part by part, parameters before buffers."""
+        """The module's current tensors: for each part, its parameters, then its buffers."""
         return [tensor for part in self._parts for tensor in part.local]
 
     @property
     def local(self) -> list[Tensor]:
-        """The local weights, live or stashed, in the order of `in_module`."""
+        """The local weights, in the module or stashed by `swap_in`, in the order of `in_module`."""
         return self._stashed if self.swapped_in else self.in_module
 
     @torch.no_grad()
     def load_local(self, saved: Sequence[Tensor]) -> None:
-        """Restore saved local weights, in the order of `local`."""
+        """Overwrite the local weights with `saved`, which has the order of `local`."""
         for tensor, value in zip(self.local, saved, strict=True):
             tensor.copy_(value)
 
     @torch.no_grad()
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the local parameters (and `buffers`, if True) equal the shared ones."""
+        """Return whether the local parameters equal the shared ones.
+
+        If `buffers` is True, compare buffers as well.
+        """
         return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()
@@ -142,7 +152,7 @@ class WeightSwap:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
-        """Return a dict of the shared weights and averaged buffers; collective within a replica.
+        """Return the shared weights and averaged buffers by name; collective within a replica.
 
         The tensors have the module's dtypes and are on the device of the shared copy. Do not modify
         them.
@@ -155,7 +165,7 @@ class WeightSwap:
 
     @contextmanager
     def local_weights(self) -> Iterator[None]:
-        """Context manager that swaps the local weights into the module during its block."""
+        """Context manager inside which the module holds the local weights."""
         swapped = self.swapped_in
         self.swap_out()
         yield
@@ -164,9 +174,9 @@ class WeightSwap:
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Context manager that swaps the shared weights into the module during its block.
+        """Context manager inside which the module holds the shared weights.
 
-        If they are already in the module, it has no effect. For `shown`, see `swap_in`.
+        It has no effect if the module already holds them. For `shown`, see `swap_in`.
         """
         if self.swapped_in:
             yield
@@ -193,7 +203,9 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_out(self, check: bool = True) -> None:
-        """Restore the module's local weights, bit for bit, if it has the shared weights now.
+        """Restore the module's local weights, bit for bit, if it holds the shared weights.
+
+        Buffers that were modified since `swap_in` keep their new values.
 
         Raises:
             RuntimeError: `check` is True, and a parameter was modified since `swap_in`. The local

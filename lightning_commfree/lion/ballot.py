@@ -75,8 +75,8 @@ class HeaderSummary(NamedTuple):
     def refuses(self, faults: bool) -> bool:
         """Return whether to reject the step.
 
-        It is rejected if parameters or hyperparameters differ between workers or, with `faults`, if
-        any worker has NaN or Inf.
+        It is rejected if parameters or hyperparameters differ between workers. If `faults` is True,
+        it is also rejected if the directions of any worker contain NaN or Inf.
         """
         differ = self.parameters_differ or self.hyperparameters_differ
         return differ or (faults and bool(self.faults))
@@ -104,10 +104,10 @@ def write_header(
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        flags: `STOP`, `STREAM_ENDS`, both added together, or 0.
+        flags: `STOP`, `STREAM_ENDS`, their sum, or 0.
         numel: number of votes in the ballot.
-        nonzeros: counts of nonzero votes in parts of the ballot; ints or int64, 0-d. Their sum is
-            subtracted from `numel` to get the number of zeros.
+        nonzeros: counts of nonzero votes in parts of the ballot, as ints or 0-d int64 tensors.
+            Their sum is subtracted from `numel` to get the number of zeros.
         digest: int64, from `join_digests`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
@@ -118,7 +118,10 @@ def write_header(
 
 
 def marks_of(headers: Tensor, parameters: int) -> Tensor:
-    """Return a view of the headers' per-parameter bytes, with bits `HAS_GRADIENT`, `NONFINITE`."""
+    """Return a view of the headers' bytes for each parameter: uint8, shape (..., parameters).
+
+    A byte can have the bits `HAS_GRADIENT` and `NONFINITE` set.
+    """
     return headers[..., _WORDS_BYTES : _WORDS_BYTES + parameters]
 
 
@@ -152,7 +155,10 @@ def digest_of(header: Tensor) -> Tensor:
 
 
 def differing(digests: Collection[int]) -> tuple[bool, bool]:
-    """Return whether the parameters' hashes differ, and whether the hyperparameters' hashes do."""
+    """Return whether parameter hashes differ, and whether hyperparameter hashes differ.
+
+    `digests` contains the second word (`join_digests`) of each header to compare.
+    """
     of_parameters = {digest % (1 << _DIGEST_BITS) for digest in digests}
     of_hyperparameters = {digest >> _DIGEST_BITS for digest in digests}
     return len(of_parameters) > 1, len(of_hyperparameters) > 1
@@ -277,7 +283,11 @@ class BallotExchange:
         return VoteResult(summary, PackedDelta(packed, weights, offset))
 
     def _nonzero_planes(self, ballot: Ballot, max_zeros: int) -> Tensor:
-        """Exchange zero votes; return this shard's planes c != 0, uint8, shape (W, shard bytes)."""
+        """Exchange the positions of zero votes between the workers.
+
+        Returns:
+            Each worker's plane c != 0 for this worker's shard: uint8, shape (W, shard bytes).
+        """
         shards, channel = self._route.num_shards, self._route.view.channel
         if 4 * max_zeros >= self._shard_bytes:  # a list of int32 would be longer than the plane
             return self._route.up(ballot.nonzero.view(shards, -1), UP_TAG).wait()
@@ -321,7 +331,7 @@ def _words(planes: Tensor) -> Tensor:
 
 
 class NodeBallotExchange:
-    """Exchange of the ballots between multi-rank nodes, each of which casts a single ballot.
+    """Exchanges ballots between multi-rank nodes, each of which casts a single ballot.
 
     All ranks of a node hold its ballot, and each rank sends one slice. `inner` exchanges that slice
     between the corresponding ranks of all nodes.
@@ -361,7 +371,8 @@ class NodeBallotExchange:
         """Combine the summaries of the node's ranks, and gather their result planes.
 
         Returns:
-            The summary; whether any rank's exchange was rejected; and the planes, one row per rank.
+            A tuple of the combined summary, whether the exchange was rejected on any rank of the
+            node, and the result planes, with one row per rank.
         """
         differ = summary.parameters_differ, summary.hyperparameters_differ
         seen = [summary.stop, summary.stream_ends, *differ, refused]

@@ -33,9 +33,9 @@ def split_into_buckets(
 
     Args:
         parameters: names and parameters, in the order in which forward uses them.
-        shards: number of shards into which a bucket's planes are split, each a whole number of
-            8-byte words.
-        numel: minimum number of values in a full bucket. If None, it depends on the model's size.
+        shards: number of shards into which a bucket's planes are split. Planes are padded so that
+            every shard is a whole number of 8-byte words.
+        numel: minimum number of values in a full bucket; if None, chosen from the model's size.
     """
     total = sum(p.numel() for _, p in parameters)
     full = min(max(total // _TARGET_BUCKETS, _MIN_NUMEL), _MAX_NUMEL) if numel is None else numel

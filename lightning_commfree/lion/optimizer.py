@@ -45,9 +45,9 @@ class DistributedLion(Optimizer):
     - `lr`: 3 to 10 times smaller (arXiv:2302.06675, section 5), because every step moves each
       parameter by `lr`; 4 times smaller was best for small language models.
     - `weight_decay`: larger by the same factor, which keeps its product with `lr`.
-    - `betas`: not AdamW's. The momentum averages over 1 / (1 - beta2) steps, which should be about
-      2% of the run: (0.8, 0.9) for 500 steps, (0.9, 0.95) for 1,000, (0.9, 0.99) for 5,000 or more.
-      The authors use (0.95, 0.98) for long, unstable runs of language models.
+    - `betas`: do not use AdamW's. The momentum averages over 1 / (1 - beta2) steps, which should
+      be about 2% of the run: (0.8, 0.9) for 500 steps, (0.9, 0.95) for 1,000, (0.9, 0.99) for 5,000
+      or more. The authors use (0.95, 0.98) for long, unstable runs of language models.
     - Clip gradients (`gradient_clip_val=1.0`): otherwise, a few large gradients in the first steps
       dominate the momentum, and therefore the signs, for a long time.
 
@@ -57,14 +57,15 @@ class DistributedLion(Optimizer):
         lr: learning rate, at least 0.
         betas: coefficients of the direction and the momentum, in [0, 1).
         weight_decay: decoupled decay (lambda), not part of the vote.
-        ns_steps: 0 for Lion. Above 0, SignMuon (arXiv:2605.16311): matrices vote with the signs of
-            Muon's direction, which is c_i after this many Newton-Schulz iterations (Muon uses 5).
-            Put embeddings and the output head in a group with 0; parameters that do not have
-            exactly two dimensions use Lion in any group. Not supported for sharded models.
+        ns_steps: 0 selects Lion. A value above 0 selects SignMuon (arXiv:2605.16311): matrices vote
+            with the signs of Muon's direction, which is c_i after this many Newton-Schulz
+            iterations (Muon uses 5). Put embeddings and the output head in a group with 0;
+            parameters that do not have exactly two dimensions use Lion in any group. Not supported
+            for sharded models.
 
     Attributes:
-        voting: the `Voting` with the other workers, until `leave` is called or parameters change;
-            None before `join`.
+        voting: the `Voting` that takes this optimizer's steps. None before `join`, and after
+            `leave` or `add_param_group`. Without other workers, `step` creates one.
 
     Raises:
         ValueError: a value is out of range.
@@ -95,7 +96,10 @@ class DistributedLion(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Validate and add a parameter group. With other workers, call `join` again afterwards."""
+        """Validate and add a parameter group.
+
+        If this optimizer votes with other workers, call `join` again before the next step.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -1,4 +1,4 @@
-"""Votes of the `DistributedLion` optimizers during one fit, including checkpoints and resume."""
+"""Run the votes of `DistributedLion` optimizers during one fit; save and restore their state."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ _DDP = repr("ddp")  # value of `inside` in a fingerprint if all ranks hold full 
 class VotingSession:
     """Runs the votes of `DistributedLion` optimizers for one fit; collective over all ranks.
 
-    Each optimizer has a `Voting`, which runs when the optimizer steps. Several optimizers (manual
-    optimization) must step in the same order on all ranks.
+    Each optimizer has a `Voting`, which runs when the optimizer steps. If there are several
+    optimizers, as with manual optimization, they must step in the same order on all ranks.
 
     Args:
         module: the module that contains the parameters.
@@ -143,7 +143,13 @@ class VotingSession:
             yield
 
     def after_step(self, stop: bool) -> bool:
-        """Return whether any worker requested a stop with this step's ballots (`send_flags`)."""
+        """Read the flags that were sent with this step's ballots, and update `stream_ended`.
+
+        `stop` is ignored, because ballots already contain this rank's request (`send_flags`).
+
+        Returns:
+            Whether any worker requested a stop.
+        """
         del stop
         stop_agreed = any(voting.stop_agreed for voting in self.votings)
         self.stream_ended = any(voting.stream_ended for voting in self.votings)
@@ -162,7 +168,10 @@ class VotingSession:
         }
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the calculated bytes sent per cycle, by tag, and the number of steps per cycle."""
+        """Return the calculated bytes sent per cycle, by tag, and the number of steps per cycle.
+
+        A cycle ends with a momentum sync. Without momentum syncs, it is a single step.
+        """
         # this assumes that all optimizers step once per batch
         cycles = [voting.cycle() for voting in self.votings]
         return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]
@@ -201,14 +210,17 @@ class VotingSession:
             buffer.copy_(mean)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be the same on all workers and after a resume."""
+        """Return the settings that must be equal on all workers.
+
+        For an exact resume, they must also equal the settings in the checkpoint.
+        """
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the voting state, which all workers share, and this rank's own state; collective.
 
-        The latter contains this rank's buffers if buffers differ between ranks. The checkpoint's
-        model weights contain the means of the buffers.
+        If buffers differ between ranks, the own state contains this rank's buffers, because the
+        model weights in the checkpoint contain only the means over all ranks.
         """
         buffers = common_buffers(self._module)
         digests = digests_of_all(self._channels.world, buffers, BUFFERS_TAG)
@@ -229,7 +241,10 @@ class VotingSession:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Reuse momentum buffers on a different number of ranks; new workers get the mean.
+        """Reuse momentum buffers if an exact resume is impossible; collective.
+
+        If there are more workers than before, the new ones start with the mean of all saved
+        buffers.
 
         Args:
             was: fingerprint of the settings with which the checkpoint was saved.
@@ -238,8 +253,8 @@ class VotingSession:
                 is missing.
 
         Returns:
-            This rank's state, and a description of it for the user; None if no momentum buffers can
-            be reused.
+            This rank's state, and a description of it for the user; or None if no momentum buffers
+            can be reused.
         """
         size, sharded = int(was["node_size"]), was.get("inside", _DDP) != _DDP
         now = self._settings.fingerprint()

@@ -48,7 +48,8 @@ class PackedDelta(NamedTuple):
     def read(self, start: int, out: Tensor, factor: float = 1.0) -> Tensor:
         """Unpack N consecutive values of Delta, times `factor`, into `out`; return `out`.
 
-        Only the division by `offset` and the multiplication by `factor` round.
+        The division by `offset` and the multiplication by `factor` are rounded; all other
+        operations are exact.
 
         Args:
             start: index of the first value in the bucket.
@@ -149,7 +150,10 @@ class Average:
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compute P - M + n for one shard, or 2 P without zeros. Arguments are as in `Majority`."""
+        """Compute P - M + n for one shard, which equals 2 P if no worker votes zero.
+
+        Arguments are as in `Majority.count`.
+        """
         del valid_B, shard  # the result for padding is never read
         workers = plus_WB.shape[0]
         digits = count_ones(plus_WB)
@@ -206,7 +210,13 @@ def count_ones(flags_WB: Tensor) -> list[Tensor]:
 
 
 def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
-    """Compare bit-sliced numbers with `bound` >= 0; return the bit planes of > and of ==."""
+    """Compare bit-sliced numbers with the integer `bound`, which must not be negative.
+
+    `digits` contains the numbers' bit planes, least significant first.
+
+    Returns:
+        Two bit planes: which numbers are greater than `bound`, and which are equal to it.
+    """
     greater, equal = digits[0] & 0, ~(digits[0] & 0)
 
     for i in range(max(len(digits), bound.bit_length()) - 1, -1, -1):
@@ -221,9 +231,9 @@ def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare bit-sliced numbers elementwise; return the bit planes of a > b and of a == b.
+    """Compare bit-sliced numbers elementwise; return the bit planes a > b and a == b.
 
-    `a` and `b` must have the same number of planes, the lowest digit first.
+    `a` and `b` must have the same number of bit planes, least significant first.
     """
     greater, equal = a[0] & 0, ~(a[0] & 0)
     for digit_a, digit_b in zip(reversed(a), reversed(b), strict=True):
@@ -233,7 +243,11 @@ def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """Add numbers at each position; the result has one more digit than the longer operand."""
+    """Add bit-sliced numbers elementwise.
+
+    Operands and result are bit planes, least significant first. The result has one plane more than
+    the longer operand.
+    """
     zero = a[0] & 0
     carry, digits = zero, []
 

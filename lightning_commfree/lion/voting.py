@@ -63,7 +63,7 @@ WAIT_TAG = "vote"
 
 
 class BallotInFlight(NamedTuple):
-    """A ballot that has been launched but has not landed."""
+    """A ballot that has been cast, and the pending result of its exchange."""
 
     members: list[LionParam]
     ballot: Ballot
@@ -85,7 +85,7 @@ class Voting:
     Args:
         parameters: names and parameters, in the order in which forward uses them; the same on all
             workers.
-        members: returns the given parameters with their current state and group.
+        members: function that returns the given parameters with their current states and groups.
         view: the workers, with a channel for CPU tensors.
         settings: settings for the vote.
         node: channel between the ranks of this worker, if they cast a single ballot together.
@@ -95,10 +95,10 @@ class Voting:
 
     Attributes:
         step: number of completed steps.
-        stop: called for every ballot; returns whether this worker requests a stop.
+        stop: function that returns whether this worker requests a stop; called for every ballot.
         stop_agreed: whether any worker requested a stop in the last step; the same on all workers.
-        stream_ends: called for every ballot; returns whether this worker's data stream ends at this
-            step.
+        stream_ends: function that returns whether this worker's data stream ends at this step;
+            called for every ballot.
         stream_ended: whether any worker's stream ended at the last step; the same on all workers.
         abstentions: number of times any worker abstained on a bucket because of NaN or Inf.
     """
@@ -176,7 +176,7 @@ class Voting:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Context manager around a backward pass, to launch votes as gradients become ready.
+        """Context manager that launches votes during a backward pass, as gradients become ready.
 
         The backward pass must be the last one before a step, and nothing may change the gradients
         between the pass and the step.
@@ -292,7 +292,10 @@ class Voting:
 
     @property
     def bytes_per_step(self) -> int:
-        """Calculated bytes that this rank sends per step, without zeros and momentum syncs."""
+        """Calculated number of bytes that this rank sends per step, excluding momentum syncs.
+
+        The calculation assumes that no worker votes zero.
+        """
         return sum(vote.bytes_by_tag.total() for vote in self._votes)
 
     def cycle(self) -> tuple[Counter[str], int]:
@@ -313,7 +316,11 @@ class Voting:
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the mean bits sent by this rank per parameter per step, up (ballots) and down."""
+        """Return the mean number of bits that this rank sends per parameter per step.
+
+        "bits_up" counts ballots, and "bits_down" counts results. Steps before the most recent
+        `load_state_dict` are not included.
+        """
         since, before = self._counted_from
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before
@@ -322,7 +329,7 @@ class Voting:
         return {name: 8 * sent[tag] / max(voted, 1) for tag, name in names.items()}
 
     def figures(self) -> dict[str, float]:
-        """Return a dict of metrics for logging."""
+        """Return the metrics to log: `shares`, `bits_per_parameter` and "abstentions"."""
         abstentions = {"abstentions": float(self.abstentions)}
         return {**self.shares(), **self.bits_per_parameter(), **abstentions}
 

@@ -233,7 +233,11 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 def _directions(
     run: list[_Part], betas: list[float], momenta: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the directions b1 m + (1 - b1) g, as one tensor and as a list of views per part."""
+    """Compute the directions b1 m + (1 - b1) g of the parts in `run`; `betas` has one b1 per part.
+
+    Returns:
+        All directions as a 1-d tensor, and a list of views of this tensor, one per part.
+    """
     if momenta is None or len({*betas}) > 1:
         directions, by_part = _weighted_gradients(run, betas)
         torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
@@ -336,7 +340,7 @@ def _update_momenta(run: list[_Part]) -> None:
 
 
 def _gradient_parts(run: list[_Part], betas: list[float]) -> list[Tensor]:
-    """Return the weighted gradients (1 - b) g in the momentum's dtype, as one tensor per part."""
+    """Return (1 - b) g in the momentum's dtype, one tensor per part; `betas` has one b per part."""
     gradients = [part.values for part in run]
     if all(gradient.dtype == run[0].momentum.dtype for gradient in gradients):
         return [*torch._foreach_mul(gradients, [1 - beta for beta in betas])]
@@ -345,7 +349,11 @@ def _gradient_parts(run: list[_Part], betas: list[float]) -> list[Tensor]:
 
 
 def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
-    """Return (1 - b) g in the momentum's dtype, as one tensor and as a list of views."""
+    """Compute (1 - b) g in the momentum's dtype; `betas` has one b per part.
+
+    Returns:
+        All values as a 1-d tensor, and a list of views of this tensor, one per part.
+    """
     weighted = torch.cat([part.values for part in run]).to(run[0].momentum.dtype)
     by_part = [*torch.split(weighted, [part.values.numel() for part in run])]
     torch._foreach_mul_(by_part, [1 - beta for beta in betas])
@@ -381,7 +389,10 @@ class _Part(NamedTuple):
 def _runs(
     members: list[LionParam], tensors: Sequence[Tensor | None], starts: Sequence[int]
 ) -> Iterator[list[_Part]]:
-    """Yield lists of parts to process together: neighbors of one dtype, at most a chunk in total.
+    """Split parameters into parts, and yield lists of parts to process together.
+
+    The parts in a list belong to consecutive parameters whose momentum buffers have the same dtype.
+    Together, they have at most `_CHUNK` values on a CPU, and `_DEVICE_CHUNK` on other devices.
 
     Args:
         members: the parameters of a bucket.

@@ -32,7 +32,7 @@ def cast(
     nonzeros: Tensor,
     nonfinite: Tensor,
 ) -> None:
-    """Compute the directions c = b1 m + (1 - b1) g; write their signs to planes c > 0, c != 0.
+    """Compute c = b1 m + (1 - b1) g and write its signs to two bit planes, c > 0 and c != 0.
 
     Args:
         momentum: fp32, shape (n,).

@@ -1,8 +1,8 @@
 """Save and restore a rank's position in an epoch: RNG state, loaders, gradients.
 
-Lightning restores the loops (which `resume.loops` corrects), but not the RNG state, partially
-accumulated gradients, or the position of a loader without a `state_dict`, which would start over at
-the epoch's first batch.
+Lightning restores its loops, whose state `resume.loops` corrects. It does not restore the RNG state
+or partially accumulated gradients, and a loader without a `state_dict` would start over at the
+epoch's first batch.
 
 A shuffling loader draws from the global random number generator or from its own
 (`DataLoader(generator=...)`). Without worker processes, it draws when its first batch is read. With
@@ -115,14 +115,20 @@ def _is_generator(value: object) -> bool:
 
 
 def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
-    """Restore a recorded RNG state; do nothing if it is None."""
+    """Restore the global RNG state (on the CPU) and the states of the loaders' own generators.
+
+    If `state` is None, nothing is restored.
+    """
     if state is not None:
         set_random_state(state["random"], torch.device("cpu"))
         set_generators(state["generators"], loaders)
 
 
 def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
-    """Call `set_epoch` on the loaders' samplers that have it; they derive their order from it."""
+    """Call `set_epoch` on the loaders' samplers that have this method.
+
+    Such samplers derive their order from the epoch.
+    """
     for loader in loaders:
         for owner in (loader, getattr(loader, "batch_sampler", None)):
             sampler: Any = getattr(owner, "sampler", None)
@@ -131,7 +137,10 @@ def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
 
 
 def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
-    """Restore the RNG state of the loaders' own generators."""
+    """Restore the states of the loaders' own generators.
+
+    If the loaders now have more or fewer generators than `states`, nothing is restored.
+    """
     generators = loader_generators(loaders)
     if len(generators) == len(states):  # otherwise, the loaders have changed since the save
         for generator, state in zip(generators, states, strict=True):
@@ -139,15 +148,17 @@ def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
 
 
 class EpochStart:
-    """Records the RNG state at the start of each epoch, at two points.
+    """Records the RNG state at two points at the start of each epoch.
 
     1. Before the epoch's iterator is created: in the first epoch, when Lightning prepares the
        loaders; in later epochs, when Lightning's loop begins the epoch.
     2. Before the epoch's first batch is read.
 
-    If there are several loaders of different lengths, it does not record when a shorter one
-    restarts in the middle of an epoch. Create this object before the Trainer creates its loaders.
-    It wraps two methods of the Trainer's objects, which `patches` can restore.
+    If there are several loaders of different lengths, a shorter one may restart in the middle of an
+    epoch; the RNG state at this point is not recorded.
+
+    Create this object before the Trainer creates its loaders. It wraps two methods of the Trainer's
+    strategy and loop; `patches.remove` restores the original methods.
 
     Attributes:
         iterator: the state before this epoch's iterator was created; None if it has not been
@@ -190,15 +201,20 @@ class EpochStart:
         patches.put(loop, "on_run_start", record_and_begin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generators' states at the start of the epoch and of its first batch, and now.
+        """Return the RNG states recorded for this epoch, and the generators' current states.
 
-        A state that has not been recorded yet is None.
+        "iterator" and "batch" contain the recorded states, or None if they have not been recorded
+        yet. "now" contains the current states of the loaders' own generators.
         """
         iterator = self._when_prepared() if self.iterator is None else self.iterator
         return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore recorded states; `begun` is whether the fit resumes within the recorded epoch."""
+        """Restore the recorded states.
+
+        If the fit resumes within the recorded epoch, pass `begun=True`, so that these states are
+        kept when Lightning's loop begins this epoch again.
+        """
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
     def _now(self) -> GeneratorStates:
@@ -207,7 +223,7 @@ class EpochStart:
         return {"random": random_state(torch.device("cpu")), "generators": states}
 
     def _when_prepared(self) -> GeneratorStates | None:
-        """Return the RNG state from when the first epoch's loaders were prepared."""
+        """Return the RNG state recorded when the loaders were prepared; None if they were not."""
         if self._host is None:
             return None
         generators = loader_generators(training_loaders(self._trainer))
@@ -224,9 +240,10 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], epoch_start: EpochStart) -> Any:
     """Return this rank's position in the training data, for a checkpoint.
 
-    "loaders" contains the states of loaders with a `state_dict`, or None if they need pickle;
-    Lightning then restores rank 0's. "ahead" contains the prefetched batches (a single batch if the
-    data has no length), or None if they need pickle. "epoch_start" and "random" contain RNG states.
+    "loaders" contains the states of loaders with a `state_dict`, or None if they need pickle; on
+    resume, Lightning then restores rank 0's states on every rank. "ahead" contains the prefetched
+    batches (a single batch if the data has no length), or None if they need pickle. "epoch_start"
+    and "random" contain RNG states.
     """
     works = MID_EPOCH.works(trainer)
     ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
@@ -330,9 +347,15 @@ def restore_data_position(
     2. If it was saved at the end of an epoch, or after its last batch: restore the RNG state.
        Lightning then creates the next epoch's iterator, which uses it.
 
-    Loaders with a `state_dict` restore their own position. `own` contains the entries of
-    `data_state`; the RNG states recorded at the epoch's start are loaded into `epoch_start`. Return
-    messages about state that could not be restored.
+    Loaders with a `state_dict` restore their own position.
+
+    Args:
+        trainer: the Trainer that resumes the fit.
+        epoch_start: receives the saved RNG states from the epoch's start.
+        own: this rank's own state, with the entries from `data_state`.
+
+    Returns:
+        Messages about state that could not be restored.
     """
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
@@ -422,7 +445,8 @@ class _SkippingSampler:
 def continue_at(trainer: pl.Trainer, step: int) -> None:
     """Start a joining replica's fit at `step`, without reading the earlier batches.
 
-    Call this in `on_train_start`. Schedulers that do not monitor a metric advance to `step`, too.
+    Call this in `on_train_start`. It also advances the learning-rate schedulers to `step`, except
+    those that monitor a metric.
 
     Raises:
         RuntimeError: the training data has no length or no sampler.

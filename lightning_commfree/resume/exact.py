@@ -4,7 +4,7 @@ A checkpoint is a Lightning checkpoint with full tensors and one additional entr
 
     checkpoint["lightning_commfree"] = {
         "ranks", "token", "folder",      # number of ranks, id of the save, folder of its rank files
-        "algorithm", "fingerprint",      # must be the same for an exact resume
+        "algorithm", "fingerprint",      # an exact resume needs the same algorithm and settings
         "shared",                        # the algorithm's state that is the same on all replicas
         "own",                           # rank 0's own state; other ranks' states are in rank files
     }
@@ -16,7 +16,7 @@ A rank's own state has these entries (`ExactResume._state`):
     "inside"                               the layout's state (`Inside.state_dict`)
     "gradients", "schedulers"              partially accumulated gradients; schedulers
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
-    "shared"                               only on ranks with different shards than rank 0
+    "shared"                               only on ranks whose shards differ from rank 0's
     "lost"                                 messages about state that could not be saved
 
 A fit that resumes on the same number of ranks with the same settings continues bit for bit. Any
@@ -87,7 +87,11 @@ class Resumable(Protocol):
     free_at_resume: frozenset[str] = frozenset()  # `fingerprint` values that may change on resume
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must match across ranks, and across runs for an exact resume."""
+        """Return the settings that must be equal on all ranks.
+
+        For an exact resume, they must also equal the settings in the checkpoint, except those in
+        `free_at_resume`.
+        """
         return {}
 
     def state_dict(self) -> tuple[State, State]:
@@ -105,9 +109,10 @@ class Resumable(Protocol):
     def adopt(
         self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
     ) -> tuple[State, str] | None:
-        """Reuse parts of a checkpoint saved with other settings or by another number of ranks.
+        """Reuse parts of a checkpoint from which an exact resume is impossible; collective.
 
-        This is collective.
+        It may have been saved with different settings or by a different number of ranks, or some of
+        its rank files may be missing.
 
         Args:
             was: the fingerprint in the checkpoint, which was saved by the same algorithm.
@@ -117,8 +122,8 @@ class Resumable(Protocol):
 
         Returns:
             Entries for this rank's own state, and a description of the reused state, which
-            continues the sentence "Every rank starts from the checkpoint's weights, ". If nothing
-            is reused, None on all ranks.
+            continues the sentence "Every rank starts from the checkpoint's weights, "; or None, on
+            all ranks, if nothing is reused.
         """
         del was, ranks, load
         return None
@@ -137,9 +142,15 @@ class _Fit:
 class Save:
     """A checkpoint to resume from, and its rank files.
 
-    The attribute `entry` is the checkpoint's value for `KEY`, which contains the state that only
-    this library saves; {} if there is none. `weights_only` is the argument of `Trainer.fit`; None
-    means True.
+    Args:
+        path: path of the checkpoint.
+        checkpoint: the loaded checkpoint.
+        ranks: all ranks of the job.
+        weights_only: the argument of `Trainer.fit`; None means True.
+
+    Attributes:
+        entry: `checkpoint[KEY]`, the state that only this library saves; {} if the checkpoint has
+            no such entry.
 
     Raises:
         RuntimeError: the entry was written by another version of this package.
@@ -201,7 +212,9 @@ class Save:
     def why_not_exact(self, algorithm: Resumable, found: bool) -> str:
         """Explain why an exact resume is impossible; return "" if it is possible; collective.
 
-        `found` is whether this rank has found its own state.
+        Args:
+            algorithm: the algorithm of this fit.
+            found: whether this rank's own state was found.
         """
         if not self.entry:
             return (
@@ -227,10 +240,10 @@ class Save:
         return f"the rank files of rank {missing} in {folder!r} are missing" if missing else ""
 
     def adopt(self, algorithm: Resumable) -> tuple[State, str]:
-        """Choose what this rank can reuse of a checkpoint from a job with other settings or ranks.
+        """Choose what this rank can reuse if an exact resume is impossible; collective.
 
-        Such a resume is only approximate. Returns the state to restore and, for the user, a
-        description of it. This is collective.
+        Returns:
+            The state to restore, and a description of it for the user.
         """
         adopted = None
         if self.entry.get("algorithm") == algorithm.name:
@@ -291,10 +304,11 @@ class ExactResume:
             self._restore_own(self._fit, save)
 
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
-        """Begin a fit; called in `setup`, after the optimizers are created; collective.
+        """Prepare to save and restore a fit's state; collective.
 
-        On resume, restore this rank's own weights and tensors. If Lightning restores the checkpoint
-        after setup, `read` restores them instead.
+        Call this in `setup`, after the optimizers are created. On resume, it restores this rank's
+        own weights and tensors. If Lightning restores the checkpoint after setup,
+        `restore_position` restores them instead.
         """
         tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
@@ -302,7 +316,9 @@ class ExactResume:
             self._restore_own(self._fit, self._save)
 
     def restore_position(self) -> bool:
-        """Restore the loops, data position and RNG state; called in `on_train_start`.
+        """Restore the loops, data position, RNG state and partially accumulated gradients.
+
+        Call this in `on_train_start`.
 
         Returns:
             Whether any of this rank's own state has been restored.
@@ -530,7 +546,10 @@ class OwnTensors:
             module._buffers[own_name] = buffer
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return two dicts of non-trainable tensors: those in a checkpoint, and the others."""
+        """Return two dicts of untrained tensors: persistent tensors, and non-persistent buffers.
+
+        Persistent floating-point buffers are in neither dict, because the strategy restores them.
+        """
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         kept = self._module.state_dict(keep_vars=True)

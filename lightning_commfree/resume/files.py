@@ -2,9 +2,9 @@
 
 A file is written under a hidden name in the same folder, flushed to disk and renamed; then the
 folder is flushed. If the process is killed or the disk is full, the old file is unchanged.
-(Lightning writes to `$TMPDIR` and then moves the file. If that is on another file system, the move
-overwrites the old file in place.) The hidden name is always the same, so the next save replaces
-anything that a killed process left behind.
+(Lightning writes to `$TMPDIR` and then moves the file. If `$TMPDIR` is on another file system, the
+move overwrites the old file in place.) The hidden name is always the same, so the next save
+replaces anything that a killed process left behind.
 
 `torch.save` writes a checksum (CRC-32) for every record, but `torch.load` ignores it. `verify_file`
 checks all checksums, which takes about 0.3 s per GB if the file is in the page cache.
@@ -36,7 +36,7 @@ def write_atomic(state: Any, path: FilePath) -> None:
     Args:
         state: tensors and other values, which must not change during the call.
         path: path of the file. On a remote file system, the write is as atomic as fsspec's
-            transactions there.
+            transactions for that file system.
 
     Raises:
         RuntimeError: the file cannot be written; an existing file is unchanged.
@@ -68,7 +68,7 @@ def write_atomic(state: Any, path: FilePath) -> None:
 
 
 class _Sink:
-    """A file object for `torch.save` that holds back write errors, such as a full disk.
+    """File object for `torch.save` that defers write errors, such as a full disk.
 
     After an error, it stops writing but continues to count bytes. So torch does not raise its own
     error about an incomplete file, and our error message can say how much space is missing.

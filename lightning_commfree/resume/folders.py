@@ -146,7 +146,11 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
 
 
 def _make_empty(folder: Path) -> str:
-    """Create an empty folder, and remove leftovers of a killed save; return an error text or ""."""
+    """Create an empty folder in place of anything that a killed save left behind.
+
+    Returns:
+        An error message, or "" if the folder was created.
+    """
     try:
         _remove(folder)
         folder.mkdir(parents=True)
@@ -216,7 +220,7 @@ class FolderTensor:
     dtype: torch.dtype
 
     def read(self, like: Tensor | None = None) -> Tensor:
-        """Read the full tensor, or only this rank's shard if `like` is a `DTensor` of its shape."""
+        """Read the full tensor, or this rank's shard if `like` is a `DTensor` of the same shape."""
         if isinstance(like, DTensor) and like.shape == self.shape:
             values: Tensor = torch.empty_like(like.detach(), dtype=self.dtype)
         else:

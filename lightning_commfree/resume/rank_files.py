@@ -122,9 +122,9 @@ class RankFiles:
         return None
 
     def remove_older(self, token: str, keep: int = 0) -> None:
-        """Remove the files of all saves except `token` and the latest `keep` others.
+        """Remove the rank files of previous saves to this path, except the latest `keep` saves.
 
-        Several ranks may safely do this at the same time.
+        Files of the save `token` are also kept. Several ranks may safely do this at the same time.
         """
         with suppress(OSError):  # no earlier save, or another rank was faster
             folders = [str(folder).rstrip("/") for folder in self._fs.ls(self._root, detail=False)]

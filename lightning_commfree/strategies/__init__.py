@@ -53,8 +53,9 @@ def register_strategies() -> None:
 def _refuse_in(registry: Any, message: str) -> None:
     """Register every strategy name in a registry so that using it raises a `TypeError`.
 
-    Used for the registries of Fabric and of the other Lightning package, which do not support the
-    strategies. `message` is the error text, in which `{name!r}` stands for the strategy's name.
+    The strategies do not work with Fabric, or with whichever Lightning package is not selected
+    (`lightning` or `pytorch_lightning`), so the registries there refuse their names. `message` is
+    the error text, in which `{name!r}` stands for the strategy's name.
     """
     for name in product(_NAMES, _START_METHODS):
         refuse = partial(_refuse, message.format(name="".join(name)))

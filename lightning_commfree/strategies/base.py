@@ -3,8 +3,9 @@
 Launchers, samplers, the `torch.compile` guard and device handling come from Lightning's
 `DDPStrategy`; its gradient wrapper and per-batch SIGTERM broadcast are not used. During a fit:
 
-1. `setup` checks that all ranks have the same settings, copies rank 0's weights to them and creates
-   the cross-replica algorithm (`begin`). A resumed fit then restores its state (`ExactResume`).
+1. `setup` checks that all ranks have the same settings, copies rank 0's weights to the others
+   and creates the cross-replica algorithm (`begin`). A resumed fit then restores its state
+   (`ExactResume`).
 2. Lightning runs every optimizer step as usual, inside `FitSession.step`. After each step (as
    counted by `clock`), the algorithm runs the exchanges that are due.
 3. Whenever validation runs, a checkpoint is saved or training ends, all ranks have taken the same
@@ -146,9 +147,11 @@ class ReplicaStrategy(DDPStrategy):
         return Stopping(trainer, self.ranks, clock, self.patches)
 
     def equal_weights(self) -> tuple[int, Channel]:
-        """Return how often to compare weights across ranks, and the channel between these ranks.
+        """Return the settings of the check that ranks hold equal weights (`DriftCheck`).
 
-        The first value is the number of steps between checks; 0 disables them.
+        Returns:
+            The number of steps between checks (0 disables them), and the channel that connects the
+            ranks to compare.
         """
         return 0, self.channels.world
 
@@ -178,7 +181,7 @@ class ReplicaStrategy(DDPStrategy):
         return self.session.between
 
     def traffic(self) -> Traffic:
-        """Forecast the bytes that this rank sends; available from `on_fit_start` on."""
+        """Forecast the bytes that this rank sends; available in `on_fit_start` and later."""
         if self._log is None:
             raise RuntimeError(
                 "`traffic()` is not available yet: it needs state that `fit` creates. Call it in"
@@ -351,7 +354,7 @@ class ReplicaStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _prepare_replaced(self) -> None:
-        """Prepare new optimizers that a hook has assigned to `trainer.optimizers`."""
+        """Pass optimizers that a hook has set on the Trainer to the layout and the algorithm."""
         self.inside.begin(self.optimizers)
         self.session.follow_optimizers(self.optimizers)
         self._prepared = [*self.optimizers]
@@ -438,8 +441,8 @@ class ReplicaStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks or, in a training step, over this replica's ranks only.
 
-        Otherwise every metric logged per step with `sync_dist=True` would cost a round trip over
-        the slow link.
+        If a training step reduced over all ranks, every metric that it logs per step with
+        `sync_dist=True` would cost a round trip over the slow link.
         """
         if self.session.computing:
             if self.inside.size == 1:

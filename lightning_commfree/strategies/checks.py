@@ -131,7 +131,7 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
     """Raise a `ValueError` if validation is scheduled by time.
 
-    Each rank would measure time with its own clock, so some ranks could start to validate while
+    Each rank would measure time with its own clock, so some ranks could start validating while
     others are still training.
     """
     seconds = validation_seconds(trainer)
@@ -202,7 +202,7 @@ def check_ddp_kwargs(
     """Return the arguments that differ from DDP's defaults; reject those that do not apply.
 
     Args:
-        strategy: the strategy class, for messages.
+        strategy: the strategy class, which error messages name.
         ddp_kwargs: the user's arguments.
         with_ddp: whether DDP averages gradients within a replica. If not, the arguments of
             `DistributedDataParallel`, and most of `DDPStrategy`'s, do not apply.

@@ -19,9 +19,10 @@ class Clock:
 
     Attributes:
         steps: number of steps so far.
-        uncounted: number of optimizer steps that are done but not yet included in
-            `trainer.global_step` when a step ends. Lightning counts an optimizer step only after
-            `Strategy.optimizer_step` has returned.
+        uncounted: number of completed optimizer steps that `trainer.global_step` does not include
+            yet when a step ends: 1 with automatic optimization, because Lightning counts an
+            optimizer step only after `Strategy.optimizer_step` has returned; 0 with manual
+            optimization.
     """
 
     def __init__(self, spans_batch: bool = False) -> None:

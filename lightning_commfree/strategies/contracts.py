@@ -40,7 +40,10 @@ class Inside(Protocol):
         return
 
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        """Reject settings and modules that this layout does not support, before `prepare`."""
+        """Reject settings and modules that this layout does not support.
+
+        Called before `prepare`.
+        """
         ...
 
     def prepare(self, strategy: Any) -> None:
@@ -62,7 +65,9 @@ class Inside(Protocol):
         ...
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check optimizers that were just created, or replaced during a fit.
+        """Check that the optimizers fit this layout.
+
+        Called after they are created, and again if a hook replaces them during a fit.
 
         Raises:
             ValueError: an optimizer cannot train the prepared model's parameters.
@@ -70,14 +75,17 @@ class Inside(Protocol):
         del optimizers
 
     def accumulating(self) -> AbstractContextManager[None] | None:
-        """Return a context manager for accumulating gradients without synchronization.
+        """Return a context manager for accumulating gradients without synchronization, or None.
 
-        Return None to use Lightning's own.
+        None selects Lightning's own context manager.
         """
         return None
 
     def train_begins(self) -> None:
-        """Called when training begins, after a resumed fit has restored its state."""
+        """Prepare the ranks of a replica for the first training step.
+
+        Called after a resumed fit has restored its state. By default, it does nothing.
+        """
         return
 
     def check_first(self, verb: str, batch: Any) -> None:
@@ -93,7 +101,7 @@ class Inside(Protocol):
     def after_backward(self, steps: bool) -> None:
         """Combine gradients after backward; collective within the replica.
 
-        `steps` is whether an optimizer step follows. If not, gradients are still accumulating.
+        `steps` is True if an optimizer step follows, and False if gradients are accumulating.
         """
         del steps
 
@@ -182,7 +190,7 @@ class Between(Resumable, Protocol):
     """
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager to wrap around a step: forward, backward, clipping, update."""
+        """Return a context manager that wraps a step: forward, backward, clipping and update."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
@@ -194,7 +202,7 @@ class Between(Resumable, Protocol):
         ...
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Called when a hook has replaced the optimizers, before the new ones step.
+        """Switch to new optimizers that a hook has set; called before they take a step.
 
         Raises:
             ValueError: the algorithm cannot use the new optimizers.
@@ -238,10 +246,13 @@ class LocalUpdates(Between, Protocol):
         ...
 
     def wait_in_flight(self) -> None:
-        """Wait for in-flight exchanges to arrive; their results are still applied on schedule."""
+        """Wait for in-flight exchanges to complete; their results are still applied on schedule."""
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights for validation and checkpoints, or None for the shared weights."""
+        """Return weights to swap in, instead of the shared ones, for validation and checkpoints.
+
+        None selects the shared weights.
+        """
         return None
 
     def unready(self, what: str) -> str | None:
@@ -259,22 +270,23 @@ class LocalUpdates(Between, Protocol):
 
 
 class EveryStep(Between, Protocol):
-    """An algorithm that communicates in every step, so that all replicas hold the same weights."""
+    """An algorithm that communicates at every step, so that all replicas hold the same weights."""
 
     stream_ended: bool = False  # whether any rank's data stream ended with the latest step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Register functions that return this rank's two flags, which are sent in every step.
+        """Register functions that return this rank's two flags, which are sent at every step.
 
         Args:
-            stop: returns whether this rank requests a stop; `after_step` returns whether any rank
-                does.
-            stream_ends: returns whether this rank's data stream ends with this step.
+            stop: a function that returns whether this rank requests a stop; `after_step` then
+                returns whether any rank requests one.
+            stream_ends: a function that returns whether this rank's data stream ends with this
+                step.
         """
         ...
 
     def follow_parameters(self) -> None:
-        """Pick up changes that hooks have made to the weights before the first step."""
+        """Update internal copies of weights that hooks have modified before the first step."""
 
     def average_buffers(self) -> None:
         """Average buffers over all replicas, before validation or a checkpoint; collective."""

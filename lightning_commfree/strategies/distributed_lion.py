@@ -31,9 +31,9 @@ from lightning_commfree.strategies.lockstep import LockstepSession
 class DistributedLionStrategy(ReplicaStrategy):
     """Workers vote on the sign of every parameter's update instead of all-reducing gradients.
 
-    Each worker keeps its gradient and momentum local. It sends one bit per parameter up (its vote)
-    and receives about one bit per parameter down (the result). With N parameters and an odd number
-    n of workers, a worker sends N (n - 1) / (4 n) bytes per step; fp32 DDP sends 8 N (n - 1) / n.
+    Each worker keeps its gradient and momentum local. It sends its vote, one bit per parameter,
+    and receives the result, about one bit per parameter. With N parameters and an odd number n of
+    workers, a worker sends N (n - 1) / (4 n) bytes per step; fp32 DDP sends 8 N (n - 1) / n.
     The parameters remain bit-identical on all ranks. `configure_optimizers` must return a
     `DistributedLion`.
 
@@ -51,8 +51,8 @@ class DistributedLionStrategy(ReplicaStrategy):
             are possible; "random": a random sign, the same on all workers, so that the result uses
             one bit. A parameter whose update is exactly zero on every worker is never updated.
         momentum_sync_every: number of steps between averages of the workers' momentum buffers,
-            which cost 64 / `momentum_sync_every` bits per parameter per step; 0: never, as in the
-            paper.
+            which cost 64 / `momentum_sync_every` bits per parameter per step; 0 disables averaging,
+            as in the paper.
         nonfinite: how to handle NaN or Inf in a worker's gradient. "raise": all ranks stop with an
             error that names the worker. "abstain": that worker votes 0 on the affected bucket of
             parameters and does not update its momentum.
@@ -66,8 +66,9 @@ class DistributedLionStrategy(ReplicaStrategy):
         overlap: whether to start the vote on a bucket during backward, when its last gradient is
             ready. Disabled with a warning if gradients may change after backward: through clipping,
             fp16 scaling, `node_size` above 1, or hooks between backward and step.
-        check_drift_every: number of steps between comparisons of the ranks' parameters, by a hash
-            sent with the votes; a difference ends the fit. 0 disables the check.
+        check_drift_every: number of steps between checks that all ranks have the same parameters.
+            The ranks compare hashes sent with the votes; a difference ends the fit. 0 disables the
+            check.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
             but no more than about 15 minutes, because Linux then drops the connections.

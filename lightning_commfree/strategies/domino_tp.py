@@ -22,7 +22,7 @@ from lightning_commfree.strategies.inside.domino import TensorParallel
 
 
 class DominoSession(FitSession[GradientMean]):
-    """Fit session for Domino, in which the ranks that share a model communicate in every batch.
+    """Fit session for Domino, in which the ranks that share a model communicate on every batch.
 
     Before each optimizer step, every rank sends three numbers to all others: the index of its
     batch, whether its gradient contains NaN or Inf, and whether it requests a stop.
@@ -46,7 +46,7 @@ class DominoSession(FitSession[GradientMean]):
 
     @override
     def after_backward(self, loss: Tensor) -> None:
-        """If an optimizer step follows, check the gradients on all ranks and wait for their means.
+        """If an optimizer step follows, check all ranks' gradients and wait for their average.
 
         Raises:
             RuntimeError: a gradient is not finite, or ranks are on different batches; raised on all
@@ -82,11 +82,11 @@ class DominoTPStrategy(ReplicaStrategy):
     """Tensor parallelism for an unmodified Hugging Face model, with overlapped all-reduces.
 
     When `fit` begins, before the optimizer is created, the `GPT2LMHeadModel` or Llama-like model
-    (Llama, Mistral, Qwen2, Qwen3, Gemma) anywhere inside the LightningModule is sharded in place:
-    attention heads, MLPs and vocabulary are divided among the ranks of a tensor group. A batch is
-    split into micro-batches that take turns, so that the all-reduces of one overlap with the
-    computation of the others, in forward and backward passes. Any other model whose config has a
-    tensor-parallel plan is sharded according to that plan, without overlap.
+    (Llama, Mistral, Qwen2, Qwen3, Gemma) that the LightningModule contains, at any depth, is
+    sharded in place: attention heads, MLPs and vocabulary are divided among the ranks of a tensor
+    group. A batch is split into micro-batches that take turns, so that the all-reduces of one
+    overlap with the computation of the others, in forward and backward passes. Any other model
+    whose config has a tensor-parallel plan is sharded according to that plan, without overlap.
 
     Checkpoints contain the full model and optimizer state. They can be loaded at any
     tensor-parallel size, in a plain Trainer and, for the model's weights, with `from_pretrained`.
@@ -108,7 +108,8 @@ class DominoTPStrategy(ReplicaStrategy):
     `_init_weights`.
 
     If the model computes its own loss (`labels=`), the logits of the full vocabulary are never
-    gathered, and the model's output has no logits; without `labels` it has all of them.
+    gathered, and the model's output has no logits. Without `labels`, the output contains the
+    full logits.
 
     Args:
         tensor_parallel_size: number of consecutive ranks that share one model; if None, all ranks
@@ -120,9 +121,9 @@ class DominoTPStrategy(ReplicaStrategy):
             "batch", "token" and "none", chosen by timing the first 30 batches of each size
             (`domino.auto_split`).
         num_micro_batches: number of micro-batches, 2 or more.
-        check_drift_every: number of steps between checks that parameters which several ranks hold
-            are still equal (by a hash). A difference ends the fit with an error that names the
-            parameters and ranks. 0 disables the check.
+        check_drift_every: number of steps between checks that parameters held by several ranks are
+            still equal. The ranks compare hashes; a difference ends the fit with an error that
+            names the parameters and ranks. 0 disables the check.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
             but no more than about 15 minutes, because Linux then drops the connections.

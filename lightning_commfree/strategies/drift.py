@@ -37,10 +37,12 @@ class DriftCheck:
         self._period, self._missed = -1, 0  # values at the latest check
 
     def before_step(self) -> None:
-        """Compare weights if a check is due; collective, so all ranks call it after the same step.
+        """Compare weights across ranks if a check is due; collective.
+
+        Call it on all ranks before the same step.
 
         Raises:
-            AgreedError: weights differ; raised on all ranks that hold them.
+            AgreedError: weights differ; raised on all ranks that hold these weights.
         """
         step = self._strategy.module.trainer.global_step
         if step // self._every == self._period:

@@ -13,8 +13,8 @@ strategy coordinates the replicas as follows:
   fit depends on a monitored metric, every replica validates. All replicas use the same weights, so
   they get the same result.
 - *Stopping.* `trainer.should_stop` on one replica stops all replicas after the same step. SIGTERM
-  stops only the replica that receives it; if that replica has several ranks, it stops after its
-  next landing.
+  stops only the replica that receives it; if that replica has several ranks, it stops after the
+  next step at which a fragment lands, that is, at which the result of an exchange is applied.
 """
 
 from __future__ import annotations
@@ -136,17 +136,19 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     `docs/elastic.md`.
 
     All replicas need the same model, settings, `max_steps` and `max_epochs`. They may have
-    different batch sizes: a replica's outer gradient is weighted by the number of samples in it.
+    different batch sizes: a replica's outer gradient is weighted by the number of samples it was
+    computed from.
 
     Args:
         rendezvous: URL of the lighthouse. If None, the value of the environment variable
             COMMFREE_RENDEZVOUS is used.
         max_replicas: number of slots, each with its share of the training data. The shares of empty
             slots are not trained on.
-        min_replicas: minimum number of replicas. If there are fewer, all of them wait at the next
-            landing.
-        heartbeat_timeout: time in seconds. If a replica sends no heartbeat for longer, the others
-            abandon an exchange with that replica. Use the same value as for the lighthouse.
+        min_replicas: minimum number of replicas. If there are fewer, all of them wait when the
+            next fragment is due to land.
+        heartbeat_timeout: maximum number of seconds between a replica's heartbeats. If a replica
+            exceeds it, the others abandon their exchange with that replica. Use the same value as
+            for the lighthouse.
         sync: how replicas of unequal speed stay together. "steps": every replica takes `sync_every`
             steps between two exchanges of a fragment, and faster replicas wait. "time": only the
             fastest replica takes all of these steps. The other replicas take part in the exchange

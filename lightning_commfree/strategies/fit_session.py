@@ -1,8 +1,8 @@
 """State and hooks of one fit, from a strategy's `setup` to its `teardown`.
 
-`FitSession` has the parts that all strategies share. Its subclasses differ in how ranks depend on
-each other: they train independently (`local_weights`), exchange something in every optimizer step
-(`lockstep`), or share a model and communicate in every batch (`domino_tp`).
+`FitSession` implements the behavior that all strategies share. Its subclasses differ in how ranks
+depend on each other: they train independently (`local_weights`), exchange data at every optimizer
+step (`lockstep`), or share a model and communicate on every batch (`domino_tp`).
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class FitSession(Generic[B]):
         patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
 
     def begin(self, resumed: bool) -> None:
-        """Prepare for the first training step, after hooks that may have changed the weights.
+        """Set the step count, and start agreeing on stops and counting traffic for the summary.
 
+        Called before the first training step, after hooks that may have changed the weights.
         `resumed` is whether the algorithm's state was restored from a checkpoint.
         """
         del resumed
@@ -86,16 +87,19 @@ class FitSession(Generic[B]):
         self.log.begin()
 
     def steps_before(self) -> int:
-        """Return the number of steps that a resumed fit has taken before, as counted by `clock`."""
+        """Return the number of steps taken before a fit is resumed, as counted by `clock`."""
         return self._trainer.global_step
 
     def batch_begins(self) -> None:
-        """Called before training on a new batch."""
+        """End the epoch after the next batch if it is the last one in any rank's data stream.
+
+        Called before training on it; collective over the ranks that communicate on every batch.
+        """
         self._stopping.share_last_batch(self._channels.within)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Context manager around a training step."""
+        """Context manager that wraps a training step, and sets `computing` while it runs."""
         self.computing = True
         try:
             with self._counted(None):
@@ -105,7 +109,7 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Context manager around a training step that only accumulates gradients."""
+        """Context manager that sets `accumulates` during a step that only accumulates gradients."""
         self.accumulates = True
         try:
             yield
@@ -113,11 +117,13 @@ class FitSession(Generic[B]):
             self.accumulates = False
 
     def after_backward(self, loss: Tensor) -> None:
-        """Called after a batch's backward pass, with the batch's loss."""
+        """Hook for subclasses that runs after a batch's backward pass, with the batch's loss."""
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context manager around an optimizer step.
+        """Context manager that wraps an optimizer step, and then runs the exchanges that are due.
+
+        With manual optimization, they run after the whole `training_step` instead.
 
         Raises:
             RuntimeError: in manual optimization, the step is not within `training_step`.
@@ -166,13 +172,13 @@ class FitSession(Generic[B]):
         self.between.follow_optimizers(optimizers)
 
     def after_step(self) -> None:
-        """Called after each step, when the ranks have agreed on whether to stop after it."""
+        """Hook for subclasses that runs after a step, once ranks have agreed on whether to stop."""
 
     def stops_after(self) -> int | None:
         """Return the step after which all ranks would stop if SIGTERM came now; None if unknown.
 
-        The default is for ranks that exchange flags in every step. The current step may already
-        have sent its flags, so the request is sent with the next one.
+        This default applies if ranks exchange flags at every step. The current step may already
+        have sent its flags, so the request would be sent with the next step.
         """
         return self.clock.steps + 2
 
@@ -183,12 +189,18 @@ class FitSession(Generic[B]):
         start()
 
     def validation_begins(self) -> None:
-        """Called before Lightning's `on_validation_start` hooks."""
+        """Start counting traffic as validation traffic; `validation_ends` stops it.
+
+        Called before Lightning's `on_validation_start` hooks.
+        """
         ledger = self._world.ledger
         self._phase_before, ledger.phase = ledger.phase, VALIDATION
 
     def validation_ends(self) -> None:
-        """Called after Lightning's `on_validation_end` hooks."""
+        """Stop counting traffic as validation traffic, and stop the fit if any rank requests it.
+
+        Called after Lightning's `on_validation_end` hooks. A sanity check never stops the fit.
+        """
         self._world.ledger.phase = self._phase_before
         if not self._trainer.sanity_checking:
             self._stopping.agree_here()
@@ -201,7 +213,7 @@ class FitSession(Generic[B]):
         """Raise an error on all ranks if a checkpoint saved now would be unusable."""
 
     def fit_ends(self) -> None:
-        """Called after the last training step."""
+        """Hook for subclasses that runs after the last training step."""
 
     def end(self) -> None:
         """Release the algorithm's resources, even after a failed fit."""
@@ -285,7 +297,10 @@ class FitLog:
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
 
     def summary(self, to: str = "") -> str:
-        """Return a summary of the fit's traffic for the user; `to` may name the recipients."""
+        """Return a summary of the fit's traffic for the user.
+
+        `to` is inserted after the number of bytes sent, for example " to other replicas".
+        """
         now, steps = self._ledger.totals(), self._means.steps
         sent = now.bytes_sent - self._before.bytes_sent
         ddp = steps * self.traffic.ddp_bytes_per_step
@@ -301,7 +316,7 @@ class FitLog:
         self._last, self._more = self.figures(), dict
 
     def _metrics_for(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the metrics to add to a logger's row; {} if no step followed the previous row."""
+        """Return the metrics to add to a logger's row, or {} if no step followed the last row."""
         logs = self._trainer.loggers and self._trainer.training
         if not logs or self._means.steps == self._steps_in_rows:
             return {}

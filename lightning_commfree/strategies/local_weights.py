@@ -185,7 +185,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         patches.put(self._trainer, "save_checkpoint", save_shared)
 
     def _shown(self) -> Sequence[Tensor] | None:
-        """Return weights to use instead of the shared weights, or None to use the shared ones."""
+        """Return weights to swap in instead of the shared weights, or None for the shared ones."""
         if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
             return None
         return self.between.shown()

@@ -1,4 +1,4 @@
-"""Fit session for ranks that communicate in every step and hold identical weights afterwards.
+"""Fit session for ranks that communicate at every step and then hold identical weights.
 
 With each exchange, every rank sends two flags: whether it requests a stop (`Stopping.wanted`), and
 whether its data stream of unknown length ends with this step (`Stopping.stream_ends`).
@@ -25,7 +25,7 @@ _NO_STEP = -1  # sent instead of an optimizer's index
 
 
 class LockstepSession(FitSession[EveryStep]):
-    """Fit session for algorithms that communicate in every step."""
+    """Fit session for algorithms that communicate at every step."""
 
     compares_weights = True
 

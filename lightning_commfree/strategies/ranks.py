@@ -84,7 +84,7 @@ class Ranks:
                 self.leave()
 
     def leave(self) -> None:
-        """Close the channels, and undo the change to this process's environment variables."""
+        """Close the channels, and restore gloo's environment variable if `join` has changed it."""
         self._interface.restore()
         if self._channels is not None:
             self._channels.close()
@@ -139,7 +139,7 @@ class Ranks:
     # -- Lightning's collectives, over all ranks
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
-        """Context manager in which the error of a failed Lightning collective names lost ranks."""
+        """Context manager that names lost ranks in the error if a Lightning collective fails."""
         if self._channels is None:
             return nullcontext()
         # `computing`: a tensor on the wrong device fails too, without any rank being lost
@@ -195,7 +195,7 @@ class Ranks:
             raise failure or RuntimeError(text)
 
     def _info(self) -> RankInfo:
-        """Return information about this process's rank; also sets Lightning's rank attributes."""
+        """Set Lightning's rank attributes, and return them with the connection settings."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment

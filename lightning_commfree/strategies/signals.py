@@ -1,13 +1,14 @@
 """Handle SIGTERM, which may reach only some ranks but must stop all of them.
 
-SIGTERM becomes a request to stop (`stopping`), which is sent with the next exchange. For example:
+SIGTERM becomes a request to stop (`stopping`), which is sent with the next exchange. For example,
+with Streaming DiLoCo:
 
 1. Step 101: rank 1 receives SIGTERM and records it. The other ranks do not know yet; all ranks
    continue training.
-2. Step 125: a fragment is launched; rank 1's header has the stop flag.
-3. Step 126: the fragment lands on all ranks. Each tells its Trainer that SIGTERM was received;
-   after this step Lightning raises `SIGTERMException`, runs the `on_exception` hooks, which may
-   save checkpoints, and tears down.
+2. Step 125: the next exchange starts (a fragment is *launched*); rank 1 sends the stop flag.
+3. Step 126: its result is applied on all ranks (the fragment *lands*). Each rank tells its
+   Trainer that SIGTERM was received; after this step Lightning raises `SIGTERMException`, runs the
+   `on_exception` hooks, which may save checkpoints, and tears down.
 
 Lightning itself (2.5.2 and later) broadcasts a flag from rank 0 before every batch, which would
 cost a round trip per batch on a slow link. Here, the delay is at most a launch interval plus the

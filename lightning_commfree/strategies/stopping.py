@@ -7,12 +7,12 @@ other.
 
 *Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent as a
 flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
-(`agree_in_step`). When all ranks are at the same point anyway (after a validation, at the end of an
+(`agree_in_step`). When all ranks are at the same point anyway (after validation, at the end of an
 epoch and before a checkpoint), they agree immediately on `should_stop` (`agree_here`). SIGTERM
 takes effect only after the next step: at these points Lightning would exit the fit without calling
 another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` first.
 
-*Streams* have no length to agree on in advance. Ranks that communicate in every batch or step also
+*Streams* have no length to agree on in advance. Ranks that communicate on every batch or step also
 report whether their data has run out (`share_last_batch`, `end_epoch`), and the epoch ends on all
 of them as soon as any rank runs out. Ranks that train independently cannot report it in time. If
 their data ends after different steps, all ranks raise an error that names the rank (`EpochEnds`).
@@ -154,7 +154,7 @@ class Stopping:
     def share_last_batch(self, channel: Channel) -> None:
         """End the epoch after this batch if it is the last one of any rank's stream; collective.
 
-        Call it before training on the batch. `channel` connects the ranks that communicate in every
+        Call it before training on the batch. `channel` connects the ranks that communicate on every
         batch.
         """
         if not self._unsized or channel.size == 1:
@@ -222,7 +222,9 @@ class Stopping:
     def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
         """Run `finish`, the epoch loop's own `on_advance_end`, which ends a batch.
 
-        It may run validation, which all ranks must reach after the same step.
+        `finish` may run validation, which all ranks must reach after the same step. So this first
+        checks that streams end together, and defers a stop that only this rank may have requested.
+        If SIGTERM has stopped ranks that train independently, it raises `SIGTERMException` instead.
         """
         if self._exiting_by_sigterm:
             raise SIGTERMException
@@ -361,13 +363,13 @@ class EpochEnds:
     heartbeats (`comm.liveness`):
 
     1. Rank 1's epoch ends after step 5. It waits and reads the other ranks' positions.
-    2. It finds that rank 0 has begun step 6, and raises an error that names both ranks and is sent
-       to all.
+    2. It finds that rank 0 has begun step 6, sends an error that names both ranks to all ranks, and
+       raises it.
     3. The other ranks read that error with their next heartbeat and raise it, in the exchange for
        which they are waiting or at their next step.
 
-    With liveness off, or without a TCPStore, nothing is compared. An exchange then fails if epochs
-    are uneven, at the latest after the `timeout`, and its error names no rank.
+    If liveness is disabled, or there is no TCPStore, positions are not compared. Uneven epochs then
+    make an exchange fail, at the latest after `timeout`, with an error that names no rank.
     """
 
     def __init__(self, watch: PeerWatch) -> None:

@@ -36,7 +36,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     as its gradient, and the result is mixed into the local parameters. Nothing is sent between
     exchanges.
 
-    Validation and checkpoints (`state_dict`) use the *outer* weights, on which all replicas agree.
+    Validation and checkpoints (`state_dict`) use the *outer* weights, on which all replicas agree:
+    each fragment's *global copy*, as opposed to a replica's local copy.
     At the end of `fit`, all ranks have the mean of all replicas' weights. `WeightAveraging`
     averages the outer weights. Gradient clipping, weight decay and learning-rate schedules act
     within a replica. A metric that `training_step` logs per step with `sync_dist=True` covers only
@@ -59,7 +60,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         overlap_steps: tau, the number of inner steps from launch to landing; 0 blocks training
             during the exchange. Several fragments may be in flight. At most 5 is recommended.
         mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
-            them with the global parameters, 1 keeps them.
+            them with the global copy, 1 keeps them.
         wire_dtype: the number format in which outer gradients are sent: "fp32", "bf16", "int8",
             "fp4", "int2", "topk", or your own codec. "int2" and "topk" use error feedback, which
             needs 4 bytes of memory per parameter. See `lightning_commfree.diloco.codec`.
@@ -87,7 +88,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             to `sync_every` steps old. "mean": the mean of the replicas' local weights, which costs
             an extra exchange (half a byte per parameter in fp4) but makes early stopping and best
             checkpoints meaningful in short runs. A checkpoint without validation at the same step
-            needs an exchange of its own. The choice does not affect training.
+            needs an additional exchange. The choice does not affect training.
         check_drift_every: number of cycles (of `sync_every` steps) between checks that all replicas
             have the same global copies. They compare hashes, which are sent with the exchange; a
             difference ends the fit. 0 disables the check.
@@ -150,7 +151,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @property
     def fragments(self) -> list[list[str]]:
-        """Parameter names of each fragment, in index order; available from `on_fit_start` on.
+        """Parameter names of each fragment, in index order; available in `on_fit_start` and later.
 
         Fragments of parameters that were unfrozen during the fit come last. Frozen parameters are
         not listed.

@@ -1,4 +1,4 @@
-"""Layouts of a model across the ranks of a replica: DDP here, the others in `fsdp` and `domino`."""
+"""Layouts of a model across a replica's ranks: DDP here, FSDP in `fsdp`, Domino in `domino`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def choose_layout(
     """Return the layout that a strategy's argument `inside` selects.
 
     `size` is the number of ranks in a replica, and `argument` is the name of the strategy's
-    argument that sets it, for error messages.
+    argument that sets it, used in error messages.
 
     Raises:
         ValueError: the name is not valid, or the layout needs a larger `size`.

@@ -45,9 +45,10 @@ _WHY_NOT_MANUAL = (
 class TensorParallel(ShardedReplica):
     """Layout for tensor parallelism: every layer is sharded across a tensor group's ranks.
 
-    `argument` is the name of the strategy's argument that sets the group size, for messages.
-    `outside` names the mesh axis across tensor groups: `DATA` for `DominoTPStrategy`, `REPLICA` for
-    the other strategies. `sharded` is the sharded model between `prepare` and `release`, else None.
+    `argument` is the name of the strategy's argument that sets the group size, used in error
+    messages. `outside` names the mesh axis across tensor groups: `DATA` for `DominoTPStrategy`,
+    `REPLICA` for the other strategies. `sharded` is the sharded model between `prepare` and
+    `release`, otherwise None.
     """
 
     same_batch = True

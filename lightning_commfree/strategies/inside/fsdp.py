@@ -53,7 +53,7 @@ _WHY_NOT_MANUAL = (
 class FullyShard(ShardedReplica):
     """Layout that shards parameters, gradients and optimizer states across a replica's ranks.
 
-    `argument` is the name of the strategy's argument that sets `size`, for messages.
+    `argument` is the name of the strategy's argument that sets `size`, used in errors.
 
     Raises:
         ValueError: this version of torch is too old.

@@ -151,12 +151,12 @@ class ShardedReplica(Inside):
     # -- inside
 
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load those tensors of a module's state that are still in a checkpoint folder."""
+        """Return a module's state after loading tensors that are still in a checkpoint folder."""
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
     def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load those tensors of an optimizer's state that are still in a checkpoint folder."""
+        """Return an optimizer's state after loading tensors still in a checkpoint folder."""
         del optimizer
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found
@@ -166,5 +166,5 @@ class ShardedReplica(Inside):
         return self._strategy.is_global_zero
 
     def _gathers(self) -> bool:
-        """Return whether this rank is needed to gather states on rank 0; False after Ctrl-C."""
+        """Return whether this rank helps gather states on rank 0; False if `Ranks.interrupted`."""
         return self._strategy.global_rank < self.size and not self._strategy.ranks.interrupted

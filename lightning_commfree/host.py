@@ -99,9 +99,9 @@ def wrong_host(what: str) -> str:
 
 
 def when_other_is_imported(call: Callable[[Any], None]) -> None:
-    """Call a function with the strategy registry of the other Lightning package.
+    """Call `call` with the other Lightning package's strategy registry as soon as it is imported.
 
-    If that package has not been imported yet, make the call right after its import.
+    If that package has already been imported, `call` is called immediately.
     """
     if other_is_imported():
         call(import_module(f"{_MODULES[_OTHER]}.strategies").StrategyRegistry)

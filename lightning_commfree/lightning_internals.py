@@ -212,7 +212,10 @@ def _exists(trainer: pl.Trainer | None, name: str) -> bool:
 def handle_signals(
     trainer: pl.Trainer, patches: Patches, sigterm: Callable[..., None], slurm: Callable[..., None]
 ) -> None:
-    """Replace Lightning's SIGTERM and SLURM handlers, and disable its per-batch broadcast."""
+    """Replace Lightning's SIGTERM and SLURM handlers, and disable its SIGTERM broadcast.
+
+    Lightning otherwise broadcasts on every batch whether a rank has received SIGTERM.
+    """
     if SIGTERM.works(trainer):
         connector = trainer._signal_connector
         patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -228,9 +231,9 @@ def set_sigterm_received(trainer: pl.Trainer) -> None:
 def add_to_rows(
     trainer: pl.Trainer, patches: Patches, more: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> None:
-    """Add metrics to the rows that loggers write, but not to `trainer.logged_metrics`.
+    """Send additional metrics to loggers, without adding them to `trainer.logged_metrics`.
 
-    `more` takes the metrics of a row and returns the metrics to add.
+    `more` takes the metrics that Lightning is about to log and returns the metrics to add.
     """
     if not ROWS.works(trainer):
         return
@@ -347,10 +350,13 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
 def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Return a launcher like Lightning's that exits cleanly; None if `launcher` is None.
+    """Make a launcher exit even if its ranks return no result, and run `check` before launching.
 
-    The new launcher first calls `check` in the launching process, so that unsupported settings are
-    rejected immediately and only once.
+    Forked and spawned ranks get a `CleanExitLauncher`. `check` runs in the launching process, so
+    that unsupported settings are rejected immediately and only once.
+
+    Returns:
+        The launcher to use; `launcher` unchanged if it is None or if a private name is missing.
     """
     if launcher is None or not LAUNCH.works(None):
         return launcher
@@ -390,14 +396,15 @@ def data_fetcher(trainer: pl.Trainer) -> Any:
 def forget_loaders(trainer: pl.Trainer) -> None:
     """Make Lightning create the training loaders again when the training loop starts.
 
-    A scheduler that reads `trainer.estimated_stepping_batches` causes them to be created earlier.
+    Call this if they may have been created too early: reading `trainer.estimated_stepping_batches`,
+    as some schedulers do, creates them.
     """
     if EPOCHS.works(trainer):
         trainer.fit_loop._combined_loader = None
 
 
 def validate_if(trainer: pl.Trainer, patches: Patches, allowed: Callable[[], bool]) -> None:
-    """Skip each validation run for which `allowed()` returns False when the run is due."""
+    """Skip a validation run if `allowed()`, called when the run is due, returns False."""
     if MID_EPOCH.works(trainer):
         loop = trainer.fit_loop.epoch_loop
         is_due = loop._should_check_val_fx
@@ -486,7 +493,10 @@ def validation_seconds(trainer: pl.Trainer) -> float | None:
 
 
 def set_world_backend(strategy: Any, backend: str) -> None:
-    """Set the backend with which the strategy will create its process group, if supported."""
+    """Set the backend of the process group that the strategy will create.
+
+    This does nothing if the strategy has no such setting in this version of Lightning.
+    """
     if hasattr(strategy, "_process_group_backend"):
         strategy._process_group_backend = backend
 
@@ -516,7 +526,7 @@ def data_used_up(trainer: pl.Trainer) -> bool:
 def may_stop_early(trainer: pl.Trainer, uncounted: int = 0) -> bool:
     """Return whether `min_epochs` and `min_steps` have been reached.
 
-    `uncounted` is the number of steps taken that the Trainer has not counted yet.
+    `uncounted` is the number of completed steps that `trainer.global_step` does not include yet.
     """
     loop, steps = trainer.fit_loop, trainer.global_step + uncounted
     epoch: Any = loop.epoch_progress.current
@@ -544,7 +554,7 @@ def steps_to_come(trainer: pl.Trainer) -> int | None:
 
 
 def in_accumulation(trainer: pl.Trainer) -> bool:
-    """Return whether gradients for the next optimizer step are partly accumulated."""
+    """Return whether gradients have been accumulated for an optimizer step that has not run yet."""
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     stepped = batch.processed == batch.ready and not accumulates(trainer)
     return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)

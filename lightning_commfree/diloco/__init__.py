@@ -16,15 +16,15 @@ gradients*, one fragment of the model at a time, while training continues. Each 
             outer_optimizer.step()
             local[p] = alpha * local[p] + (1 - alpha) * global_copy[p]
 
-    land the fragments that are in flight
+    land all in-flight fragments
     local = global_copy = mean of the local copies        # `finish`
 
 ======  ==================  ===============  ===============  =================================
 symbol  name here           unit             default          source
 ======  ==================  ===============  ===============  =================================
-M       `View.size`         replicas         the world        section 2
+M       `View.size`         replicas         one per rank     section 2
 H       `sync_every`        inner steps      100              section 3; 30 and 100 ablated
-P       `num_fragments`     fragments        3 blocks each    section 3.1; 1 more for the rest
+P       `num_fragments`     fragments        3 blocks each    section 3.1; other layers: 1 more
 t_p     `Schedule.offset`   inner steps      floor(p H / P)   section 2.2
 tau     `overlap_steps`     inner steps      1                section 3; at most 5 recommended
 alpha   `mix`               weight of local  0.5              Figure 10

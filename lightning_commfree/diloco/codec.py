@@ -8,7 +8,7 @@ depends only on the number of values, N.
 wire_dtype  bits per value  rounding
 ==========  ==============  ===================================================================
 fp32        32              none
-bf16        16              to nearest, ties to even; NaN and Inf are kept
+bf16        16              to nearest, ties to even; NaN and Inf are preserved
 int8        8.125           to the nearest multiple of the block's largest magnitude / 127
 fp4         4.03            to the nearest of zero and seven powers of two of either sign (E3M0)
 int2        2.06            to one of four levels per block; error feedback
@@ -27,11 +27,11 @@ With the default outer optimizer (learning rate 0.4, momentum 0.9), int2 diverge
 and above (`tests/diloco/test_error_feedback.py`). So the default weight is 0.5. Without outer
 momentum, weights from 0.95 to 1 are best.
 
-To use your own codec, pass an object that implements `Codec` as `wire_dtype`. See
-`examples/sign_codec.py` for an example. A codec may also have the attribute `gather_only`. If it is
-True, every replica gets every payload (the gather route of `comm.exchange`), so that values are
-encoded only once. The top-k codec sets it: on the two-phase route, the mean has as many nonzero
-values as all payloads together, and selecting from them again would discard most of the values.
+To use your own codec, pass an object that implements `Codec` as `wire_dtype`, as in
+`examples/sign_codec.py`. A codec may also have the attribute `gather_only`. If it is True, every
+replica gets every payload (the gather route of `comm.exchange`), so that values are encoded only
+once. The top-k codec sets it: on the two-phase route, the mean has up to as many nonzero values as
+all payloads together, and encoding the mean would discard most of them.
 """
 
 from __future__ import annotations
@@ -71,8 +71,11 @@ def num_blocks(numel: int) -> int:
 
 
 def chunks(numel: int, device: torch.device, block: int = BLOCK) -> Iterator[slice]:
-    """Yield consecutive slices of `numel` values: chunks of whole blocks, sized for the device."""
-    # a shorter last block is a chunk of its own, so that all blocks in a chunk have the same size
+    """Yield slices that split `numel` values into chunks of whole blocks, sized for the device.
+
+    If the last block is shorter than the others, it is a separate chunk.
+    """
+    # a shorter last block gets its own chunk, so that all blocks in a chunk have the same size
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     whole = numel // block * block
     for start in range(0, whole, step):
@@ -419,7 +422,10 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return the range of block indices in a chunk, and its shape (blocks, values per block)."""
+    """Return the slice of block indices that a chunk covers, and the chunk's two-dimensional shape.
+
+    The shape is (number of blocks, values per block).
+    """
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)

@@ -23,12 +23,13 @@ In the mean, a replica's values are weighted by the number of inner steps that t
 since the fragment last landed on it, or since it joined. So the first message of a new replica,
 which contains only zeros, has weight 0.
 
-*Replicas of unequal speed.* All replicas share one schedule, and `step` is a replica's position in
-it. By default, every replica takes every step. With `sync="time"`, only the fastest replica does,
-and it announces each launch to the others. A slower replica finishes its current step, advances to
-the same position in the schedule without training, launches its own fragment, and continues from
-there. So no replica waits longer than one step of another replica. Given the steps that each
-replica has taken, the result is exact.
+*Replicas with different speeds.* All replicas share one schedule, and `step` is a replica's
+position in it. By default, every replica takes every step. With `sync="time"`, only the fastest
+replica does, and it announces each launch to the others. A slower replica finishes its current
+step, advances to the same position in the schedule without training, launches its own fragment, and
+continues from there. So no replica waits longer than one step of another replica. Skipped steps do
+not distort the mean, because a replica's weight counts only the inner steps that it has actually
+taken.
 """
 
 from __future__ import annotations
@@ -109,14 +110,14 @@ class ElasticDiLoCo(StreamingDiLoCo):
         may_rejoin: whether this replica rejoins the job if the other replicas have continued
             without it. Set it only if this replica has a single rank and at most one fragment is in
             flight at a time.
-        discarded: number of inner steps lost when this replica rejoined. If only some fragments
-            lost a step, the step counts in proportion.
+        discarded: number of inner steps whose updates were lost when this replica rejoined. A step
+            that was lost for k of P fragments counts as k / P steps.
         inner_steps: number of inner steps that this replica has taken itself; `step` is its
             position in the schedule, which is the same on all replicas at a launch.
         skipped: number of steps of the schedule that were skipped after the latest inner step.
         last_step: the step after which the fit ends. A replica skips no steps beyond it.
-        views: for each exchange in which this replica took part, its number and the slots of the
-            members.
+        views: one pair per exchange in which this replica took part: the number of the exchange,
+            and the slots of its members.
         weight_per_step: weight of one inner step in a mean, such as its number of samples.
     """
 
@@ -171,11 +172,12 @@ class ElasticDiLoCo(StreamingDiLoCo):
         reached.
 
         Args:
-            fingerprint: settings and model, which must be the same on all replicas.
+            fingerprint: description of the settings and the model; must be the same on all
+                replicas.
 
         Raises:
             RuntimeError: the job has ended, all slots are taken, or no replica is left.
-            ValueError: the other replicas have different settings or another model.
+            ValueError: this replica's fingerprint differs from the other replicas' fingerprint.
         """
         membership = self._membership
         while membership.start(fingerprint, self.step, self.launched):
@@ -213,9 +215,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @property
     def _is_behind(self) -> bool:
-        """Whether to skip steps: another replica has already launched this replica's next exchange.
+        """Whether another replica has already launched the exchange that is next on this replica.
 
-        This is False with `sync="steps"`, and once the last step of the fit has been reached.
+        If so, this replica must skip steps. This is always False with `sync="steps"`, and once
+        `last_step` has been reached.
         """
         membership = self._membership
         by_time = membership.by_time and self.step < self.last_step
@@ -282,8 +285,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
             flight: number of the exchange.
             p: index of the fragment.
             values: fp32 values to send, shape (S,).
-            header: sent with the values.
-            residual: receives the rounding error, for error feedback; None if it is not needed.
+            header: metadata to send with the values.
+            residual: receives the codec's rounding error; None if there is no error feedback.
         """
         if values.is_cuda:
             torch.cuda.set_device(values.device)  # for this thread
@@ -365,7 +368,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since[p] = self.inner_steps
 
     def _codec(self, is_last: bool) -> Codec:
-        """Return the codec; for a fit's last exchange (`is_last`), one without error feedback."""
+        """Return the configured codec or, if `is_last`, the codec for a fit's last exchanges.
+
+        The latter uses no error feedback, because no later exchange could correct its errors.
+        """
         return self._last_codec if is_last else self.codec
 
     def _sizes(self, p: int) -> tuple[int, int]:
@@ -379,7 +385,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @property
     def slot(self) -> int:
-        """Index of this replica's share of the data, and its position in views.
+        """This replica's slot: the index of its share of the data, and its ID in `views`.
 
         Valid after `begin`.
         """
@@ -402,8 +408,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def snapshot(self) -> dict[str, Any]:
         """Copy the outer state for a joining replica.
 
-        The copy also contains the number of exchanges that have landed in it (`landed`) and the
-        latest views.
+        The copy also contains the latest views and `landed`, the number of exchanges whose results
+        the state includes.
         """
         with self._outer_lock:
             states = [fragment.state_dict() for fragment in self.fragments]
@@ -432,7 +438,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _fetch(self, member: Member, flight: int) -> dict[str, Any] | None:
         """Fetch the messages of an exchange from a member that has completed it.
 
-        Return None if the member is gone or no longer has them.
+        Return None if the member is gone or no longer has the messages.
         """
         try:
             messages = self._membership.transfer.fetch_messages(self._address(member), flight)
@@ -448,7 +454,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return member.states[self._membership.ranks.rank]
 
     def _decoder(self, message: Mapping[str, Any], p: int) -> Delivery:
-        """Pair fetched messages with a `FragmentExchange` that can decode them."""
+        """Return a `Delivery` of fetched messages, with an exchange that can decode them."""
         members, slot = tuple(message["members"]), self._membership.record.slot
         channel = Channel([0], 0, self._membership.ledger)
         channel.rank = members.index(slot) if slot in members else -1
@@ -460,7 +466,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     # -- joining
 
     def _join_job(self) -> None:
-        """Join a running job: fetch its outer state, and launch with the other replicas."""
+        """Join a running job: fetch its outer state, and take part in its next exchange."""
         self._find_outer()
         self.joined = self.landed
         self._launch_joined()
@@ -490,11 +496,14 @@ class ElasticDiLoCo(StreamingDiLoCo):
         executor.shutdown(wait=False)
 
     def _rejoin(self, must: bool = False) -> int:
-        """Rejoin the job if its outer state has been fetched; return the number of skipped steps.
+        """Rejoin the job if the current outer state has been fetched.
 
-        While the fetch is in progress, return 0, so that training continues. However, wait for the
-        fetch if this replica has reached the last known step of the other replicas, or if `must` is
-        True.
+        If the fetch is still in progress, return immediately, so that training continues. However,
+        wait for the fetch if this replica has reached the last known step of the other replicas, or
+        if `must` is True.
+
+        Returns:
+            The number of steps of the schedule that this replica skipped by rejoining.
         """
         found, before = self._outer_found, self.step
         assert found is not None
@@ -517,9 +526,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self.step - before
 
     def _find_outer(self) -> None:
-        """Fetch a member's outer state, replay missed landings, and enter the next exchange's view.
+        """Fetch a member's outer state, replay missed landings, and become a member.
 
-        If the member is gone, continue with another one.
+        This replica then takes part in the next exchange. If the member that provides the state
+        fails, start over with another member.
         """
         membership, gone = self._membership, set[str]()
         while True:
@@ -539,7 +549,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
             gone.add(donor.replica)
 
     def _launch_joined(self, unsent: Sequence[tuple[Tensor, int]] = ()) -> None:
-        """Set the local weights to the outer weights, and launch together with the other replicas.
+        """Set the local weights, and launch fragments at the same step as the other replicas.
+
+        The local weights become the outer weights plus the updates of unsent inner steps, if any.
 
         Args:
             unsent: empty for a new replica. For a replica that rejoins, one pair per fragment: the
@@ -690,7 +702,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
 
 class _Inline(Background):
-    """Runs each task in the thread that waits for its result, not on a thread of its own.
+    """Runs each task on the thread that waits for its result, instead of a background thread.
 
     All exchanges of an elastic job already run on one background thread.
     """

@@ -10,8 +10,8 @@ A message has four sections:
 1. *header*: three int64 values. The first contains flags (the sender requests a stop; its values
    contain NaN or Inf) and, in the higher bits, a hash of the fragments that joined during the fit.
    The second contains the sender's inner step and, in the higher bits, its weight. The third is a
-   hash of the sender's global copy, or 0 for none. In the second phase, the owner of a shard sends
-   a summary of all headers instead.
+   hash of the sender's global copy, or 0 if hashes are not compared in this exchange. In the
+   second phase, these three values are the shard owner's summary of all headers.
 2. *gram*, in the second phase only: inner products of all replicas' gradients, restricted to the
    owner's shard.
 3. *payload*: the encoded values.
@@ -71,13 +71,16 @@ class Header(NamedTuple):
         return flags + (self.joined << _JOINED_SHIFT), step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return `values` and all tensors in the header that are on the same device."""
+        """Return the tensors that a message is built from on the device of `values`.
+
+        These are `values` and the header's tensors on that device.
+        """
         tensors = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in tensors if word.device == values.device)]
 
 
 class HeaderSummary(NamedTuple):
-    """What the headers of all replicas, taken together, say about an exchange."""
+    """Summary of the headers of all replicas in an exchange."""
 
     stop: bool  # some replica requests a stop
     drifted: bool  # the hashes of the global copies differ
@@ -300,9 +303,10 @@ class Arrival(NamedTuple):
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, within: Channel) -> Arrival:
-        """Combine the flags and inner products of the ranks in a replica.
+        """Return the result for the whole replica, combined from the results of its ranks.
 
-        Collective within the replica.
+        A flag is set if it is set on any rank, and inner products are summed over the shards; the
+        mean remains this rank's shard. Collective within the replica.
         """
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
         parts = flags.float(), self.gram.flatten()
@@ -335,16 +339,17 @@ def mean_cosine(gram_KK: Tensor) -> float:
 
 @dataclass(eq=False)
 class Decoding:
-    """Decodes a fragment's messages on the background thread as soon as they arrive.
+    """Callbacks for decoding a fragment's messages on the background thread when they arrive.
 
-    Used only if the outer gradient is on a CUDA device, and messages are sent from host memory.
+    They are used only if the outer gradient is on a CUDA device and messages are sent from host
+    memory.
 
     Attributes:
         device: device on which the messages are decoded.
         step: called with the mean; takes an outer step in host memory and returns `land`. None if
             the outer step is taken at the landing.
-        finish: returns the exchange's result, for use on the caller's current stream; None until
-            the messages arrive.
+        finish: returns the exchange's result, which is ready for use on the caller's current
+            stream; None until the messages arrive.
         land: replaces the global copy with the result of `step`, and returns that result on the
             device of the parameters; None until the step has been taken.
     """
@@ -459,7 +464,8 @@ class FragmentExchange:
         """Start decoding received messages on `device`; the host does not wait for CUDA.
 
         Returns:
-            A function that returns the exchange's result, for use on the caller's current stream.
+            A function that returns the exchange's result, ready for use on the caller's current
+            stream.
         """
         peers = self.route.view.channel.peers
         if self.route.two_phase:
@@ -477,10 +483,11 @@ class FragmentExchange:
         return arrival
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Average the messages of the members whose values count.
+        """Average the messages of the K members that are included in the mean.
 
-        Return the mean of the N values and E buffers, fp32, shape (N + E,), and the inner products
-        of each pair of members' values.
+        Returns:
+            The mean of the N values and E buffers, fp32, shape (N + E,), and the inner products of
+            the members' values, fp32, shape (K, K).
         """
         counted = counted_messages(messages, summary.counted)
         weights = [summary.weights[m] for m in summary.counted]
@@ -529,7 +536,10 @@ class FragmentExchange:
         return message, None if error is None else error.mul_(len(counted))
 
     def _add_errors(self, arrived: Tensor, errors: list[Tensor], residual: Tensor) -> Tensor:
-        """Add errors of rounding the mean of this replica's shard to the residual."""
+        """Add the errors from encoding the mean of this replica's shard to `residual`.
+
+        Return `arrived` unchanged.
+        """
         start = self.route.shard * self._shard
         for error in errors:
             shard = residual[start : start + self._shard]
@@ -552,8 +562,8 @@ def cheaper_exchange(
 ) -> FragmentExchange:
     """Create an exchange on the cheaper route, or on the gather route if the codec requires it.
 
-    The cheaper route is the one that sends fewer bytes. Without a `background`, the exchange can
-    only report its size and launch gathers.
+    The cheaper route is the one that sends fewer bytes. If `background` is None, use the exchange
+    only to compute its size or to launch gathers.
     """
     background = background or Background(view.channel.ledger)
     exchanges = [
@@ -572,11 +582,11 @@ def fragment_exchanges(
     Args:
         view: the replicas.
         codecs: codecs of the parameter values.
-        sizes: number of parameter values and number of buffer values in each fragment.
+        sizes: one pair per fragment: number of parameter values, number of buffer values.
         background: thread for work that must not block training.
 
     Returns:
-        For each codec, the fragments' exchanges.
+        One list per codec, which contains one exchange per fragment.
     """
     by_codec = [
         [cheaper_exchange(view, codec, *size, background) for size in sizes] for codec in codecs

@@ -3,15 +3,15 @@
 Two things can happen to them during the fit:
 
 - The user unfreezes them. They become a new fragment before the first step that trains them, while
-  all replicas still have the same values. This fragment's offset in the schedule is the step of the
-  next launch of any fragment, so it is first launched one cycle after that. The headers of the next
-  launch contain a hash of all fragments that have joined. If replicas have unfrozen different
-  parameters, they stop before sending any of these parameters.
+  all replicas still have the same values. This fragment's offset in the schedule is the next step
+  at which any fragment launches, and its own first launch is one cycle later. The headers of all
+  later launches contain a hash of the fragments that were added during the fit. If replicas have
+  unfrozen different parameters, they stop before sending any of these parameters.
 - Hooks *move* them: the teacher in BYOL, DINO, MoCo or Mean Teacher is a moving average of the
   local weights, so it differs between replicas. When validation begins and when the fit ends,
   replicas compare hashes and average the parameters that differ. The mean of moving averages is the
   moving average of the means, so the result is the teacher of the averaged student. Between these
-  times, each replica learns from its own teacher.
+  averages, each replica learns from its own teacher.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def refuse_landing(
     members: Sequence[int],
     settings: DiLoCoSettings,
 ) -> None:
-    """Check that fragment `p` may land after inner step `step`; same result on all replicas.
+    """Check that fragment `p` may land after inner step `step`.
 
-    `names` are the names of the fragment's parameters, and `members` are the IDs of the replicas
-    that exchanged the fragment.
+    The outcome is the same on all replicas. `names` are the names of the fragment's parameters, and
+    `members` are the IDs of the replicas that exchanged the fragment.
 
     Raises:
         RuntimeError: the replicas launched the fragment after different steps, their global copies
@@ -77,7 +77,10 @@ def refuse_landing(
 def _refuse_nonfinite(
     nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Raise an error for nonfinite values; with "abstain", only if every replica has some."""
+    """Raise an error that names the replicas with nonfinite values.
+
+    With "abstain", raise it only if every replica has nonfinite values.
+    """
     abstains = settings.nonfinite == "abstain"
     if abstains and len(nonfinite) < len(members):
         return

@@ -40,8 +40,9 @@ class ShardLayout:
     """Layout of a flat buffer with the slices of a fragment's tensors that this rank exchanges.
 
     Each of the k ranks of a replica holds either a *copy* of a tensor or a *shard* of it. A rank
-    exchanges all its shards, and ceil(C / k) of the C values in all copies. In the flat buffer,
-    parameters come before buffers, and copies before shards.
+    exchanges all of its shards, but only 1/k of the copied values: ceil(C / k) of C, padded with
+    zeros on the last ranks. In the flat buffer, parameters come before buffers, and copies before
+    shards.
 
     Args:
         local: this rank's tensors, parameters before buffers.
@@ -209,7 +210,7 @@ class OuterFragment:
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Names of the fragment's parameters, and names of its buffers."""
+        """The fragment's parameter names and buffer names, as two sequences."""
         return self.fragment.parameters, self.fragment.buffers
 
     @property
@@ -262,13 +263,13 @@ class OuterFragment:
         """Update the local copy: local <- mix * local + (1 - mix) * global.
 
         The arithmetic is in fp32, and the result is rounded once, to the local dtype. If `mix` is
-        0, the result is the global copy, and if 1, the local copy, even if the other copy contains
-        NaN.
+        0, the result is the global copy, and if it is 1, the local copy, even if the other copy
+        contains NaN.
 
         Args:
             mix: weight of the local copy.
-            buffers: whether to merge buffers too.
-            shown: values to use instead of the global copy, fp32, shape (S,).
+            buffers: whether to merge buffers as well as parameters.
+            shown: values to merge instead of the global copy, fp32, shape (S,).
         """
         if mix == 1.0:
             return
@@ -287,7 +288,10 @@ class OuterFragment:
             local.copy_(merged)
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Overwrite the local copy with the global one, or with `shown` (fp32, shape (S,))."""
+        """Overwrite the local copy with the global copy, or with `shown` if it is given.
+
+        `shown` is fp32, shape (S,).
+        """
         self.merge(mix=0.0, shown=shown)
 
     # -- the global copy
@@ -303,7 +307,10 @@ class OuterFragment:
 
     @property
     def outer_lr(self) -> float:
-        """Learning rate of the next landing's outer step, even if that step was taken early."""
+        """Learning rate of the outer step at the next landing.
+
+        If `outer_step_ahead` has already taken that step, this is the learning rate that it used.
+        """
         state = self._before or self._optimizer_state()
         return float(state["optimizer"]["param_groups"][0]["lr"])
 
@@ -323,7 +330,10 @@ class OuterFragment:
         self.optimizer.zero_grad(set_to_none=True)
 
     def average_buffers(self, mean: Tensor) -> None:
-        """Overwrite the global copy of the buffers with their means, the last part of `mean`."""
+        """Overwrite the buffers in the global copy with their means.
+
+        `mean` is the mean outer gradient, fp32, shape (S,), in which buffers follow parameters.
+        """
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
@@ -331,7 +341,7 @@ class OuterFragment:
     def outer_step_ahead(self, mean: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Take the outer step before the fragment lands. This may be called from any thread.
 
-        Until the fragment lands, the global copy and `state_dict` remain as before the step.
+        Until the fragment lands, `global_copy` and `state_dict` do not include the step.
 
         Returns:
             The new global copy, fp32, shape (S,), and a function that replaces the old one with it.
@@ -354,7 +364,7 @@ class OuterFragment:
         return stepped, land
 
     def take_local(self) -> None:
-        """Overwrite the global copy with the local one."""
+        """Overwrite the global copy with the local copy."""
         self.global_copy.copy_(self.local_values())
 
     # -- the mean of the local copies

@@ -25,8 +25,9 @@ is then the least-squares fit of the codes to the values. So the decoded values 
 norm than the original ones, and error feedback converges for any values. For Gaussian values,
 magnitudes of 1 and 3 are nearly optimal: the error is 34.5% of the norm, compared with 34.3% for
 the Lloyd-Max levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the means
-of four bins per tensor, in fp32. As above, a block is zero if its largest magnitude is below
-2^-118, and NaN if it is 2^120 or more, but zeros in other blocks become `low`.
+of four bins per tensor, in fp32. As above, a block becomes zero if its largest magnitude is
+below 2^-118, and NaN if its largest magnitude is 2^120 or more. In all other blocks, zeros become
+`low`.
 
 Sums must not depend on the order of their terms, which differs between devices. So magnitudes are
 first rounded to 8 bits relative to the block's largest: sums of whole numbers below 2^24 are exact
@@ -34,7 +35,7 @@ in fp32.
 
 This module uses torch operations and runs on all devices. It avoids comparisons, because in torch,
 creating boolean tensors is several times slower than arithmetic. `python -m benchmarks.wire`
-measures times, and the errors for these and other block sizes and scales.
+measures speed, and compares the errors of E3M0 with different block sizes and scales.
 """
 
 from __future__ import annotations
@@ -109,7 +110,10 @@ class Workspace:
         return units.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan)
 
     def _exponents(self) -> Tensor:
-        """Return exponents 0 to 255, int32; those below the range become 0, those above it 255."""
+        """Return int32 biased exponents, one per entry of a lookup table: shape (256,).
+
+        Entry i is i, except that entries below `MIN_TOP` are 0 and entries above `MAX_TOP` are 255.
+        """
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < MIN_TOP, 0)
         return exponents.masked_fill_(exponents > MAX_TOP, EXPONENT_OF_NAN)

@@ -159,9 +159,9 @@ def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, hi
 
 @compiled
 def _write_powers(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
-    """Decode E3M0 codes m to 2^(E-7+m), as fp32 bits; to 0 if m or `kept` is 0.
+    """Decode E3M0 codes to fp32 bits: the sign, and magnitude 2^(E-7+m), or 0 if m is 0.
 
-    `base` is the biased exponent of 2^(E-7).
+    `base` is the biased exponent of 2^(E-7). `kept` is -1, or 0 to set all magnitudes to 0.
     """
     for i in range(packed.size):
         code = i32(i32(packed[i]) >> shift)

@@ -30,12 +30,11 @@ def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
 def default_outer_optimizer(replicas: int, sync_every: int) -> partial[torch.optim.SGD]:
     """Return a factory for the default outer optimizer, SGD with Nesterov momentum 0.9.
 
-    The learning rate is 0.4, as in the paper (arXiv:2501.18512, section 3). With four or more
-    replicas that exchange a fragment every 100 steps or less often, it is 0.8: the best rate
-    increases with the number of replicas and with the number of steps between exchanges
-    (arXiv:2503.09799, Figure 7). With four and eight replicas, 0.8 reached a lower loss than 0.4 at
-    100 steps between exchanges, but not at 30 (`benchmarks/size_ladder/result.md`). The momentum is
-    the one in arXiv:2503.09799.
+    The learning rate is 0.4, as in the paper (arXiv:2501.18512, section 3), or 0.8 if there are at
+    least four replicas and `sync_every` is at least 100: the best learning rate increases with the
+    number of replicas and with the number of steps between exchanges (arXiv:2503.09799, Figure 7).
+    With four and eight replicas, 0.8 reached a lower loss than 0.4 at 100 steps between exchanges,
+    but not at 30 (`benchmarks/size_ladder/result.md`). The momentum is from arXiv:2503.09799.
     """
     lr = 0.8 if replicas >= 4 and sync_every >= 100 else 0.4
     return partial(torch.optim.SGD, lr=lr, momentum=0.9, nesterov=True)

@@ -151,7 +151,7 @@ class StreamingDiLoCo:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """Make the first launch and landing as fast as later ones."""
+        """Run each codec once per device, so that the first launch and landing are not slow."""
         tensors = [tensor for f in self.fragments for tensor in (f.global_copy, *f.local)]
         for device in {self.view.channel.device, *(tensor.device for tensor in tensors)}:
             for codec in (self.codec, self._last_codec):
@@ -300,7 +300,7 @@ class StreamingDiLoCo:
 
     @property
     def stops_after(self) -> int:
-        """The inner step after which all replicas would know about a stop requested now."""
+        """The inner step after which every replica will have received a stop requested now."""
         return self.schedule.next_launch(self.step) + self.schedule.overlap_steps
 
     # -- messages
@@ -317,7 +317,8 @@ class StreamingDiLoCo:
     ) -> Flight:
         """Start exchanging a fragment's `values` (fp32, shape (S,)) with the other replicas.
 
-        `outer` is the global copy on the device of `values`, if the caller has it.
+        If the caller has already copied the global copy to the device of `values`, `outer` is that
+        copy, and is used to compute the hash.
         """
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
@@ -393,7 +394,7 @@ class StreamingDiLoCo:
         )
 
     def _exchange(self, p: int, residual: Tensor | None) -> FragmentExchange:
-        """Return a fragment's exchange; without a residual, one that needs no error feedback."""
+        """Return the exchange for a fragment; if `residual` is None, one without error feedback."""
         return (self._last_exchanges if residual is None else self._exchanges)[p]
 
     def _digest(self, p: int, outer: Tensor | None) -> Tensor | int:
@@ -408,8 +409,8 @@ class StreamingDiLoCo:
         """Clear residuals and nonfinite optimizer state after a reset to the global copy, and warn.
 
         Args:
-            p: the fragment from whose mean this replica was left out.
-            taken: all fragments that were reset.
+            p: index of the fragment whose mean does not include this replica.
+            taken: indices of all fragments that were reset to the global copy.
         """
         names = [name for q in taken for name in self.fragments[q].fragment.parameters]
         for q in taken:
@@ -485,16 +486,16 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def average_moved(self) -> None:
-        """Average the frozen parameters that hooks made different across replicas; collective."""
+        """Average frozen parameters that differ between replicas because of hooks; collective."""
         fingerprint = {"fragments that joined": repr(self._joined)}
         self._frozen.average_moved(self.view, self._background, fingerprint)
 
     # -- validations
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights to use for validation, or None for the outer weights; collective.
+        """Return the weights to use for validation, as an argument for `WeightSwap.swap_in`.
 
-        They are passed to `WeightSwap.swap_in`.
+        There is one tensor per fragment; None stands for the outer weights. Collective.
         """
         return self.mean_weights() if self.settings.evaluate == "mean" else None
 
@@ -502,8 +503,8 @@ class StreamingDiLoCo:
     def mean_weights(self) -> list[Tensor]:
         """Return the mean of the replicas' local copies of each fragment: fp32, shape (S,).
 
-        Collective over all ranks. The modules must contain the local copies. Further calls after
-        the same step return the same tensors.
+        Collective over all ranks. The module must contain the local copies, not the outer weights.
+        The result is cached until the next step.
 
         Raises:
             RuntimeError: a replica's values are not finite, or the replicas are at different steps.
@@ -549,9 +550,9 @@ class StreamingDiLoCo:
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state that is identical across replicas, and this replica's own state.
 
-        In a multi-rank replica, the former is only this rank's shard of the shared state. Tensors
-        are not copied, so save or copy them before the next step. The method waits for in-flight
-        fragments, because their messages are part of the replica's own state.
+        In a multi-rank replica, the identical state contains only this rank's shard. Tensors are
+        not copied, so save or copy them before the next step. The method waits for the messages of
+        in-flight fragments, because they are part of the replica's own state.
         """
         self.wait_in_flight()  # also completes the codec's residuals
         shared = {
@@ -601,7 +602,7 @@ class StreamingDiLoCo:
             self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
-        """Return None: no replica's own state can be reused on a different number of ranks."""
+        """Return None: nothing is reused with different settings or another number of ranks."""
         del was, ranks, load
 
     def close(self) -> None:
@@ -639,7 +640,7 @@ class StreamingDiLoCo:
         return sum(exchange.num_bytes for exchange in self._exchanges)
 
     def cycle(self) -> tuple[dict[str, int], int]:
-        """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle."""
+        """Return the bytes that this rank sends per cycle, by ledger tag, and the cycle length."""
         return {TAG: self.bytes_per_cycle}, self.settings.sync_every
 
     def figures(self) -> dict[str, float]:
@@ -651,7 +652,7 @@ class StreamingDiLoCo:
         }
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings, fragments and outer optimizer as strings, to compare replicas."""
+        """Describe settings, fragments and outer optimizer, so that replicas can compare them."""
         optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
         plain = (int, float, str, tuple, type(None))  # the repr of others may contain an address
         defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}

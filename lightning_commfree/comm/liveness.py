@@ -234,7 +234,10 @@ class PeerMonitor:
         self._accept_verdict(found)
 
     def has_readers(self, lost: Mapping[int, str]) -> bool:
-        """Return whether any rank that has not left and is not in `lost` can read a verdict."""
+        """Return whether any rank is left to read which ranks this one has declared lost.
+
+        These are the ranks that have not left and are not in `lost`.
+        """
         return any(not s.left and r not in lost for r, s in self.statuses.items())
 
     # -- the thread
@@ -310,10 +313,10 @@ class PeerMonitor:
 
 
 class PeerWatch:
-    """Waits for the exchanges of one channel, and names the lost ranks if an exchange fails.
+    """Waits for exchanges on one channel, and names the lost ranks if an exchange fails.
 
-    Without a `monitor` (for a single rank, or if liveness is off), the original error of an
-    exchange is raised unchanged.
+    Without a `monitor` (for a single rank, or if liveness is off), an exchange's original error is
+    raised unchanged.
     """
 
     def __init__(
@@ -335,7 +338,7 @@ class PeerWatch:
 
     @contextmanager
     def launching(self, tag: str) -> Iterator[None]:
-        """Context manager that counts an exchange's launch, and names lost ranks if that fails."""
+        """Context manager for a launch: counts it; if it fails, the error names the lost ranks."""
         if self.monitor is not None:
             self.monitor.launched[self._index] += 1
         with self.naming_lost(tag):
@@ -533,10 +536,10 @@ class PeerWatch:
         return {rank: reason for rank in ranks if self.monitor.statuses[rank].left}
 
     def _blame_slow_ranks(self, tag: str, waited_s: float) -> dict[int, str]:
-        """Choose the ranks to blame if an exchange failed although all ranks are alive.
+        """Choose the ranks to blame when an exchange fails even though all ranks are alive.
 
-        Return the ranks that have launched fewer exchanges than this rank. If there are none,
-        return this rank. Each has an error text.
+        Return a dict from rank to error text: the ranks that have launched fewer exchanges than
+        this rank or, if there are none, this rank.
         """
         assert self.monitor is not None
         if behind := self._behind():

@@ -472,9 +472,9 @@ class ElasticMembership:
 
     @property
     def others_step(self) -> int:
-        """Latest position in the shared schedule that a member reported in the latest quorum.
+        """The furthest position in the shared schedule that any member of the quorum has reported.
 
-        It is counted in inner steps, and is 0 if the job does not exist yet.
+        In inner steps; 0 if the job does not exist yet.
         """
         return max((m.step for m in decide(self._quorum, self.limits).established), default=0)
 

@@ -215,7 +215,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @property
     def _is_behind(self) -> bool:
-        """Whether another replica has already launched the exchange that is next on this replica.
+        """Whether another replica has already launched this replica's next exchange.
 
         If so, this replica must skip steps. This is always False with `sync="steps"`, and once
         `last_step` has been reached.

@@ -104,7 +104,7 @@ class Workspace:
 
     @cached_property
     def units(self) -> Tensor:
-        """Lookup table for the inverses of `unit_factors`, NaN for NaN blocks: fp32, (256,)."""
+        """Lookup table of the reciprocals of `unit_factors`, fp32, (256,); NaN for NaN blocks."""
         exponents = self._exponents()
         units = _power_of_two((exponents - 7).clamp_(min=0))
         return units.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan)

@@ -536,7 +536,10 @@ class StreamingDiLoCo:
     # -- checkpoints
 
     def wait_in_flight(self) -> None:
-        """Wait for the messages of all in-flight fragments, which still land as scheduled."""
+        """Wait until the messages of all in-flight fragments have arrived.
+
+        The fragments still land, that is, apply their results, as scheduled.
+        """
         for p in self.flights:
             self._wait(p)
 

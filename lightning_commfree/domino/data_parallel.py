@@ -135,11 +135,11 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Reuse the data position and the RNG state of a checkpoint from different ranks.
+        """Reuse data position and RNG state of a checkpoint saved by a different number of ranks.
 
-        If the size of tensor groups has changed, only the shared RNG state is reused. The arguments
-        and the return value are as in `Resumable.adopt`. The result is None if the number of tensor
-        groups has changed, or if ranks' files are missing.
+        If the size of tensor groups has changed, only the shared RNG state is reused. See
+        `Resumable.adopt` for the arguments and the return value, which is None if the number of
+        tensor groups has changed or a rank's file is missing.
         """
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within

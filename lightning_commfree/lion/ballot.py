@@ -126,7 +126,10 @@ def marks_of(headers: Tensor, parameters: int) -> Tensor:
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
-    """Summarize all workers' headers (uint8, shape (workers, header bytes), in host memory)."""
+    """Combine the flags, abstentions and hashes in all workers' ballot headers.
+
+    `headers` is uint8, shape (workers, header bytes), in host memory.
+    """
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = marks_of(headers, parameters)
     faults = tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero())

@@ -144,7 +144,11 @@ class Average:
     """Average rule: Delta = (P - M) / n."""
 
     def offset(self, workers: int) -> int:
-        """Return `PackedDelta.offset`, which is n because the planes encode P - M + n."""
+        """Return `PackedDelta.offset`, the number of workers.
+
+        The planes encode the positive minus the negative votes, plus this offset, which makes the
+        values nonnegative.
+        """
         return workers
 
     def count(

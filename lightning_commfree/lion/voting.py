@@ -80,7 +80,7 @@ class PackedVote(NamedTuple):
 
 
 class Voting:
-    """Casts one worker's votes on all buckets and applies the results, step after step.
+    """Casts one worker's votes on all buckets and applies the results at every step.
 
     Args:
         parameters: names and parameters, in the order in which forward uses them; the same on all
@@ -292,9 +292,9 @@ class Voting:
 
     @property
     def bytes_per_step(self) -> int:
-        """Calculated number of bytes that this rank sends per step, excluding momentum syncs.
+        """Expected number of bytes that this rank sends per step, excluding momentum syncs.
 
-        The calculation assumes that no worker votes zero.
+        Assumes that no worker votes zero.
         """
         return sum(vote.bytes_by_tag.total() for vote in self._votes)
 

@@ -8,8 +8,8 @@ Launchers, samplers, the `torch.compile` guard and device handling come from Lig
    (`ExactResume`).
 2. Lightning runs every optimizer step as usual, inside `FitSession.step`. After each step (as
    counted by `clock`), the algorithm runs the exchanges that are due.
-3. Whenever validation runs, a checkpoint is saved or training ends, all ranks have taken the same
-   number of steps (`Stopping`). If replicas train on local weights, the session swaps the shared
+3. All ranks have taken the same number of steps whenever validation runs, a checkpoint is saved, or
+   training ends (`Stopping`). If replicas train on local weights, the session swaps the shared
    weights into the module first (`local_weights`).
 """
 
@@ -147,11 +147,11 @@ class ReplicaStrategy(DDPStrategy):
         return Stopping(trainer, self.ranks, clock, self.patches)
 
     def equal_weights(self) -> tuple[int, Channel]:
-        """Return the settings of the check that ranks hold equal weights (`DriftCheck`).
+        """Return the settings for `DriftCheck`, which verifies that ranks hold equal weights.
 
         Returns:
             The number of steps between checks (0 disables them), and the channel that connects the
-            ranks to compare.
+            ranks being compared.
         """
         return 0, self.channels.world
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class Clock:
-    """Counter of the steps in a fit.
+    """Counts the steps in a fit.
 
     Args:
         spans_batch: if False, every optimizer step counts. If True (manual optimization), a
@@ -19,10 +19,10 @@ class Clock:
 
     Attributes:
         steps: number of steps so far.
-        uncounted: number of completed optimizer steps that `trainer.global_step` does not include
-            yet when a step ends: 1 with automatic optimization, because Lightning counts an
-            optimizer step only after `Strategy.optimizer_step` has returned; 0 with manual
-            optimization.
+        uncounted: at the end of a step, the number of completed optimizer steps that
+            `trainer.global_step` does not include yet: 1 with automatic optimization, because
+            Lightning counts an optimizer step only after `Strategy.optimizer_step` has returned; 0
+            with manual optimization.
     """
 
     def __init__(self, spans_batch: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Detect ranks whose weights have drifted apart although they must be identical.
+"""Detect ranks whose weights should be identical but have drifted apart.
 
-The check does not depend on what an algorithm sends, so it also detects an optimizer or hook that
+The check is independent of what the algorithm communicates, so it also detects an optimizer or hook that
 bypasses the strategy.
 """
 

@@ -1,7 +1,7 @@
 """Detect ranks whose weights should be identical but have drifted apart.
 
-The check is independent of what the algorithm communicates, so it also detects an optimizer or hook that
-bypasses the strategy.
+The check is independent of what the algorithm communicates, so it also detects an optimizer or hook
+that bypasses the strategy.
 """
 
 from __future__ import annotations

@@ -351,7 +351,15 @@ def _finding(losses: Losses, replicas: int) -> str:
         verdict, difference, error = found_trend
         line += f" The gap {'is flat' if verdict == 'flat' else verdict} with size"
         line += f" ({difference:+.2f} ± {error:.2f} points)."
+    if len(enough) > 1 and len(decided(sizes[next(reversed(enough))])) == len(MODELS):
+        line += f" By model: {'; '.join(_by_size(model, sizes) for model in MODELS)}."
     return line
+
+
+def _by_size(model: str, sizes: dict[str, dict[str, list[float]]]) -> str:
+    """Return the mean gaps of a model, from the smallest to the largest size with three seeds."""
+    means = [statistics.mean(found[model]) for found in sizes.values() if model in decided(found)]
+    return f"{model} {' to '.join(f'{mean:+.2f}' for mean in means)} %"
 
 
 def _gap_at(size: str, found: dict[str, list[float]]) -> str:

@@ -160,12 +160,14 @@ def test_the_plot_shows_the_saved_losses_and_readme_quotes_them(tmp_path: Path) 
     assert {len(point.gaps) for point in found} == {3}, "as many seeds as README says"
     gap = {(p.model, p.replicas, p.sync_every): f"{p.mean:.1f}" for p in found}
     rows = [line.split(" | ") for line in LADDER.read_text("utf-8").splitlines()]
+    # the default outer step comes last
     shown = {
-        (row[4], int(row[3]), int(row[2])): f"{float(row[9].split()[0]):.1f}"
+        (row[0], row[5], int(row[3]), int(row[2])): f"{float(row[10].split()[0]):.1f}"
         for row in rows
-        if row[:2] == ["| 0.04M", "20"] and row[5] == "adamw"
+        if row[0] in ("| 0.04M", "| 0.2M") and row[1] == "20" and row[6] == "adamw"
     }
-    assert gap.items() <= shown.items(), "the size ladder's page"
+    quoted = {("| 0.04M", *key): value for key, value in gap.items()}
+    assert quoted.items() <= shown.items(), "the size ladder's page"
     # the ledger's formula: 4-bit codes, one scale per 256
     assert found[0].share == pytest.approx((0.5 + 1 / 256) / 30 / 4)
 
@@ -173,6 +175,9 @@ def test_the_plot_shows_the_saved_losses_and_readme_quotes_them(tmp_path: Path) 
     shares = {p.sync_every: f"1/{1 / p.share:.0f}" for p in found}
     often = f"{gap['gpt2', 2, 30]} % (GPT-2) and {gap['llama', 2, 30]} % (Llama) above DDP"
     assert f"{often} and send {shares[30]}" in readme
+    gpt2, llama = (shown["| 0.2M", model, 2, 100] for model in ("gpt2", "llama"))
+    assert f"the loss is {gpt2} % above DDP's" in readme
+    assert f"A Llama of the same size ends {llama} % above DDP" in readme
     assert f"{gap['gpt2', 2, 100]} and {gap['llama', 2, 100]} % with {shares[100]}" in readme
     assert f"{gap['gpt2', 4, 30]} to {gap['llama', 4, 100]} % above" in readme
 

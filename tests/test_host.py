@@ -63,7 +63,7 @@ def test_pytorch_lightning_alone_is_used_if_it_alone_is_installed(
 
 
 def test_an_unknown_value_of_the_variable_is_refused() -> None:
-    with pytest.raises(ValueError, match="'lightning' or 'pytorch_lightning', whichever"):
+    with pytest.raises(ValueError, match="'lightning' or 'pytorch_lightning', to match"):
         host.choose({host.VARIABLE: "pl"})
 
 

@@ -28,6 +28,7 @@ from benchmarks.size_ladder.cells import (
     SHORT,
     SIZES,
     TRIALS,
+    TUNED,
     VOCABULARY,
     Cell,
     Losses,
@@ -159,10 +160,10 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "## Learning rates",
         "",
-        f"Validation loss with seed 1, H = 100. At {SEARCHED} the best rate has a worse one on both"
-        " sides and is used by all runs of its model, optimizer and M. A larger size takes the"
-        " rates of the size before, divided by 1.4 for each doubling of the width; rates beside"
-        " these are shown where they were tried.",
+        f"Validation loss with seed 1, H = 100. At {' and '.join(TUNED)} the best rate has a worse"
+        " one on both sides and is used by all runs of its model, size, optimizer and M. A larger"
+        " size takes the rates of the size before, divided by 1.4 for each doubling of the width."
+        " 0.2M was first run with such rates too; its search started at them.",
         "",
         *_lr_table(losses),
     ]

@@ -281,6 +281,7 @@ def _too_few(count: int, limits: Limits) -> str:
 # -- this replica
 
 _ASK_AGAIN_S = 0.2
+_CONNECT_AGAIN_S = 0.05
 _CONNECT = timedelta(seconds=15)  # time for the members of a new view to connect to each other
 _LEAVE_S = 5.0  # how long a leaving replica waits for its last quorum
 _NEVER = 2**62  # higher than the number of any quorum
@@ -728,20 +729,28 @@ class ElasticMembership:
         """Wait until a member's process has ended, then request a quorum with the member as `DEAD`.
 
         This thread waits on an idle connection to the member's store. The connection carries no
-        data, and breaks when the process ends. A network failure can also break it, so this thread
-        then checks whether the member's machine refuses new connections, which it does only if the
-        process has ended.
+        data, and breaks when the process ends. A network failure can also break it, and a process
+        that is ending may close it before it closes the listening socket. So this thread connects
+        again, until the member's machine refuses: it does so only if the process has ended.
         """
-        try:
-            with self._sockets.opening():
-                connection = _connect_to(member.store)
-        except OSError:
-            return  # a firewall may refuse connections, so a later refusal would prove nothing
-        with suppress(OSError), connection:
-            self._watched[member.replica] = connection
-            connection.recv(1)  # the store sends nothing
-        if self._closed or not _is_refused(member.store):
-            return
+        is_first = True
+        while True:
+            try:
+                with self._sockets.opening():
+                    connection = _connect_to(member.store)
+            except OSError as error:
+                # a firewall may refuse all connections, so a refusal of the first proves nothing
+                if isinstance(error, ConnectionRefusedError) and not is_first:
+                    break
+                return
+            is_first = False
+            with suppress(OSError), connection:
+                self._watched[member.replica] = connection
+                if not self._closed:
+                    connection.recv(1)  # the store sends nothing
+            if self._closed:
+                return
+            time.sleep(_CONNECT_AGAIN_S)
         self._dead.add(member.replica)
         dead = sum(m.replica in self._dead for m in self.view_members)
         is_asked_for = member.replica in [m.replica for m in self._quorum.members]
@@ -839,20 +848,6 @@ def _connect_to(store: str) -> socket.socket:
     connection = socket.create_connection((host, int(port)), _CONNECT.total_seconds())
     connection.settimeout(None)
     return connection
-
-
-def _is_refused(store: str) -> bool:
-    """Return whether connections to the store at "host:port" are refused.
-
-    They are refused if the machine is reachable, but no process listens on the port.
-    """
-    try:
-        _connect_to(store).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def _gloo_group(

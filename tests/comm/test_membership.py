@@ -1,9 +1,13 @@
-"""What a quorum decides: who is in the next view, who must fetch, and who waits."""
+"""What a quorum decides: who is in the next view, who must fetch, who waits; who is dead."""
 
 from __future__ import annotations
 
+import queue
+import socket
+from types import SimpleNamespace
 from typing import Any
 
+from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.membership import (
     DEAD,
     ENDING,
@@ -11,6 +15,7 @@ from lightning_commfree.comm.membership import (
     JOINING,
     LEAVING,
     MEMBER,
+    ElasticMembership,
     Limits,
     Member,
     Quorum,
@@ -181,3 +186,33 @@ def test_a_member_that_comes_back_while_the_others_wait_is_established() -> None
     decision = decided(waiting, pair[1], number=9, limits=Limits(2, 4))
     assert slots(decision) == {"a": 0, "b": 1}
     assert not decision.is_same, "the exchange has failed"
+
+
+class Asked(queue.Queue[Member]):
+    """A rendezvous that keeps the records with which it is asked, and answers nothing."""
+
+    def quorum(self, mine: Member) -> Quorum:
+        self.put(mine)
+        return Quorum(0, ())
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_member_is_dead_when_its_machine_refuses_and_not_when_a_connection_breaks() -> None:
+    """A process that is ending may close its connections before the socket that listens."""
+    rendezvous, transfer = Asked(), SimpleNamespace(address="", close=lambda: None)
+    membership = ElasticMembership(rendezvous, transfer, "a", Ledger())  # type: ignore[arg-type]
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(10)
+    c = C._replace(store=f"127.0.0.1:{listener.getsockname()[1]}")
+    membership.view_members, membership._quorum = (A, B, c), Quorum(7, (A, B, c))
+    membership._notice_ends([c])
+    listener.accept()[0].close()
+    connection, _ = listener.accept()  # it comes again
+    assert rendezvous.empty()
+    listener.close()
+    assert rendezvous.empty()
+    connection.close()
+    assert rendezvous.get(timeout=10) == c._replace(status=DEAD)
+    membership.close()

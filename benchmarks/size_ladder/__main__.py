@@ -2,7 +2,8 @@
 
 First build the corpus: `python -m benchmarks.size_ladder.corpus`. Every finished run is a line of
 `records.jsonl`, and a later call continues where this one stopped, in the middle of a run too. One
-process with one thread trains all replicas. `--page-only` writes the page from the records.
+process with one thread trains all replicas of a run; `--jobs` sets how many runs go on at a time.
+`--page-only` writes the page from the records.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from benchmarks.common.page import provenance, write_page
 from benchmarks.common.pretraining import composed
+from benchmarks.common.runs import new_pool, run_missing
 from benchmarks.size_ladder import corpus
 from benchmarks.size_ladder.cells import Cell, planned
 from benchmarks.size_ladder.outer import RadialDiLoCo
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--until", type=clock, default=math.inf, help="stop at HH:MM of today")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs of one thread")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--work", type=Path, default=corpus.FOLDER)
@@ -43,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     records = Records(options.records)
     if not options.page_only:
-        run_until(options.until, records, options.seeds, options.records, options.work)
+        made_by = provenance("size_ladder", [], options.records)
+        corpus.check(options.work)
+        run_until(options.until, records, options.seeds, options.jobs, options.work, made_by)
     picture = options.page.with_suffix(".png")
     draw_page(records, picture)
     write_page(options.page, page_lines(records, picture.name))
@@ -55,29 +59,29 @@ def clock(text: str) -> float:
     return datetime.combine(datetime.now().date(), hours_minutes).timestamp()
 
 
-def run_until(until: float, records: Records, seeds: int, path: Path, work: Path) -> None:
-    """Make the missing runs in order; stop at `until`, `time.time()`.
-
-    Raises:
-        SystemExit: the corpus is missing, or the working tree has uncommitted changes.
-    """
-    made_by = provenance("size_ladder", [], path)
-    corpus.check(work)
-    torch.set_num_threads(1)
+def run_until(
+    until: float, records: Records, seeds: int, jobs: int, work: Path, made_by: list[str]
+) -> None:
+    """Make the missing runs in order; stop at `until`, `time.time()`."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    while time.time() < until:
-        missing = (cell for cell in planned(records.losses, seeds) if cell not in records.losses)
-        cell = next(missing, None)
-        if cell is None:
-            return
-        before_s = time.process_time()
-        try:
-            outer_step = cell.wire == "fp4" and cell == cell.default  # shown on the page
-            losses = start(cell, work).losses(until, outer_step)
-        except Stopped:
-            return
-        records.add(cell, losses, time.process_time() - before_s, made_by)
-        print(f"{datetime.now():%H:%M:%S} {cell}: {losses}", flush=True)
+    with new_pool(jobs) as pool:
+        plan, make = partial(planned, records.losses, seeds), partial(losses_of, until, work)
+        runs = run_missing(pool, jobs, records.losses, plan, make, until - time.time())
+        for cell, found in runs:
+            if found is not None:
+                records.add(cell, *found, made_by)
+                print(f"{datetime.now():%H:%M:%S} {cell}: {found[0]}", flush=True)
+
+
+def losses_of(until: float, work: Path, cell: Cell) -> tuple[dict[str, float], float] | None:
+    """Make a run; return its losses and CPU seconds, or None if the time was up before its end."""
+    before_s = time.process_time()
+    outer_step = cell.wire == "fp4" and cell == cell.default  # shown on the page
+    try:
+        losses = start(cell, work).losses(until, outer_step)
+    except Stopped:
+        return None
+    return losses, time.process_time() - before_s
 
 
 def start(cell: Cell, work: Path) -> Run:

@@ -79,7 +79,11 @@ def opening(records: Sequence[dict[str, Any]], rates: Sequence[str], picture: st
                 f" which takes {ours.step_ms / none.step_ms:.2f} times as long as a step of Lion"
                 " without communication."
             )
-    return [*lines, "", f"![milliseconds per step, by link and method]({picture})"]
+    loss = (
+        "The loss of two, four and eight workers is on the page of [Lion's"
+        " losses](../lion_quality/result.md), of smaller models."
+    )
+    return [*lines, "", loss, "", f"![milliseconds per step, by link and method]({picture})"]
 
 
 def draw(records: Sequence[dict[str, Any]], rates: Sequence[str], path: Path) -> None:

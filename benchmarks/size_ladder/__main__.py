@@ -9,7 +9,6 @@ process with one thread trains all replicas of a run; `--jobs` sets how many run
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import os
 import time
@@ -19,15 +18,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common.page import provenance, write_page
-from benchmarks.common.pretraining import composed
 from benchmarks.common.runs import new_pool, run_missing
 from benchmarks.size_ladder import corpus
-from benchmarks.size_ladder.cells import Cell, planned
-from benchmarks.size_ladder.outer import RadialDiLoCo
+from benchmarks.size_ladder.cells import planned
 from benchmarks.size_ladder.page import draw_page, page_lines
-from benchmarks.size_ladder.played import Run, Stopped
+from benchmarks.size_ladder.played import losses_of
 from benchmarks.size_ladder.records import RECORDS, Records
-from lightning_commfree.diloco import StreamingDiLoCo
 
 PAGE = Path(__file__).with_name("result.md")
 
@@ -71,25 +67,6 @@ def run_until(
             if found is not None:
                 records.add(cell, *found, made_by)
                 print(f"{datetime.now():%H:%M:%S} {cell}: {found[0]}", flush=True)
-
-
-def losses_of(until: float, work: Path, cell: Cell) -> tuple[dict[str, float], float] | None:
-    """Make a run; return its losses and CPU seconds, or None if the time was up before its end."""
-    before_s = time.process_time()
-    outer_step = cell.wire == "fp4" and cell == cell.default  # shown on the page
-    try:
-        losses = start(cell, work).losses(until, outer_step)
-    except Stopped:
-        return None
-    return losses, time.process_time() - before_s
-
-
-def start(cell: Cell, work: Path) -> Run:
-    """Return a cell's run, continued from its checkpoint if there is one."""
-    name = hashlib.sha256(repr(cell).encode()).hexdigest()[:16]
-    config = composed(cell.overrides(work, work / "cache"))
-    algorithm = RadialDiLoCo if cell.radial else StreamingDiLoCo
-    return Run(config, cell.replicas, work / f"{name}.pt", algorithm)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ needs one core and waits for nobody.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import threading
@@ -24,7 +25,9 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 from typing_extensions import override
 
-from benchmarks.common.pretraining import Config, batches, take_steps
+from benchmarks.common.pretraining import Config, batches, composed, take_steps
+from benchmarks.size_ladder.cells import Cell
+from benchmarks.size_ladder.outer import RadialDiLoCo
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger
@@ -270,3 +273,22 @@ class Run:
 
 def _scheduler(made: Any) -> Any:
     return cast(dict[str, Any], made["lr_scheduler"])["scheduler"]
+
+
+def losses_of(until: float, work: Path, cell: Cell) -> tuple[dict[str, float], float] | None:
+    """Make a run; return its losses and CPU seconds, or None if the time was up before its end."""
+    before_s = time.process_time()
+    outer_step = cell.wire == "fp4" and cell == cell.default  # shown on the page
+    try:
+        losses = start(cell, work).losses(until, outer_step)
+    except Stopped:
+        return None
+    return losses, time.process_time() - before_s
+
+
+def start(cell: Cell, work: Path) -> Run:
+    """Return a cell's run, continued from its checkpoint if there is one."""
+    name = hashlib.sha256(repr(cell).encode()).hexdigest()[:16]
+    config = composed(cell.overrides(work, work / "cache"))
+    algorithm = RadialDiLoCo if cell.radial else StreamingDiLoCo
+    return Run(config, cell.replicas, work / f"{name}.pt", algorithm)

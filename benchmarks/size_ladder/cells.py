@@ -345,7 +345,7 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(middle, replicas=(2, 4))
     yield from of_seeds(middle, replicas=(8, 1), models=steady)
     # does more training close the gap that grows with size?
-    yield from grid(middle, 1, replicas=(2,), models=MODELS[:1], **long)
+    yield from of_seeds(middle, replicas=(2,), models=MODELS[:1], **long)
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
     topk: dict[str, Any] = {"replicas": (2, 4), "sync_every": 30, "wire": "topk"}

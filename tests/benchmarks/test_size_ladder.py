@@ -274,7 +274,8 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     assert "Target at 0.2M, +0.5 %: met." in page
     assert "The gap shrinks with size (-1.00" in page
     assert "By model: gpt2 +2.00 to +1.00 %; llama +2.00 to +1.00 %." in page
-    assert "the gap of M = 4 goes from +2.0 to +2.0 % with" in page.split("## Provenance")[0]
+    longer = ", from +0.5 to +0.5 % (gpt2, 0.2M, M = 2, 91 cycles, 3 seeds)."
+    assert longer in page.split("## Provenance")[0]
     assert "int2 against fp32, H = 100:** M = 2 +0.20 % (standard error 0.00): met; M = 4" in page
     assert "topk against fp4, H = 30:** M = 2 +0.99 % (standard error 0.00): missed; M = 4" in page
     assert "0.40 times AdamW's gap. Target, at most 0.5: met." in page

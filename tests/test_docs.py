@@ -166,6 +166,10 @@ def test_the_plot_shows_the_saved_losses_and_readme_quotes_them(tmp_path: Path) 
         for row in rows
         if row[0] in ("| 0.04M", "| 0.2M") and row[1] == "20" and row[6] == "adamw"
     }
+    long = [
+        row[10].split() for row in rows if row[:6] == ["| 0.2M", "100", "100", "2", "0.4", "gpt2"]
+    ]
+    assert [row[1:2] for row in long] == [["±"]], "three seeds, as README says"
     quoted = {("| 0.04M", *key): value for key, value in gap.items()}
     assert quoted.items() <= shown.items(), "the size ladder's page"
     # the ledger's formula: 4-bit codes, one scale per 256
@@ -177,6 +181,7 @@ def test_the_plot_shows_the_saved_losses_and_readme_quotes_them(tmp_path: Path) 
     assert f"{often} and send {shares[30]}" in readme
     gpt2, llama = (shown["| 0.2M", model, 2, 100] for model in ("gpt2", "llama"))
     assert f"the loss is {gpt2} % above DDP's" in readme
+    assert f"after 100 tokens per parameter, it is {float(long[0][0]):.2f} % above" in readme
     assert f"A Llama of the same size ends {llama} % above DDP" in readme
     assert f"{gap['gpt2', 2, 100]} and {gap['llama', 2, 100]} % with {shares[100]}" in readme
     assert f"{gap['gpt2', 4, 30]} to {gap['llama', 4, 100]} % above" in readme

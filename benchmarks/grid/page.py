@@ -101,9 +101,9 @@ def opening(found: Sequence[Outcome], picture: str) -> list[str]:
     lines = [
         "Four nodes train 30.8 million parameters with H = 128 and steps of 26.1 ms, the setting of"
         " [diloco-measured](https://github.com/Adnan082/diloco-measured). Steps wait instead of"
-        " computing. The predictions were committed before the run that decides. Nothing is learned"
-        " here: the loss of four replicas is on the page of [the size"
-        " ladder](../size_ladder/result.md), with H = 100 and smaller models.",
+        " computing. The predictions were committed before the run that decides. No model is"
+        " trained here; the loss of four replicas, with H = 100 and smaller models, is on the page"
+        " of [the size ladder](../size_ladder/result.md).",
         "",
     ]
     measured = [one for one in found if one.measured is not None]

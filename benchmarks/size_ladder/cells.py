@@ -6,9 +6,9 @@ steps, and with them more cycles of H steps.
 
 Learning rates are rungs of half an octave. At the two smallest sizes the rate is tuned for each
 model and M, with seed 1 and H = 100, like DDP's; the best rung has a worse one on both sides. (The
-second size was first run with transferred rates. For GPT-2 they were not the best, neither with DDP
-nor with M = 2, so that a gap between two of them says little.) A larger size takes the rungs of the
-size before, less one for each doubling of the width. H, length and wire keep the rate of their
+second size was first run with transferred rates. For GPT-2 these were not the best, with DDP or
+with M = 2, so a gap between two of them says little.) A larger size takes the rungs of the size
+before, less one for each doubling of the width. H, length and wire keep the rate of their
 model, size, optimizer and M. So do trials of other outer steps, with the rate that is best for the
 paper's outer step, which they are compared with.
 """
@@ -246,7 +246,7 @@ def _tuned(cell: Cell) -> Cell:
 
 
 def _first_rungs(losses: Losses, cell: Cell) -> list[int]:
-    """Return the rungs at which a search starts; none if they depend on a smaller size's search."""
+    """Return the rungs at which a search starts; none until the smaller size's search is done."""
     if cell.size != SEARCHED:
         middle = _transferred_rung(losses, cell)
         return [] if middle is None else [middle + rung for rung in FIRST_RUNGS]

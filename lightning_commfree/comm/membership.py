@@ -730,8 +730,8 @@ class ElasticMembership:
 
         This thread waits on an idle connection to the member's store. The connection carries no
         data, and breaks when the process ends. A network failure can also break it, and a process
-        that is ending may close it before it closes the listening socket. So this thread connects
-        again, until the member's machine refuses: it does so only if the process has ended.
+        that is ending may close it before its listening socket. So this thread reconnects until the
+        member's machine refuses the connection, which it does only if the process has ended.
         """
         is_first = True
         while True:

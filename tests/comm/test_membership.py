@@ -189,7 +189,7 @@ def test_a_member_that_comes_back_while_the_others_wait_is_established() -> None
 
 
 class Asked(queue.Queue[Member]):
-    """A rendezvous that keeps the records with which it is asked, and answers nothing."""
+    """A rendezvous that keeps the requests, and responds with empty quorums."""
 
     def quorum(self, mine: Member) -> Quorum:
         self.put(mine)
@@ -200,7 +200,7 @@ class Asked(queue.Queue[Member]):
 
 
 def test_a_member_is_dead_when_its_machine_refuses_and_not_when_a_connection_breaks() -> None:
-    """A process that is ending may close its connections before the socket that listens."""
+    """A process that is ending may close its connections before its listening socket."""
     rendezvous, transfer = Asked(), SimpleNamespace(address="", close=lambda: None)
     membership = ElasticMembership(rendezvous, transfer, "a", Ledger())  # type: ignore[arg-type]
     listener = socket.create_server(("127.0.0.1", 0))

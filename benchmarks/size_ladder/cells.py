@@ -272,27 +272,18 @@ def reference(cell: Cell) -> Cell:
     )
 
 
-def percent_above(losses: Losses, cell: Cell, other: Cell) -> float | None:
-    """Return how much higher a cell's loss is than another's; None if one has not been run."""
-    return _percent(losses, row(losses, cell), row(losses, other))
-
-
 def change_of_trial(losses: Losses, cell: Cell) -> float | None:
     """Return the percent above the paper's outer step, at the learning rate that is best for it."""
     papers = row(losses, cell.with_papers_outer_step)
     ours = None if papers is None else with_outer_step(papers, cell)
-    return _percent(losses, ours, papers)
+    if ours is None or papers is None or not {ours, papers} <= losses.keys():
+        return None
+    return 100 * (losses[ours] / losses[papers] - 1)
 
 
 def with_outer_step(cell: Cell, other: Cell) -> Cell:
     """Return a cell with the outer step of another one."""
     return replace(cell, **dict(zip(OUTER, other.outer, strict=True)))
-
-
-def _percent(losses: Losses, ours: Cell | None, theirs: Cell | None) -> float | None:
-    if ours is None or theirs is None or not {ours, theirs} <= losses.keys():
-        return None
-    return 100 * (losses[ours] / losses[theirs] - 1)
 
 
 def finalists(losses: Losses) -> list[Settings]:
@@ -333,7 +324,7 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
         return (cell for seed in range(1, seeds + 1) for cell in grid(size, seed, **settings))
 
     small, middle, large, largest = NAMES
-    steady = MODELS[1:]  # the gap of Llama varies less over seeds
+    varying, steady = MODELS[:1], MODELS[1:]  # the gap of Llama varies less over seeds
     long: dict[str, Any] = {"tokens_per_parameter": LONG}
     sparse: dict[str, Any] = {"sync_every": 30, "wire": "sparseloco", **SPARSELOCO}
     muon: dict[str, Any] = {"replicas": (4,), "optimizer": "muon"}
@@ -345,7 +336,18 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(middle, replicas=(2, 4))
     yield from of_seeds(middle, replicas=(8, 1), models=steady)
     # does more training close the gap that grows with size?
-    yield from of_seeds(middle, replicas=(2,), models=MODELS[:1], **long)
+    yield from of_seeds(middle, replicas=(2,), models=varying, **long)
+    # a third size, with one seed: there, too, are more cycles of H
+    yield from grid(large, 1, replicas=(4, 2), models=steady)
+    # does more training close the gaps of the smallest size, those of the wires and Muon's?
+    yield from of_seeds(small, replicas=(2, 4), **long)
+    yield from of_seeds(small, replicas=(2, 4), wire="int2", **long)
+    yield from of_seeds(small, replicas=(2, 4), wire="fp32", **long)
+    yield from of_seeds(small, replicas=(2, 4), sync_every=30, **long)
+    yield from of_seeds(small, replicas=(2, 4), sync_every=30, wire="topk", **long)
+    yield from of_seeds(small, **muon, **long)
+    yield from grid(large, 1, replicas=(2,), models=varying)
+    yield from grid(large, 1, replicas=(8, 1), models=steady)
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
     topk: dict[str, Any] = {"replicas": (2, 4), "sync_every": 30, "wire": "topk"}
@@ -377,8 +379,6 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
         yield from of_seeds(small, replicas=(4,), sync_every=30, wire=wire)
     yield from grid(small, 1, replicas=(2, 4), **sparse)
     yield from of_seeds(small, **long)
-    yield from of_seeds(small, replicas=(4,), wire="int2", **long)
-    yield from of_seeds(small, replicas=(4,), wire="fp32", **long)
     yield from of_seeds(small, replicas=(2, 4), **sparse)
     yield from of_seeds(small, sync_every=30)
     yield from of_seeds(middle, sync_every=30)

@@ -50,6 +50,7 @@ WIRE_TARGETS = (
     ("sparseloco", "fp4", 0.5),
 )
 MUON_TARGET = 0.5  # of AdamW's gap
+MORE_TRAINING = (2, 4)  # replicas of the longer runs
 SEEDS = 3
 RUNS = SEEDS * len(MODELS)
 SIGMAS = 2.0  # a difference counts if it exceeds so many standard errors
@@ -200,9 +201,11 @@ def pairs(losses: Losses, cell: Cell, other: Cell) -> list[tuple[Cell, Cell]]:
 
 def paired(losses: Losses, cell: Cell, other: Cell) -> list[float]:
     """Return the percent above another cell with open rate, for each seed that both have."""
-    return [
-        100 * (losses[ours] / losses[theirs] - 1) for ours, theirs in pairs(losses, cell, other)
-    ]
+    return [_percent(losses, ours, theirs) for ours, theirs in pairs(losses, cell, other)]
+
+
+def _percent(losses: Losses, ours: Cell, theirs: Cell) -> float:
+    return 100 * (losses[ours] / losses[theirs] - 1)
 
 
 def gaps(losses: Losses, cell: Cell) -> list[float]:
@@ -249,6 +252,11 @@ def flat(found: dict[str, list[float]]) -> list[float]:
     return [value for values in found.values() for value in values]
 
 
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
 def pooled_deviation(losses: Losses) -> float | None:
     """Return s, the standard deviation of a gap over seeds, pooled over all cells."""
     groups = [found for cell in _cells(losses) if len(found := gaps(losses, cell)) > 1]
@@ -288,7 +296,7 @@ def judged(
     values = flat(enough)
     if not values:
         return "too few runs"
-    mean, error = statistics.mean(values), statistics.stdev(values) / math.sqrt(len(values))
+    mean, error = statistics.mean(values), standard_error(values)
     told = words[mean > limit]
     if abs(mean - limit) <= SIGMAS * error:
         told = "undecided"
@@ -306,13 +314,16 @@ def opening(losses: Losses, picture: str) -> list[str]:
         " the same tokens. How much higher, and is it less for larger models?",
         "",
         *_disagreement(losses),
+        *_more_training(losses),
     ]
     lines += [_finding(losses, m) for m in REPLICAS]
     if all(trend(losses, m) is None for m in REPLICAS):
         lines.append(
             "- **Whether the gap shrinks with size is open:** only one size has three seeds."
         )
-    lines += [*_wire_findings(losses), *_muon(losses), *_outer_findings(losses)]
+    lines += _wire_findings(losses)
+    lines += [_muon(losses, tokens) for tokens in (SHORT, LONG)]
+    lines += _outer_findings(losses)
     s = pooled_deviation(losses)
     if s is not None:
         lines.append(
@@ -330,18 +341,38 @@ def _disagreement(losses: Losses) -> list[str]:
     if not all(found):
         return []
     ours = ", ".join(f"{statistics.mean(flat(of_m)):+.1f}" for of_m in found)
-    longer = list(_longer(losses))
-    if longer:
-        ends = ", ".join(longer)
-        cause = f"with {LONG} tokens per parameter instead of {SHORT} the gap goes {ends}"
-    else:
-        cause = f"the runs of {LONG} tokens per parameter, which test this, are not done"
     return [
         f"- **This disagrees with the papers.** At {SEARCHED} and H = 100 the loss is {ours} %"
         " above DDP's with M = 1, 2, 4, 8. At 35M, arXiv:2503.09799 has -0.1, +0.7, +2.0, +3.9 %"
         " (H = 30) and arXiv:2501.18512 +1.4 and +3.7 % (M = 2, 4, H = 100). One"
-        f" difference is the number of cycles of H, 7 or 8 here: {cause}."
+        " difference is the number of cycles of H, 7 or 8 here."
     ]
+
+
+def _more_training(losses: Losses) -> list[str]:
+    """Return what more training does to the gap, and the verdict once all its runs are done."""
+    ends = list(_longer(losses))
+    if not ends:
+        return [f"- More training: the runs of {LONG} tokens per parameter are not done."]
+    told = ""
+    changes = [_changes_with_training(losses, *each) for each in product(MODELS, MORE_TRAINING)]
+    if min(map(len, changes)) >= SEEDS:
+        closes = all(statistics.mean(of) < -SIGMAS * standard_error(of) for of in changes)
+        told = f"at {SEARCHED} the gap {'closes' if closes else 'does not close'}. "
+    return [
+        f"- **Found, more training, H = 100:** {told}With {LONG} tokens per parameter instead of"
+        f" {SHORT} it goes {', '.join(ends)}."
+    ]
+
+
+def _changes_with_training(losses: Losses, model: str, replicas: int) -> list[float]:
+    """Return what more training adds to the gap at the smallest size, for each seed."""
+    short = default_cell(model, SEARCHED, replicas)
+    before, after = (
+        {ours.seed: _percent(losses, ours, ddp) for ours, ddp in pairs(losses, run, reference(run))}
+        for run in (short, replace(short, tokens_per_parameter=LONG))
+    )
+    return [after[seed] - before[seed] for seed in sorted(before.keys() & after.keys())]
 
 
 def _longer(losses: Losses) -> Iterator[str]:
@@ -405,36 +436,41 @@ def _wire_findings(losses: Losses) -> list[str]:
     lines = []
     for wire, every in (("int2", 100), ("topk", 30)):
         other, limit = next(target[1:] for target in WIRE_TARGETS if target[0] == wire)
-        texts = []
-        for m in (2, 4):
-            cell = replace(default_cell("", SEARCHED, m, every), wire=wire)
-            found = by_model(losses, cell, with_wire(other))
-            texts.append(f"M = {m} {judged(found, limit)}")
-        lines.append(
-            f"- **Found, {wire} against {other}, H = {every}:** {'; '.join(texts)} (target: at most"
-            f" +{limit} %)."
-        )
+        for tokens in (SHORT, LONG):
+            texts = []
+            for m in (2, 4):
+                cell = replace(
+                    default_cell("", SEARCHED, m, every), wire=wire, tokens_per_parameter=tokens
+                )
+                found = by_model(losses, cell, with_wire(other))
+                texts.append(f"M = {m} {judged(found, limit)}")
+            lines.append(
+                f"- **Found, {wire} against {other}, H = {every}, {tokens} tokens per parameter:**"
+                f" {'; '.join(texts)} (target: at most +{limit} %)."
+            )
     return lines
 
 
-def _muon(losses: Losses) -> list[str]:
+def _muon(losses: Losses, tokens: int) -> str:
     """Return the verdict on Muon's gap beside AdamW's."""
     muon, adamw = (
-        by_model(losses, default_cell("", SEARCHED, 4, optimizer=name))
+        by_model(losses, replace(cell, tokens_per_parameter=tokens))
         for name in ("muon", "adamw")
+        for cell in [default_cell("", SEARCHED, 4, optimizer=name)]
     )
     models = [model for model in decided(muon) if model in decided(adamw)]
+    head = f"Muon, M = 4, H = 100, {tokens} tokens per parameter"
     if not models:
-        return ["- Muon: too few runs."]
+        return f"- {head}: too few runs."
     gaps_of_muon = [gap for model in models for gap in muon[model]]
     ours = statistics.mean(gaps_of_muon)
     theirs = statistics.mean(gap for model in models for gap in adamw[model])
     told = "met" if ours <= MUON_TARGET * theirs else "missed"
-    return [
-        f"- **Found, Muon, M = 4, H = 100:** {mean_text(gaps_of_muon, '+.2f', ' %')} from DDP with"
+    return (
+        f"- **Found, {head}:** {mean_text(gaps_of_muon, '+.2f', ' %')} from DDP with"
         f" Muon ({', '.join(models)}), {ours / theirs:.2f} times AdamW's gap. Target,"
         f" at most {MUON_TARGET}: {told}."
-    ]
+    )
 
 
 def _outer_findings(losses: Losses) -> list[str]:

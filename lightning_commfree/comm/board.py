@@ -13,6 +13,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+ABSENT_STEP = -1  # `BoardMember.step` of replicas that have died or left, but are still listed
 _MAX_BYTES = 1 << 20  # enough for about 2,000 replicas
 _MEMBER = re.compile(r"<b>(.*?)</b>.*?Step: (-?\d+).*?Manager: (.*?) <br", re.DOTALL)
 _HEARTBEAT = re.compile(r'<li class="heartbeat\s*(old)?\s*">\s*(.*?): seen ([\d.eE+-]+)s ago')

@@ -34,8 +34,8 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-from lightning_commfree.comm.board import read_board
-from lightning_commfree.comm.membership import Member, Quorum
+from lightning_commfree.comm.board import ABSENT_STEP, read_board
+from lightning_commfree.comm.membership import ABSENT, Member, Quorum
 from lightning_commfree.comm.sockets import hang_up, tcp_sockets
 from lightning_commfree.comm.state_server import public_address
 
@@ -138,14 +138,13 @@ class LighthouseRendezvous:
                     timeout=timedelta(seconds=max(left_s, 0.001)),
                     address=public_address(mine.states[0]) if mine.states else "",
                     store_address=mine.store,
-                    step=mine.step,
+                    step=ABSENT_STEP if mine.status in ABSENT else mine.step,
                     world_size=max(len(mine.states), 1),
                     data=mine._asdict(),
                 )
                 self._was_there = True
                 return _quorum(found)
             except (RuntimeError, TimeoutError) as error:
-                self._client = None  # so that `_connections` always belong to the current client
                 now = time.monotonic()
                 if now - start_s >= self.timeout_s:
                     raise RuntimeError(
@@ -154,6 +153,7 @@ class LighthouseRendezvous:
                         " requested one, or fewer than `--min-replicas` replicas are running. Run"
                         f" `commfree-lighthouse status {self.url}` to list them."
                     ) from error
+                self._client = None  # so that `_connections` always belong to the current client
                 if now - asked_s > _WAITED_S:
                     failing_s, self._was_there = now, True  # the lighthouse was reachable until now
                 patience_s = self.timeout_s if self._was_there else _FIRST_CONTACT_S

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_commfree.comm.board import Board, get_text, read_board
+from lightning_commfree.comm.board import ABSENT_STEP, Board, get_text, read_board
 from lightning_commfree.comm.lighthouse import serve_lighthouse
 
 PORT = 29510
@@ -129,12 +129,13 @@ def table(url: str, board: Board) -> list[str]:
     rows = [_COLUMNS]
     for name in sorted({*board.heartbeats, *members}):
         age = board.heartbeats.get(name, 0.0)
-        if name in members and name not in board.silent:
+        is_gone = name in board.silent or (name in members and members[name].step == ABSENT_STEP)
+        if name in members and not is_gone:
             found = _report(members[name].address, str(members[name].step))
         elif age > _FORGET_S:
             continue
         else:
-            found = ("gone" if name in board.silent else "joining", "-", "-", "-")
+            found = ("gone" if is_gone else "joining", "-", "-", "-")
         rows.append((_plain(name), f"{age:.1f} s ago", *found))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]

@@ -23,7 +23,9 @@ members make the same decisions without further messages:
   the member's store. The first member that notices requests a quorum on its behalf, with status
   `DEAD`, so that the others do not wait for its heartbeat to expire. A member that is declared dead
   by mistake sees this record in the response. Because dead members do not count as present, a
-  member is declared dead only while the dead ones are a minority of the view.
+  member is declared dead only while the dead ones are a minority of the view. The rendezvous waits
+  for all replicas of the last quorum, so the first member of the view requests the following
+  quorums on behalf of the dead member too, and on behalf of members that have left.
 - *Rejoining.* A member that was suspended or cut off from the network finds that the others have
   continued without it. It may rejoin in its previous slot.
 - *Too few members.* With fewer than `min_replicas` replicas, the members wait. If some members are
@@ -62,10 +64,11 @@ NEW = "new"  # wants to create the job, or to join it
 JOINING = "joining"  # is fetching state, and is not in a view yet
 MEMBER = "member"
 ENDING = "ending"  # a member that has begun the last exchanges of its fit: no replica may join
-LEAVING = "leaving"  # takes part in no more exchanges
-FINISHED = "finished"  # like `LEAVING`, but because its fit has ended
+LEAVING = "leaving"
+FINISHED = "finished"  # leaving because its fit has ended
 DEAD = "dead"  # its process has ended; another member requests the quorum on its behalf
 _GONE = (LEAVING, FINISHED)
+ABSENT = (*_GONE, DEAD)  # takes part in no more exchanges
 
 
 class Member(NamedTuple):
@@ -352,7 +355,10 @@ class ElasticMembership:
         replica, address = self.ranks.share(lambda: [replica, address])
         states = tuple(self.ranks.gather(transfer.address))
         self.record = Member(replica, store=address, states=states)
-        self._quorum = Quorum(0, ())
+        self._quorum, self._quorum_s = (
+            Quorum(0, ()),
+            0.0,
+        )  # the latest one, and when it was received
         self.view_members: tuple[Member, ...] = ()
         self._view = View(0, (0,), Channel([0], 0, ledger))
         self._agreed: View | None = None  # view for the next exchange, set by `start` or `enter`
@@ -625,8 +631,31 @@ class ElasticMembership:
         return next(m for m in quorum.members if m.replica == self.record.replica)
 
     def _ask_alone(self) -> Quorum:
+        self._ask_for_absent()
         self._quorum = self.rendezvous.quorum(self._tell(asked=self.record.asked + 1))
+        self._quorum_s = time.monotonic()
         return self._quorum
+
+    def _ask_for_absent(self) -> None:
+        """Request the next quorum also on behalf of replicas that have died or left.
+
+        The rendezvous counts every request as a heartbeat, so it waits for each replica of the last
+        quorum until that heartbeat has expired. One member, the first of the view, does this. If
+        there are more such replicas than a view may have members, it stops, so that they expire.
+        """
+        decision = decide(self._quorum, self.limits)
+        absent = [m for m in self._quorum.members if m.status in ABSENT]
+        expired = time.monotonic() - self._quorum_s > self._heartbeat_timeout_s
+        is_first = decision.members[:1] and decision.members[0].replica == self.record.replica
+        if is_first and not expired and len(absent) <= self.limits.max_replicas:
+            for member in absent:
+                threading.Thread(
+                    target=self._ask_for, args=(member,), name="absent-member", daemon=True
+                ).start()
+
+    def _ask_for(self, member: Member) -> None:
+        with suppress(RuntimeError):  # this replica is closing
+            self.rendezvous.quorum(member)
 
     def _ask(self) -> Quorum:
         """Request a quorum on this replica's first rank, and return it on all ranks."""
@@ -755,8 +784,7 @@ class ElasticMembership:
         dead = sum(m.replica in self._dead for m in self.view_members)
         is_asked_for = member.replica in [m.replica for m in self._quorum.members]
         if is_asked_for and 2 * dead < len(self.view_members):
-            with suppress(RuntimeError):
-                self.rendezvous.quorum(member._replace(status=DEAD))
+            self._ask_for(member._replace(status=DEAD))
 
     # -- refusals
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 from lightning_commfree.comm import lighthouse, lighthouse_command
-from lightning_commfree.comm.board import Board, read_board
+from lightning_commfree.comm.board import ABSENT_STEP, Board, BoardMember, read_board
 from lightning_commfree.comm.lighthouse import LighthouseRendezvous, serve_lighthouse
-from lightning_commfree.comm.membership import JOINING, MEMBER, Member, Quorum
+from lightning_commfree.comm.membership import DEAD, JOINING, MEMBER, Member, Quorum
 from lightning_commfree.comm.state_server import StateServer
 from tests.world import free_port
 
@@ -127,6 +127,22 @@ def test_a_member_that_dies_is_missing_after_its_heartbeat(house: House) -> None
     assert quorum.number > before.number
     assert read_board(house.url).silent == {"c"}
     assert time.monotonic() - start < HEARTBEAT_TIMEOUT_S + 1.0
+
+
+def test_nobody_waits_for_a_dead_member_on_whose_behalf_another_one_asks(house: House) -> None:
+    """Each request counts as a heartbeat, so without the second one, the others would wait."""
+    together(house, "a", "b", "c")
+    house.replica("c").close()
+    for _ in range(2):
+        start = time.monotonic()
+        asked = [house.ask(name) for name in "ab"]
+        dead = house.threads.submit(house.replica("a").quorum, Member("c", status=DEAD))
+        assert names(asked[0].result(10.0)) == ["a", "b", "c"]
+        assert asked[0].result() == asked[1].result(10.0) == dead.result(10.0)
+        assert time.monotonic() - start < HEARTBEAT_TIMEOUT_S / 2
+    asked = [house.ask(name) for name in "ab"]
+    assert names(asked[0].result(10.0)) == names(asked[1].result(10.0)) == ["a", "b"]
+    assert time.monotonic() - start > HEARTBEAT_TIMEOUT_S * 0.9
 
 
 def test_a_later_record_replaces_that_of_a_thread_that_waits(house: House) -> None:
@@ -317,8 +333,11 @@ def test_the_status_shows_members_joiners_and_what_they_report(
 
 def test_a_replica_that_left_is_shown_as_gone_for_a_while() -> None:
     heartbeats = {"left": 40.0, "left long ago": 4000.0, "new": 0.4}
-    board = Board(7, "", (), heartbeats, frozenset({"left", "left long ago"}))
-    _, _, left, new = lighthouse_command.table("http://10.0.0.1:29510", board)
+    members = (BoardMember("dead", ABSENT_STEP, "http://10.0.0.2:1"),)
+    heartbeats["dead"] = 0.1
+    board = Board(7, "", members, heartbeats, frozenset({"left", "left long ago"}))
+    _, _, dead, left, new = lighthouse_command.table("http://10.0.0.1:29510", board)
+    assert dead.split() == ["dead", "0.1", "s", "ago", "gone", "-", "-", "-"]
     assert left.split() == ["left", "40.0", "s", "ago", "gone", "-", "-", "-"]
     assert new.split() == ["new", "0.4", "s", "ago", "joining", "-", "-", "-"]
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import queue
 import socket
+import time
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.membership import (
@@ -216,3 +219,35 @@ def test_a_member_is_dead_when_its_machine_refuses_and_not_when_a_connection_bre
     connection.close()
     assert rendezvous.get(timeout=10) == c._replace(status=DEAD)
     membership.close()
+
+
+@pytest.mark.parametrize(
+    ("replica", "seconds_ago", "absent", "asked_for"),
+    [
+        ("a", 0.0, 1, "ac"),
+        ("b", 0.0, 1, "b"),  # the first member of the view asks
+        ("a", 99.0, 1, "a"),  # the heartbeat has expired
+        ("a", 0.0, 4, "acdef"),
+        ("a", 0.0, 5, "a"),  # more than a view may have members
+    ],
+)
+def test_the_first_member_asks_for_the_dead_and_those_who_left_until_they_expire(
+    replica: str, seconds_ago: float, absent: int, asked_for: str
+) -> None:
+    rendezvous, transfer = Asked(), SimpleNamespace(address="", close=lambda: None)
+    membership = ElasticMembership(
+        rendezvous,  # type: ignore[arg-type]
+        transfer,  # type: ignore[arg-type]
+        replica,
+        Ledger(),
+        limits=LIMITS,
+    )
+    gone = [member(name, 2, status=DEAD if name < "e" else LEAVING) for name in "cdefg"[:absent]]
+    membership._quorum = Quorum(7, (A, B, *gone))
+    membership._quorum_s = time.monotonic() - seconds_ago
+    membership._ask_alone()
+    asked = {(mine := rendezvous.get(timeout=10)).replica: mine for _ in asked_for}
+    assert "".join(sorted(asked)) == asked_for
+    assert all(asked[m.replica] == m for m in gone if m.replica in asked)
+    membership.close()
+    assert rendezvous.empty()

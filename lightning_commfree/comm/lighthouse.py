@@ -62,6 +62,7 @@ class LighthouseRendezvous:
         self._torchft = _torchft()
         self._lock = threading.Lock()
         self._heartbeat: Any = None  # a ManagerServer
+        self._replica = ""  # the first that requests a quorum; it sends these heartbeats
         self._client: Any = None
         self._connections: dict[int, int] = {}  # inodes of the client's sockets, by descriptor
         self._was_there = False
@@ -131,6 +132,7 @@ class LighthouseRendezvous:
         while not self._closed.is_set():
             asked_s = time.monotonic()
             left_s = start_s + self.timeout_s - asked_s
+            client = None
             try:
                 client = self._connect(mine.replica)
                 found = client.quorum(
@@ -153,7 +155,12 @@ class LighthouseRendezvous:
                         " requested one, or fewer than `--min-replicas` replicas are running. Run"
                         f" `commfree-lighthouse status {self.url}` to list them."
                     ) from error
-                self._client = None  # so that `_connections` always belong to the current client
+                if self._client is client:
+                    self._client = None  # so that `_connections` belong to the current client
+                if mine.replica != self._replica:  # a restarted lighthouse need not know about it
+                    raise RuntimeError(
+                        f"The request on behalf of {mine.replica} failed ({error})."
+                    ) from error
                 if now - asked_s > _WAITED_S:
                     failing_s, self._was_there = now, True  # the lighthouse was reachable until now
                 patience_s = self.timeout_s if self._was_there else _FIRST_CONTACT_S
@@ -170,6 +177,7 @@ class LighthouseRendezvous:
         with self._lock:
             if self._closed.is_set():
                 raise RuntimeError("The rendezvous is closed.")
+            self._replica = self._replica or replica
             if self._client is None:
                 before = tcp_sockets()
                 self._client = self._torchft.LighthouseClient(self.url, _CONNECT)
@@ -213,8 +221,14 @@ def serve_lighthouse(
             f"`--heartbeat-timeout {heartbeat_timeout_s:g}` is too short: replicas send a heartbeat"
             f" every {HEARTBEAT_SECONDS:g} s, so use at least {2 * HEARTBEAT_SECONDS:g}."
         )
-    if min_replicas < 1 or join_timeout_s < 0:
-        raise ValueError("`--min-replicas` must be at least 1, and `--join-timeout` at least 0.")
+    if join_timeout_s < heartbeat_timeout_s:
+        raise ValueError(
+            f"`--join-timeout {join_timeout_s:g}` is too short: an exchange might go ahead without"
+            " replicas that are alive. Use at least the heartbeat timeout,"
+            f" {heartbeat_timeout_s:g}."
+        )
+    if min_replicas < 1:
+        raise ValueError(f"`--min-replicas` must be at least 1, got {min_replicas}.")
     try:
         return _torchft().LighthouseServer(
             bind=f"{host}:{port}",

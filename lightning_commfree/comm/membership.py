@@ -20,12 +20,12 @@ members make the same decisions without further messages:
   smaller view is allowed only if the quorum's number is the next in sequence: in that case, the
   rendezvous has not restarted, and it knows that all missing members are dead.
 - *End of a process.* When a member's process ends, the kernel of its machine refuses connections to
-  the member's store. The first member that notices requests a quorum on its behalf, with status
-  `DEAD`, so that the others do not wait for its heartbeat to expire. A member that is declared dead
-  by mistake sees this record in the response. Because dead members do not count as present, a
-  member is declared dead only while the dead ones are a minority of the view. The rendezvous waits
-  for all replicas of the last quorum, so the first member of the view requests the following
-  quorums on behalf of the dead member too, and on behalf of members that have left.
+  the member's store. When the first living member of the view notices this, it requests a quorum on
+  that member's behalf, with status `DEAD`, so that the others do not wait for its heartbeat to
+  expire. A member that is declared dead by mistake sees this record in the response. Because dead
+  members do not count as present, a member is declared dead only while the dead ones are a minority
+  of the view. The rendezvous waits for all replicas of the last quorum, so the first member also
+  requests the following quorums on behalf of the dead member, and of members that have left.
 - *Rejoining.* A member that was suspended or cut off from the network finds that the others have
   continued without it. It may rejoin in its previous slot.
 - *Too few members.* With fewer than `min_replicas` replicas, the members wait. If some members are
@@ -207,7 +207,8 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
         return _found(quorum, limits)
     top = max(m.flights for m in present)
     leaders = [m for m in present if m.flights == top]
-    leader, views = leaders[0], {m.view for m in leaders}
+    leader = min(leaders, key=lambda m: m.status in _GONE)  # who has left is in an older view
+    views = {m.view for m in leaders}
     # all other members were unreachable while a later view was formed
     established = tuple(m for m in present if m.flights == top or m.view in views)
     no_view = Decision(established=established)
@@ -631,30 +632,29 @@ class ElasticMembership:
         return next(m for m in quorum.members if m.replica == self.record.replica)
 
     def _ask_alone(self) -> Quorum:
-        self._ask_for_absent()
         self._quorum = self.rendezvous.quorum(self._tell(asked=self.record.asked + 1))
-        self._quorum_s = time.monotonic()
+        self._ask_for_absent()
         return self._quorum
 
     def _ask_for_absent(self) -> None:
-        """Request the next quorum also on behalf of replicas that have died or left.
+        """Request the next quorum on behalf of the replicas of this one that have died or left.
 
-        The rendezvous counts every request as a heartbeat, so it waits for each replica of the last
-        quorum until that heartbeat has expired. One member, the first of the view, does this. If
-        there are more such replicas than a view may have members, it stops, so that they expire.
+        The rendezvous counts every request as a heartbeat, so it would wait for these replicas
+        until that heartbeat has expired. The first living member of the view does this, and at
+        once: if a member was declared dead by mistake, its own next request replaces this one. If
+        there are more such replicas than a view may have members, nobody does, and they expire.
         """
-        decision = decide(self._quorum, self.limits)
+        members = decide(self._quorum, self.limits).members
+        living = [m.replica for m in members if m.replica not in self._dead]
         absent = [m for m in self._quorum.members if m.status in ABSENT]
-        expired = time.monotonic() - self._quorum_s > self._heartbeat_timeout_s
-        is_first = decision.members[:1] and decision.members[0].replica == self.record.replica
-        if is_first and not expired and len(absent) <= self.limits.max_replicas:
+        if living[:1] == [self.record.replica] and len(absent) <= self.limits.max_replicas:
             for member in absent:
                 threading.Thread(
                     target=self._ask_for, args=(member,), name="absent-member", daemon=True
                 ).start()
 
     def _ask_for(self, member: Member) -> None:
-        with suppress(RuntimeError):  # this replica is closing
+        with suppress(RuntimeError):  # this replica is closing, or the rendezvous has restarted
             self.rendezvous.quorum(member)
 
     def _ask(self) -> Quorum:
@@ -781,9 +781,12 @@ class ElasticMembership:
                 return
             time.sleep(_CONNECT_AGAIN_S)
         self._dead.add(member.replica)
-        dead = sum(m.replica in self._dead for m in self.view_members)
+        names = [m.replica for m in self.view_members]
+        living = [name for name in names if name not in self._dead]
+        # only one member declares others dead, so that it knows how many have been declared
+        is_first = living[:1] == [self.record.replica]
         is_asked_for = member.replica in [m.replica for m in self._quorum.members]
-        if is_asked_for and 2 * dead < len(self.view_members):
+        if is_first and is_asked_for and 2 * (len(names) - len(living)) < len(names):
             self._ask_for(member._replace(status=DEAD))
 
     # -- refusals

@@ -373,6 +373,7 @@ def test_the_command_serves_until_it_is_terminated() -> None:
     [
         (["--bind", "203.0.113.9"], "Cannot listen on 203.0.113.9:29510"),
         (["--heartbeat-timeout", "1"], "--heartbeat-timeout 1` is too short"),
+        (["--join-timeout", "4"], "--join-timeout 4` is too short"),
         (["--min-replicas", "0"], "`--min-replicas` must be at least 1"),
     ],
 )

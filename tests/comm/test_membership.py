@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
-import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,11 +192,13 @@ def test_a_member_that_comes_back_while_the_others_wait_is_established() -> None
 
 
 class Asked(queue.Queue[Member]):
-    """A rendezvous that keeps the requests, and responds with empty quorums."""
+    """A rendezvous that keeps the requests, and responds with the same quorum each time."""
+
+    answer = Quorum(0, ())
 
     def quorum(self, mine: Member) -> Quorum:
         self.put(mine)
-        return Quorum(0, ())
+        return self.answer
 
     def close(self) -> None:
         pass
@@ -222,19 +224,21 @@ def test_a_member_is_dead_when_its_machine_refuses_and_not_when_a_connection_bre
 
 
 @pytest.mark.parametrize(
-    ("replica", "seconds_ago", "absent", "asked_for"),
+    ("replica", "dead", "absent", "asked_for"),
     [
-        ("a", 0.0, 1, "ac"),
-        ("b", 0.0, 1, "b"),  # the first member of the view asks
-        ("a", 99.0, 1, "a"),  # the heartbeat has expired
-        ("a", 0.0, 4, "acdef"),
-        ("a", 0.0, 5, "a"),  # more than a view may have members
+        ("a", "", 1, "ac"),
+        ("b", "", 1, "b"),  # the first member of the view asks
+        ("b", "a", 1, "bc"),  # the first of those that live
+        ("a", "", 4, "acdef"),
+        ("a", "", 5, "a"),  # more than a view may have members
     ],
 )
-def test_the_first_member_asks_for_the_dead_and_those_who_left_until_they_expire(
-    replica: str, seconds_ago: float, absent: int, asked_for: str
+def test_the_first_member_asks_also_for_the_dead_and_for_those_who_have_left(
+    replica: str, dead: str, absent: int, asked_for: str
 ) -> None:
+    gone = [member(name, 2, status=DEAD if name < "e" else LEAVING) for name in "cdefg"[:absent]]
     rendezvous, transfer = Asked(), SimpleNamespace(address="", close=lambda: None)
+    rendezvous.answer = Quorum(7, (A, B, *gone))
     membership = ElasticMembership(
         rendezvous,  # type: ignore[arg-type]
         transfer,  # type: ignore[arg-type]
@@ -242,12 +246,40 @@ def test_the_first_member_asks_for_the_dead_and_those_who_left_until_they_expire
         Ledger(),
         limits=LIMITS,
     )
-    gone = [member(name, 2, status=DEAD if name < "e" else LEAVING) for name in "cdefg"[:absent]]
-    membership._quorum = Quorum(7, (A, B, *gone))
-    membership._quorum_s = time.monotonic() - seconds_ago
+    membership._dead = {*dead}
     membership._ask_alone()
     asked = {(mine := rendezvous.get(timeout=10)).replica: mine for _ in asked_for}
     assert "".join(sorted(asked)) == asked_for
     assert all(asked[m.replica] == m for m in gone if m.replica in asked)
+    with pytest.raises(queue.Empty):
+        rendezvous.get(timeout=0.2)
     membership.close()
-    assert rendezvous.empty()
+
+
+def test_only_the_first_living_member_declares_others_dead() -> None:
+    """Two that declare one each would not know that half of the view is dead."""
+    asked = []
+    for replica, dead in (("a", "c"), ("b", "c"), ("b", "ac"), ("a", "bc")):
+        rendezvous, transfer = Asked(), SimpleNamespace(address="", close=lambda: None)
+        membership = ElasticMembership(rendezvous, transfer, replica, Ledger())  # type: ignore[arg-type]
+        refused = socket.create_server(("127.0.0.1", 0))
+        c = C._replace(store=f"127.0.0.1:{refused.getsockname()[1]}")
+        membership.view_members, membership._quorum = (A, B, c), Quorum(7, (A, B, c))
+        membership._dead = {*dead} - {"c"}
+        membership._notice_ends([c])
+        refused.settimeout(10)
+        connection, _ = refused.accept()
+        refused.close()
+        connection.close()
+        with suppress(queue.Empty):
+            asked.append((replica, dead, rendezvous.get(timeout=1).replica))
+        membership.close()
+    assert asked == [("a", "c", "c")]
+
+
+def test_who_has_left_does_not_lead_a_later_view() -> None:
+    """ "c" has left the view of four; "d" and "e" are two of the three in the next one."""
+    c = member("c", 0, status=LEAVING, view="before", view_size=4)
+    d, e = member("d", 1), member("e", 2)
+    dead = member("f", 3, status=DEAD)
+    assert slots(decided(c, d, e, dead)) == {"d": 1, "e": 2}

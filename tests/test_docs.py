@@ -166,10 +166,13 @@ def test_the_plot_shows_the_saved_losses_and_readme_quotes_them(tmp_path: Path) 
         for row in rows
         if row[0] in ("| 0.04M", "| 0.2M") and row[1] == "20" and row[6] == "adamw"
     }
-    long = [
-        row[10].split() for row in rows if row[:6] == ["| 0.2M", "100", "100", "2", "0.4", "gpt2"]
-    ]
-    assert [row[1:2] for row in long] == [["±"]], "three seeds, as README says"
+    gap_of = {tuple(row[:6]): row[10].split() for row in rows if len(row) > 10}
+    long = gap_of["| 0.2M", "100", "100", "2", "0.4", "gpt2"]
+    longest = gap_of["| 0.04M", "100", "100", "2", "0.4", "gpt2"]
+    assert long[1] == longest[1] == "±", "three seeds, as README says"
+    two = gap_of["| 0.8M", "20", "100", "2", "0.4", "llama"]
+    four = gap_of["| 0.8M", "20", "100", "4", "0.8", "llama"]
+    assert two[1:] == four[1:] == ["%"], "one seed, as README says"
     quoted = {("| 0.04M", *key): value for key, value in gap.items()}
     assert quoted.items() <= shown.items(), "the size ladder's page"
     # the ledger's formula: 4-bit codes, one scale per 256
@@ -181,7 +184,11 @@ def test_the_plot_shows_the_saved_losses_and_readme_quotes_them(tmp_path: Path) 
     assert f"{often} and send {shares[30]}" in readme
     gpt2, llama = (shown["| 0.2M", model, 2, 100] for model in ("gpt2", "llama"))
     assert f"the loss is {gpt2} % above DDP's" in readme
-    assert f"after 100 tokens per parameter, it is {float(long[0][0]):.2f} % above" in readme
+    assert f"after 100 tokens per parameter, it is {float(long[0]):.2f} % above" in readme
+    largest = f"{float(two[0]):.2f} % above, and {float(four[0]):.1f} % with four replicas"
+    assert largest in readme
+    more = f"and {float(longest[0]):.1f} % after 100"
+    assert f"ends {gap['gpt2', 2, 100]} % above DDP after 20 tokens per parameter, {more}" in readme
     assert f"A Llama of the same size ends {llama} % above DDP" in readme
     assert f"{gap['gpt2', 2, 100]} and {gap['llama', 2, 100]} % with {shares[100]}" in readme
     assert f"{gap['gpt2', 4, 30]} to {gap['llama', 4, 100]} % above" in readme

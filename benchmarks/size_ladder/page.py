@@ -425,7 +425,7 @@ def _gap_at(size: str, found: dict[str, list[float]]) -> str:
     cycles = min(Cell(model, size, 1, 0).steps // 100 for model in shown)
     note = ""
     if not enough:
-        note = f"; {len(flat(found))} of {RUNS} runs, no verdict"
+        note = f"; {len(flat(found))} of {RUNS} runs ({', '.join(shown)}), no verdict"
     elif len(enough) < len(MODELS):
         note = f"; only {', '.join(enough)}"
     return f"{mean_text(flat(shown), '+.2f', ' %')} at {size} ({cycles} cycles of H{note})"

@@ -297,7 +297,10 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     # at the rate that is best for the paper's outer step, a rung too high for this one
     assert "| 0.8 | 0.9 | 0.5 | 0 | False | 20 | 100 | 4 | +2.45 ± 0.00 % |" in page
     few = "\n".join(page_lines(filled(tmp_path / "few.jsonl", ("0.04M",), 50), "r.png"))
-    assert "+1.99 ± 0.01 % at 0.04M (7 cycles of H; 3 of 6 runs, no verdict) from DDP." in few
+    assert (
+        "+1.99 ± 0.01 % at 0.04M (7 cycles of H; 3 of 6 runs (gpt2, llama), no verdict) from DDP."
+        in few
+    )
     assert "Target" not in few.split("## Provenance")[0]
     assert "Whether the gap shrinks with size is open" in few
     assert "More training: the runs of 100 tokens per parameter are not done." in few

@@ -207,7 +207,7 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
         return _found(quorum, limits)
     top = max(m.flights for m in present)
     leaders = [m for m in present if m.flights == top]
-    leader = min(leaders, key=lambda m: m.status in _GONE)  # who has left is in an older view
+    leader = min(leaders, key=lambda m: m.status in _GONE)  # a member that has left is in an older view
     views = {m.view for m in leaders}
     # all other members were unreachable while a later view was formed
     established = tuple(m for m in present if m.flights == top or m.view in views)
@@ -356,10 +356,7 @@ class ElasticMembership:
         replica, address = self.ranks.share(lambda: [replica, address])
         states = tuple(self.ranks.gather(transfer.address))
         self.record = Member(replica, store=address, states=states)
-        self._quorum, self._quorum_s = (
-            Quorum(0, ()),
-            0.0,
-        )  # the latest one, and when it was received
+        self._quorum = Quorum(0, ())
         self.view_members: tuple[Member, ...] = ()
         self._view = View(0, (0,), Channel([0], 0, ledger))
         self._agreed: View | None = None  # view for the next exchange, set by `start` or `enter`
@@ -637,7 +634,7 @@ class ElasticMembership:
         return self._quorum
 
     def _ask_for_absent(self) -> None:
-        """Request the next quorum on behalf of the replicas of this one that have died or left.
+        """Request the next quorum on behalf of replicas that have died or left.
 
         The rendezvous counts every request as a heartbeat, so it would wait for these replicas
         until that heartbeat has expired. The first living member of the view does this, and at
@@ -784,9 +781,9 @@ class ElasticMembership:
         names = [m.replica for m in self.view_members]
         living = [name for name in names if name not in self._dead]
         # only one member declares others dead, so that it knows how many have been declared
-        is_first = living[:1] == [self.record.replica]
+        declares = living[:1] == [self.record.replica]
         is_asked_for = member.replica in [m.replica for m in self._quorum.members]
-        if is_first and is_asked_for and 2 * (len(names) - len(living)) < len(names):
+        if declares and is_asked_for and 2 * (len(names) - len(living)) < len(names):
             self._ask_for(member._replace(status=DEAD))
 
     # -- refusals

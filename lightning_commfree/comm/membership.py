@@ -207,7 +207,8 @@ def decide(quorum: Quorum, limits: Limits) -> Decision:
         return _found(quorum, limits)
     top = max(m.flights for m in present)
     leaders = [m for m in present if m.flights == top]
-    leader = min(leaders, key=lambda m: m.status in _GONE)  # a member that has left is in an older view
+    # a member that has left may be in an older view
+    leader = min(leaders, key=lambda m: m.status in _GONE)
     views = {m.view for m in leaders}
     # all other members were unreachable while a later view was formed
     established = tuple(m for m in present if m.flights == top or m.view in views)

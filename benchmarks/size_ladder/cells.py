@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,22 @@ def lr_of(rung: int) -> float:
     return round(0.008 * 2 ** (rung / 2), 5)
 
 
+def retuned(losses: Losses, cell: Cell) -> Cell | None:
+    """Return a cell with the learning rate that is best for its own length; None: unknown."""
+    rung = best_rung(_loss_near(losses, cell), FIRST_RUNGS)
+    return None if rung is None else row(losses, replace(cell, rung=rung))
+
+
+def _loss_near(losses: Losses, cell: Cell) -> LossAt:
+    """Return seed 1's loss by the distance from the rung that `row` chooses."""
+
+    def loss_at(rung: int) -> float | None:
+        run = row(losses, replace(cell, seed=1, rung=rung))
+        return None if run is None else losses.get(run)
+
+    return loss_at
+
+
 def search(losses: Losses, cell: Cell) -> list[Cell]:
     """Return the runs that tune a cell's learning rate, as far as the losses determine them."""
     tuned, first = _tuned(cell), _first_rungs(losses, cell)
@@ -346,8 +363,14 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, replicas=(2, 4), sync_every=30, **long)
     yield from of_seeds(small, replicas=(2, 4), sync_every=30, wire="topk", **long)
     yield from of_seeds(small, **muon, **long)
+    # GPT-2's gap grows there: is it because the rates were tuned in short runs?
+    yield from chain.from_iterable(
+        _retuning(losses, cell, seeds)
+        for cell in grid(small, 1, replicas=(2, 4), models=varying, **long)
+    )
     yield from grid(large, 1, replicas=(2,), models=varying)
     yield from grid(large, 1, replicas=(8, 1), models=steady)
+    yield from grid(large, 1, replicas=(4,), models=varying)
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
     topk: dict[str, Any] = {"replicas": (2, 4), "sync_every": 30, "wire": "topk"}
@@ -386,6 +409,15 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(large, sync_every=30)
     yield from of_seeds(middle, **long)
     yield from of_seeds(largest)
+
+
+def _retuning(losses: Losses, cell: Cell, seeds: int) -> Iterator[Cell]:
+    """Yield the runs that find a cell's rate, with seed 1, then those that use it, as offsets."""
+    near = _loss_near(losses, cell)
+    yield from (replace(cell, rung=rung) for rung in rungs_to_run(near, FIRST_RUNGS))
+    best = best_rung(near, FIRST_RUNGS)
+    if best is not None:
+        yield from (replace(cell, rung=best, seed=seed) for seed in range(1, seeds + 1))
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:

@@ -35,10 +35,13 @@ from benchmarks.size_ladder.cells import (
     change_of_trial,
     lr_of,
     reference,
+    retuned,
     row,
 )
 from benchmarks.size_ladder.corpus import RECIPE
 from benchmarks.size_ladder.records import Records
+
+WithRate = Callable[[Losses, Cell], Cell | None]  # gives a cell its learning rate
 
 TITLE = "How far is the loss of Streaming DiLoCo from DDP's, and does the gap shrink with size?"
 TARGETS = {2: 0.5, 4: 1.5, 8: 2.5}  # percent above DDP at the largest size, H = 100
@@ -51,6 +54,7 @@ WIRE_TARGETS = (
 )
 MUON_TARGET = 0.5  # of AdamW's gap
 MORE_TRAINING = (2, 4)  # replicas of the longer runs
+GROWING = "gpt2"  # the model whose gap was larger after the longer runs
 SEEDS = 3
 RUNS = SEEDS * len(MODELS)
 SIGMAS = 2.0  # a difference counts if it exceeds so many standard errors
@@ -101,7 +105,16 @@ Written down before the first run at 0.8M, when {LONG} tokens per parameter had 
   {SHORT} for M = 2 and 4 and both models at 0.04M, each in the mean over three seeds by more than
   {SIGMAS:.0f} standard errors of the difference. The wires' and Muon's limits at {LONG} tokens per
   parameter are those above.
-- *0.8M.* One seed, with rates that are not tuned at this size: no verdict on targets or trend."""
+- *0.8M.* One seed, with rates that are not tuned at this size: no verdict on targets or trend.
+
+Written down before the first longer run with another learning rate, when GPT-2's gap at 0.04M had
+been found to be larger with {LONG} tokens per parameter than with {SHORT}:
+
+- *Rates of longer runs.* For GPT-2 at 0.04M, DDP and M = 2, 4, the rate is searched again with
+  {LONG} tokens per parameter and seed 1, from the short runs' best one. The rates "explain" the
+  growth if, between runs with these rates, the gap is smaller than in the short runs for M = 2 and
+  4, each in the mean over three seeds by more than {SIGMAS:.0f} standard errors of the difference.
+  The verdict on *more training* stays that of the first runs."""
 HOW_TO_READ = f"""\
 Validation loss in nats per token over the whole validation split, of the weights with which a fit
 ends (the mean of the replicas' weights). The gap is the percent above the DDP run of the same seed,
@@ -169,8 +182,9 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "## Learning rates",
         "",
-        f"Validation loss with seed 1, H = 100. At {' and '.join(TUNED)} the best rate has a worse"
-        " one on both sides and is used by all runs of its model, size, optimizer and M. A larger"
+        f"Validation loss with seed 1, H = 100. At {' and '.join(TUNED)} the best rate of the runs"
+        f" with {SHORT} tokens per parameter has a worse one on both sides and is used by all runs"
+        " of its model, size, optimizer and M. A larger"
         " size takes the rates of the size before, divided by 1.4 for each doubling of the width."
         " 0.2M was first run with such rates too; its search started at them.",
         "",
@@ -189,11 +203,13 @@ def default_cell(
     return Cell(model, size, 1, 0, replicas, sync_every, optimizer=optimizer).default
 
 
-def pairs(losses: Losses, cell: Cell, other: Cell) -> list[tuple[Cell, Cell]]:
+def pairs(
+    losses: Losses, cell: Cell, other: Cell, with_rate: WithRate = row
+) -> list[tuple[Cell, Cell]]:
     """Return the runs of two cells with open rate, for each seed that both have."""
     found = []
     for seed in sorted({run.seed for run in losses}):
-        ours, theirs = row(losses, replace(cell, seed=seed)), row(losses, replace(other, seed=seed))
+        ours, theirs = (with_rate(losses, replace(each, seed=seed)) for each in (cell, other))
         if ours is not None and theirs is not None and {ours, theirs} <= losses.keys():
             found.append((ours, theirs))
     return found
@@ -315,6 +331,7 @@ def opening(losses: Losses, picture: str) -> list[str]:
         "",
         *_disagreement(losses),
         *_more_training(losses),
+        *_rates_of_longer_runs(losses),
     ]
     lines += [_finding(losses, m) for m in REPLICAS]
     if all(trend(losses, m) is None for m in REPLICAS):
@@ -357,20 +374,50 @@ def _more_training(losses: Losses) -> list[str]:
     told = ""
     changes = [_changes_with_training(losses, *each) for each in product(MODELS, MORE_TRAINING)]
     if min(map(len, changes)) >= SEEDS:
-        closes = all(statistics.mean(of) < -SIGMAS * standard_error(of) for of in changes)
-        told = f"at {SEARCHED} the gap {'closes' if closes else 'does not close'}. "
+        told = f"at {SEARCHED} the gap {'closes' if _smaller(changes) else 'does not close'}. "
     return [
         f"- **Found, more training, H = 100:** {told}With {LONG} tokens per parameter instead of"
         f" {SHORT} it goes {', '.join(ends)}."
     ]
 
 
-def _changes_with_training(losses: Losses, model: str, replicas: int) -> list[float]:
-    """Return what more training adds to the gap at the smallest size, for each seed."""
+def _rates_of_longer_runs(losses: Losses) -> list[str]:
+    """Return whether the learning rates explain that a gap is larger after more training."""
+    changes = [_changes_with_training(losses, GROWING, m, retuned) for m in MORE_TRAINING]
+    if min(map(len, changes)) < SEEDS:
+        return []
+    texts = []
+    for m in MORE_TRAINING:
+        long = replace(default_cell(GROWING, SEARCHED, m), tokens_per_parameter=LONG)
+        found = [_percent(losses, *runs) for runs in pairs(losses, long, reference(long), retuned)]
+        texts.append(f"{mean_text(found, '+.1f', ' %')} with M = {m}")
+    told = "explain" if _smaller(changes) else "do not explain"
+    return [
+        f"- **Found, rates of longer runs:** with rates searched at {LONG} tokens per parameter the"
+        f" gap of {GROWING} at {SEARCHED} is {', '.join(texts)}: the rates {told} its growth."
+    ]
+
+
+def _smaller(changes: Sequence[Sequence[float]]) -> bool:
+    """Return whether every gap has become smaller, by more than its noise."""
+    return all(statistics.mean(of) < -SIGMAS * standard_error(of) for of in changes)
+
+
+def _changes_with_training(
+    losses: Losses, model: str, replicas: int, with_rate: WithRate = row
+) -> list[float]:
+    """Return what more training adds to the gap at the smallest size, for each seed.
+
+    The longer runs have the rate of `with_rate`.
+    """
     short = default_cell(model, SEARCHED, replicas)
+    long = replace(short, tokens_per_parameter=LONG)
     before, after = (
-        {ours.seed: _percent(losses, ours, ddp) for ours, ddp in pairs(losses, run, reference(run))}
-        for run in (short, replace(short, tokens_per_parameter=LONG))
+        {
+            ours.seed: _percent(losses, ours, ddp)
+            for ours, ddp in pairs(losses, cell, reference(cell), rate)
+        }
+        for cell, rate in ((short, row), (long, with_rate))
     )
     return [after[seed] - before[seed] for seed in sorted(before.keys() & after.keys())]
 
@@ -634,12 +681,13 @@ def _paper_gaps(millions: int) -> list[float]:
 
 def _lr_table(losses: Losses) -> list[str]:
     lines = [
-        "| size | model | optimizer | method | learning rate: loss | used |",
-        "|---|---|---|---|---|---|",
+        "| size | tokens per parameter | model | optimizer | method | learning rate: loss | used |",
+        "|---|---|---|---|---|---|---|",
     ]
-    methods = product(NAMES, MODELS, OPTIMIZERS, (0, *REPLICAS))
-    for size, model, optimizer, m in methods:
-        cell = default_cell(model, size, m, optimizer=optimizer)
+    methods = product(NAMES, (SHORT, LONG), MODELS, OPTIMIZERS, (0, *REPLICAS))
+    for size, tokens, model, optimizer, m in methods:
+        short = default_cell(model, size, m, optimizer=optimizer)
+        cell = replace(short, tokens_per_parameter=tokens)
         tried = [run for run in losses if replace(run, rung=0) == cell]
         if len(tried) < 2:
             continue
@@ -647,7 +695,7 @@ def _lr_table(losses: Losses) -> list[str]:
         rates = ", ".join(f"{lr_of(run.rung)}: {losses[run]:.4f}" for run in tried)
         used = row(losses, cell)
         lines.append(
-            f"| {size} | {model} | {optimizer} | {f'M = {m}' if m else 'DDP'} | {rates}"
+            f"| {size} | {tokens} | {model} | {optimizer} | {f'M = {m}' if m else 'DDP'} | {rates}"
             f" | {MISSING if used is None else lr_of(used.rung)} |"
         )
     return lines

@@ -228,10 +228,12 @@ def loss_of(cell: Cell) -> float:
     """DDP is best at rung 1, DiLoCo at 0 and with an outer lr of 0.8 at -1, all lower at 0.2M.
 
     The gap is 1 % per doubling of M, half of it at 0.2M and in longer runs, 0.4 of it with Muon.
-    int2 and topk add 0.2 and 1 %, radial averaging takes 1 %.
+    int2 and topk add 0.2 and 1 %, radial averaging takes 1 %. GPT-2's longer runs are best a rung
+    lower.
     """
     ddp = 4.0 + cell.seed / 1000
     best = int(not cell.replicas) - (cell.outer_lr == 0.8) - NAMES.index(cell.size)
+    best -= cell.model == "gpt2" and cell.tokens_per_parameter == LONG
     off = abs(cell.rung - best) / 10
     if not cell.replicas:
         return ddp + off
@@ -285,6 +287,11 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     told = "more training, H = 100:** at 0.04M the gap closes. With 100 tokens per parameter"
     assert told in page
     assert ", from +0.5 to +0.2 % (gpt2, 0.2M, M = 2, 91 cycles, 3 seeds)" in page
+    assert (
+        "**Found, rates of longer runs:** with rates searched at 100 tokens per parameter the gap"
+        " of gpt2 at 0.04M is +0.5 ± 0.0 % with M = 2, +1.0 ± 0.0 % with M = 4: the rates explain"
+        " its growth." in page
+    )
     int2, topk = (
         f"{wires}, 20 tokens per parameter:** M = 2 "
         for wires in ("int2 against fp32, H = 100", "topk against fp4, H = 30")
@@ -383,8 +390,7 @@ def test_a_true_run_writes_records_and_page(recipe: Path, monkeypatch: pytest.Mo
     cell = Cell("gpt2", "0.04M", 1, 0, 2, 30, 1)
     ddp = reference(cell)
     monkeypatch.setattr(size_ladder, "planned", lambda losses, seeds: [ddp, cell])
-    for module in ("cells", "page"):
-        monkeypatch.setattr(f"benchmarks.size_ladder.{module}.row", lambda losses, cell: cell)
+    monkeypatch.setattr("benchmarks.size_ladder.cells._rung", lambda losses, cell: 0)
     options = ["--work", str(recipe), "--records", str(recipe / "r.jsonl")]
     size_ladder.main([*options, "--page", str(recipe / "r.md")])
     losses = Records(recipe / "r.jsonl").losses

@@ -361,14 +361,14 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, replicas=(2, 4), wire="int2", **long)
     yield from of_seeds(small, replicas=(2, 4), wire="fp32", **long)
     yield from of_seeds(small, replicas=(2, 4), sync_every=30, **long)
-    yield from of_seeds(small, replicas=(2, 4), sync_every=30, wire="topk", **long)
-    yield from of_seeds(small, **muon, **long)
     # GPT-2's gap grows there: is it because the rates were tuned in short runs?
     yield from chain.from_iterable(
         _retuning(losses, cell, seeds)
         for cell in grid(small, 1, replicas=(2, 4), models=varying, **long)
     )
     yield from grid(large, 1, replicas=(2,), models=varying)
+    yield from of_seeds(small, replicas=(2, 4), sync_every=30, wire="topk", **long)
+    yield from of_seeds(small, **muon, **long)
     yield from grid(large, 1, replicas=(8, 1), models=steady)
     yield from grid(large, 1, replicas=(4,), models=varying)
     for wire in ("int2", "fp32"):

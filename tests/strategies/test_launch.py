@@ -34,17 +34,23 @@ def run_script(folder: Path, name: str, *launcher: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_*.json"))]
 
 
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The weights after `Trainer(strategy="streaming_diloco_fork")` in this very process."""
+def fit_here(strategy: Any, folder: Path) -> list[float]:
+    """Train as the script does, in ranks that this process starts; return the weights."""
     module = Tiny()
-    trainer = quiet_trainer(strategy="streaming_diloco_fork", devices=2, max_epochs=1)
+    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1)
     before = torch.cat([p.detach().flatten() for p in module.parameters()])
     trainer.fit(module, loader(10 * 2 * 2), loader(4))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert trainer.world_size == 2
     assert not torch.equal(weights, before), "the parent gets the trained weights back"
-    assert_saves_its_weights(trainer, module, tmp_path_factory.mktemp("forked"))
+    assert_saves_its_weights(trainer, module, folder)
     return weights.tolist()
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The weights after `Trainer(strategy="streaming_diloco_fork")` in this very process."""
+    return fit_here("streaming_diloco_fork", tmp_path_factory.mktemp("forked"))
 
 
 def test_names_are_registered() -> None:
@@ -104,6 +110,5 @@ def test_torchrun_which_starts_all_ranks_again_when_one_has_died(
 
 
 def test_instance_with_spawn(tmp_path: Path, forked: list[float]) -> None:
-    (outcome,) = run_script(tmp_path, "instance")  # the parent's rank 0 alone writes
-    assert outcome["world_size"] == 2
-    assert outcome["weights"] == forked
+    strategy = lightning_commfree.StreamingDiLoCoStrategy(start_method="spawn")
+    assert fit_here(strategy, tmp_path) == forked

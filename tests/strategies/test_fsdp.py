@@ -500,7 +500,7 @@ def faults(rank: int, size: int, folder: Path) -> dict[str, str]:
             trainer = quiet_trainer(
                 strategy=strategy,
                 devices=size,
-                max_epochs=1,
+                max_steps=4,
                 callbacks=[save, SavesAfterBatches(folder, 5)],
                 **options,
             )

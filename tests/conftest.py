@@ -4,9 +4,11 @@ no signal handler."""
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +20,10 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+
+# Every Trainer looks for callbacks of other packages in the files of all that are installed, which
+# takes most of its time. Set before Lightning is imported, which keeps the function.
+importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment]
 
 # how long an example takes says more about the machine than about the code
 settings.register_profile("any machine", deadline=None)
@@ -45,15 +51,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Get ready what every forked rank would else do for itself.
 
-    It loads the compiled loops, and it keeps the collector away from what the imports have made, a
-    million objects that stay: Lightning collects at the end of every fit, and a rank that walks
-    over them copies them.
+    It loads the compiled loops and the entry points, and it keeps the collector away from what the
+    imports have made, a million objects that stay: Lightning collects at the end of every fit, and
+    a rank that walks over them copies them.
     """
     # not above: what it imports reads HF_HUB_OFFLINE once
     from lightning_commfree.diloco.codec import CODECS, warm_up
+    from lightning_commfree.host import pl
 
     for wire in CODECS.values():
         warm_up(wire, torch.device("cpu"))
+    pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     gc.freeze()
 
 

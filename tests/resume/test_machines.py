@@ -20,6 +20,7 @@ from lightning_commfree.resume import copies
 from tests.strategies.any_strategy import KINDS, Saving, Voter, fit, make_strategy, same
 from tests.strategies.models import Recorder, loader, quiet_trainer
 from tests.strategies.saved import file_of, part_of, resume_warnings
+from tests.strategies.test_fsdp import MIDDLE
 from tests.strategies.test_fsdp import fit as fit_fsdp
 from tests.world import run_ranks
 
@@ -189,8 +190,8 @@ def folders(rank: int, size: int, folder: Path) -> tuple[bool, set[str]]:
         patch.setattr("tests.strategies.test_fsdp.ModelCheckpoint", Relative)
         straight = fit_fsdp(rank, size, Path("saved"), inside=always)
         before = files_here()
-        resumed = fit_fsdp(rank, size, inside=always, ckpt_path="saved/step=14.ckpt")
-        return same(straight["local"][14:], resumed["local"]), files_here() - before
+        resumed = fit_fsdp(rank, size, inside=always, ckpt_path=f"saved/step={MIDDLE}.ckpt")
+        return same(straight["local"][MIDDLE:], resumed["local"]), files_here() - before
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))

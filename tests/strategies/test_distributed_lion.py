@@ -24,7 +24,7 @@ from tests.strategies.models import (
 )
 from tests.world import run_ranks
 
-STEPS = 24
+STEPS = 12
 ACCUMULATE = 2
 BATCH = 2
 LR, DECAY = 0.02, 0.3
@@ -36,7 +36,7 @@ class Voter(Tiny):
 
     def configure_optimizers(self) -> Any:
         optimizer = DistributedLion(groups(self))
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
@@ -96,7 +96,7 @@ def play(size: int, vote: str, node_size: int = 1) -> list[dict[str, Tensor]]:
     x, y = dataset(STEPS * ACCUMULATE * BATCH * size).tensors
     seen = []
     for step in range(STEPS):
-        if step in (8, 16):
+        if step in (4, 8):
             for group in twin_groups:
                 group["lr"] *= 0.5
         gradients = []

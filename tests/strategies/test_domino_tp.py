@@ -18,7 +18,7 @@ from tests.strategies.causal_lm import CausalLM, loader, words
 from tests.strategies.models import assert_same, quiet_trainer
 from tests.world import run_ranks
 
-STEPS = 20
+STEPS = 10
 BATCH = 4
 TOLERANCE = 2e-5  # of a weight: sums run in another order, and fp32 rounds them
 
@@ -34,7 +34,7 @@ def fit(rank: int, size: int, kind: str, folder: Path, **kwargs: Any) -> dict[st
     accumulate = kwargs.get("accumulate_grad_batches", 1)
     settings = kwargs.pop("settings", {})
     strategy = DominoTPStrategy(tensor_parallel, **settings)
-    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=10)
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=5)
     trainer = trainer_for(strategy, size, enable_checkpointing=True, callbacks=[save], **kwargs)
     module = CausalLM(kind)
     copies = size // (tensor_parallel or size)
@@ -115,7 +115,7 @@ def apart(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize(("size", "case"), [(size, case) for size in CASES for case in CASES[size]])
-def test_twenty_steps_equal_a_plain_trainer(
+def test_ten_steps_equal_a_plain_trainer(
     ranks: dict[int, Any], references: dict[str, Any], size: int, case: str
 ) -> None:
     for outcomes in ranks[size]:
@@ -159,10 +159,10 @@ def test_a_checkpoint_is_whole_and_loads_at_any_size(
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     batch = words(3).tensors[0]
     assert torch.equal(exported(batch).logits, module.wrapped["lm"](batch).logits)
-    # a plain Trainer continues from step 10, with the first batch that it gets
+    # a plain Trainer continues from step 5, with the first batch that it gets
     module = CausalLM(kind)
-    checkpoint = checkpoints / "step=10.ckpt"
-    later = TensorDataset(words(STEPS * BATCH).tensors[0].roll(-10 * BATCH, 0))
+    checkpoint = checkpoints / "step=5.ckpt"
+    later = TensorDataset(words(STEPS * BATCH).tensors[0].roll(-5 * BATCH, 0))
     trainer_for("auto", 1).fit(module, DataLoader(later, batch_size=BATCH), ckpt_path=checkpoint)
     assert apart(dict(module.state_dict()), final) < TOLERANCE
     first, *others = run_ranks(resume, size, tmp_path, checkpoint, kind)

@@ -111,7 +111,7 @@ def test_three_replicas_meet_at_a_lighthouse(tmp_path: Path) -> None:
         strategy = ElasticDiLoCoStrategy(
             f"http://127.0.0.1:{port}", min_replicas=2, heartbeat_timeout=2.0, **SETTINGS
         )
-        return fit(strategy, Pace(0.05, 40 if name == "b" else None), max_steps=200)
+        return fit(strategy, Pace(0.1, 25 if name == "b" else None), max_steps=110)
 
     fits = Fits(play, tmp_path)
     for name in "abc":
@@ -153,8 +153,8 @@ def test_a_replica_that_was_stopped_joins_again_in_the_same_process(tmp_path: Pa
 
     def play(name: str) -> Fit:
         strategy = Scripted(server.address, tmp_path, name, **SETTINGS)
-        pace = Pace(0.02, 20 if name == "b" else None, signal.SIGSTOP)  # nothing is in flight
-        return fit(strategy, pace, max_steps=400)
+        pace = Pace(0.05, 20 if name == "b" else None, signal.SIGSTOP)  # nothing is in flight
+        return fit(strategy, pace, max_steps=200)
 
     fits = Fits(play, tmp_path)
     for name in "abc":
@@ -170,8 +170,8 @@ def test_a_replica_that_was_stopped_joins_again_in_the_same_process(tmp_path: Pa
     assert_equal(found)
     back = found["b"]
     assert (back.joined, len(back.rejoined)) == (None, 1)
-    assert back.steps == found["a"].steps == found["a"].inner_steps == 400
-    assert back.inner_steps < 400
+    assert back.steps == found["a"].steps == found["a"].inner_steps == 200
+    assert back.inner_steps < 200
     assert len({one.lr for one in found.values()}) == 1, "its schedule is at its step"
     rows = [row for _, rows in back.seen for row in rows]
     expected = [row for step in range(back.inner_steps) for row in rows_of(back.slot, step)]
@@ -330,7 +330,7 @@ def fixed_fit(rank: int, size: int) -> State:
     settings = {name: value for name, value in TWO_RANKS.items() if name != "max_replicas"}
     module = Indexed()
     strategy = StreamingDiLoCoStrategy(**settings)
-    quiet_trainer(strategy=strategy, devices=4, max_steps=20).fit(module, data())
+    quiet_trainer(strategy=strategy, devices=4, max_steps=14).fit(module, data())
     return shards_of(module)
 
 
@@ -342,7 +342,7 @@ def test_replicas_of_two_fsdp_ranks_equal_streaming_diloco_and_take_in_another(
 
     def play(name: str) -> Fit:
         strategy = Scripted(server.address, tmp_path, name, **TWO_RANKS)
-        return fit(strategy, Pace(0.0, None), max_steps=20)
+        return fit(strategy, Pace(0.0, None), max_steps=14)
 
     fits = Fits(play, tmp_path)
     for name in "ab":
@@ -359,7 +359,7 @@ def test_replicas_of_two_fsdp_ranks_equal_streaming_diloco_and_take_in_another(
 
     def die(name: str) -> Fit:
         strategy = Scripted(server.address, tmp_path / "kill", name, **TWO_RANKS)
-        return fit(strategy, Pace(0.03, 20 if name[0] == "b" else None), max_steps=100)
+        return fit(strategy, Pace(0.1, 20 if name[0] == "b" else None), max_steps=60)
 
     fits = Fits(die, tmp_path / "kill")
     for name in "ab":

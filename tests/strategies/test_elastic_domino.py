@@ -49,7 +49,7 @@ def data() -> DataLoader[Any]:
 def fixed_fit(rank: int, size: int) -> State:
     del rank, size
     model, strategy = module(), StreamingDiLoCoStrategy(**SETTINGS)
-    quiet_trainer(strategy=strategy, devices=4, max_steps=20).fit(model, data())
+    quiet_trainer(strategy=strategy, devices=4, max_steps=14).fit(model, data())
     return shards_of(model)
 
 
@@ -61,11 +61,11 @@ def test_replicas_of_two_domino_ranks_equal_streaming_diloco_and_take_in_another
 
     def play(folder: Path, address: str, steps: int, dies_after: int | None, name: str) -> Fit:
         strategy = Scripted(address, folder, name, **elastic)
-        pace = Pace(0.03 if dies_after else 0.0, dies_after if name[0] == "b" else None)
+        pace = Pace(0.1 if dies_after else 0.0, dies_after if name[0] == "b" else None)
         return fit(strategy, pace, module, loaders=lambda: [data()], max_steps=steps)
 
     server = RendezvousServer(tmp_path, 2)
-    fits = Fits(partial(play, tmp_path, server.address, 20, None), tmp_path)
+    fits = Fits(partial(play, tmp_path, server.address, 14, None), tmp_path)
     for name in "ab":
         fits.start(name, ranks=2)
     found = fits.results()
@@ -77,7 +77,7 @@ def test_replicas_of_two_domino_ranks_equal_streaming_diloco_and_take_in_another
     folder = tmp_path / "kill"
     folder.mkdir()
     server = RendezvousServer(folder, 2)
-    fits = Fits(partial(play, folder, server.address, 100, 20), folder)
+    fits = Fits(partial(play, folder, server.address, 60, 20), folder)
     for name in "ab":
         fits.start(name, ranks=2)
     fits.wait_dead("b0")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,24 +52,23 @@ def shards_of(folder: Path) -> Path:
     return shards
 
 
-def every_way(rank: int, size: int, place: Path) -> dict[str, Any]:
-    def trained(inside: Any, to: str | None = None, **changes: Any) -> Any:
-        where = None if to is None else place / to
-        return fit(rank, size, where, inside=inside, wire_dtype="fp4", **changes)
+def trained(rank: int, size: int, inside: Any, folder: Path | None = None, **changes: Any) -> Any:
+    return fit(rank, size, folder, inside=inside, wire_dtype="fp4", **changes)
 
-    saved = place / "folder" / f"step={MIDDLE}.ckpt"
-    played = {"file": trained(NEVER, "file"), "folder": trained(ALWAYS, "folder")}
-    if rank == 0:
-        command = [sys.executable, "-m", folders.__name__, saved, saved.with_name("one.ckpt")]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    torch.distributed.barrier()
-    played["resumed"] = trained(ALWAYS, "resumed", ckpt_path=saved)
-    played["from one file"] = trained("fsdp", ckpt_path=saved.with_name("one.ckpt"))
-    played["ddp"] = trained("ddp", ckpt_path=saved)
-    played["four"] = trained(ALWAYS, replica_size=4, ckpt_path=saved)
 
-    played["validated"] = {}
+def save_both_ways(rank: int, size: int, place: Path) -> dict[str, Any]:
+    ways = {"file": NEVER, "folder": ALWAYS}
+    return {way: trained(rank, size, inside, place / way) for way, inside in ways.items()}
+
+
+def load_every_way(rank: int, size: int, place: Path, saved: Path, one: Path) -> dict[str, Any]:
+    played: dict[str, Any] = {
+        "resumed": trained(rank, size, ALWAYS, place / "resumed", ckpt_path=saved),
+        "from one file": trained(rank, size, "fsdp", ckpt_path=one),
+        "ddp": trained(rank, size, "ddp", ckpt_path=saved),
+        "four": trained(rank, size, ALWAYS, replica_size=4, ckpt_path=saved),
+        "validated": {},
+    }
     for inside in ("fsdp", "ddp"):
         strategy = StreamingDiLoCoStrategy(**SETTINGS, inside=inside)
         trainer = quiet_trainer(strategy=strategy, devices=size)
@@ -81,11 +80,19 @@ def every_way(rank: int, size: int, place: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    place = tmp_path_factory.mktemp("saved")
-    return run_ranks(every_way, 4, tmp_path_factory.mktemp("four"), place), place
+    """The fits of each rank, and the folder of their checkpoints."""
+    place, four = tmp_path_factory.mktemp("saved"), tmp_path_factory.mktemp("four")
+    first = run_ranks(save_both_ways, 4, four, place)
+    saved = place / "folder" / f"step={MIDDLE}.ckpt"
+    one = saved.with_name("one.ckpt")
+    with pytest.MonkeyPatch.context() as patch:  # as `python -m` does
+        patch.setattr(sys, "argv", [folders.__name__, str(saved), str(one)])
+        runpy.run_module(folders.__name__, run_name="__main__")
+    then = run_ranks(load_every_way, 4, four, place, saved, one)
+    return [{**ours, **again} for ours, again in zip(first, then, strict=True)], place
 
 
-@pytest.mark.parametrize("step", [7, MIDDLE, STEPS])
+@pytest.mark.parametrize("step", [5, MIDDLE, STEPS])
 def test_a_folder_holds_what_a_file_does(played: Any, step: int) -> None:
     place = played[1]
     folder, file = (place / how / f"step={step}.ckpt" for how in ("folder", "file"))
@@ -304,7 +311,7 @@ def test_files_of_two_saves_are_no_checkpoint(
     played: Any, tmp_path: Path, file: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They have the same names and sizes: an interrupted copy over an older folder leaves them."""
-    saved = [played[1] / "folder" / f"step={step}.ckpt" for step in (7, MIDDLE)]
+    saved = [played[1] / "folder" / f"step={step}.ckpt" for step in (5, MIDDLE)]
     folder = shutil.copytree(saved[0], tmp_path / "a.ckpt")
     read_folder(folder)
     shutil.copy(shards_of(saved[1]) / file, shards_of(folder) / file)

@@ -107,12 +107,12 @@ def fit(folder: Path, world: int, case: Case) -> dict[str, Any]:
         **{"max_epochs": 3, **on},
     )
     rows = EPOCH * 2 * world // (size if inside == "domino" else 1)
-    data = causal_lm.loader(rows, 2) if inside == "domino" else loader(rows)
+    make_loader = causal_lm.loader if inside == "domino" else loader
     error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            trainer.fit(module, data, data)
+            trainer.fit(module, make_loader(rows, 2), make_loader(2 * world, 2))
         except (RuntimeError, SIGTERMException) as raised:
             error = f"{type(raised).__name__}: {raised}"
     state = module.state_dict() if inside != "fsdp" else {}

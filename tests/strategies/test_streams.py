@@ -30,6 +30,7 @@ from tests.strategies import causal_lm
 from tests.strategies.models import Tiny, dataset, quiet_trainer
 
 LONG, SHORT = 8, 5  # batches of an epoch
+EPOCHS = 2
 TIMEOUT = timedelta(seconds=60)
 SECONDS = 20  # within which an error comes; the timeout of an exchange is three times that
 
@@ -108,14 +109,14 @@ def fit(
         strategy=replicas,
         devices=world,
         num_sanity_val_steps=0,
-        **{"max_epochs": 3, **on},
+        **{"max_epochs": EPOCHS, **on},
     )
     error, start = "", time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             loader = DataLoader(data(rows, batches.get(rank, LONG)), batch_size=2)
-            trainer.fit(module, loader, DataLoader(rows, batch_size=4))
+            trainer.fit(module, loader, DataLoader(rows, batch_size=len(rows)))
         except RuntimeError as raised:
             error = str(raised)
     weights = [p.detach().flatten() for p in module.parameters()] if inside != "fsdp" else []
@@ -131,34 +132,37 @@ def fit(
 # strategy, ranks of a replica, inside, batches by rank, what else the Trainer gets
 Case = tuple[str, int, str, dict[int, int], dict[str, Any]]
 PAIR: dict[str, tuple[Case, int]] = {
-    "lion": (("lion", 1, "ddp", {1: SHORT}, {}), 3 * SHORT),
+    "lion": (("lion", 1, "ddp", {1: SHORT}, {}), EPOCHS * SHORT),
     "lion, accumulating": (
         ("lion", 1, "ddp", {1: SHORT}, {"accumulate_grad_batches": 2}),
-        3 * 3,  # two of two batches and one of the last
+        EPOCHS * 3,  # two of two batches and one of the last
     ),
-    "domino": (("domino", 1, "domino", {1: SHORT}, {}), 3 * SHORT),
-    "domino, one group": (("domino", 2, "domino", {1: SHORT}, {}), 3 * SHORT),
+    "domino": (("domino", 1, "domino", {1: SHORT}, {}), EPOCHS * SHORT),
+    "domino, one group": (("domino", 2, "domino", {1: SHORT}, {}), EPOCHS * SHORT),
     "domino, accumulating": (
         ("domino", 2, "domino", {1: SHORT}, {"accumulate_grad_batches": 2}),
-        3 * 3,
+        EPOCHS * 3,
     ),
-    "diloco, one replica": (("diloco", 2, "ddp", {1: SHORT}, {}), 3 * SHORT),
-    "diloco, even": (("diloco", 1, "ddp", {}, {}), 3 * LONG),
+    "diloco, one replica": (("diloco", 2, "ddp", {1: SHORT}, {}), EPOCHS * SHORT),
+    "diloco, even": (("diloco", 1, "ddp", {}, {}), EPOCHS * LONG),
     "diloco, max_steps": (("diloco", 1, "ddp", {1: SHORT}, {"max_steps": 5}), SHORT),
-    "diloco, skipping": (("diloco", 1, "ddp", {}, {"callbacks": SkipsTheRest({0: 5, 1: 5})}), 15),
+    "diloco, skipping": (
+        ("diloco", 1, "ddp", {}, {"callbacks": SkipsTheRest({0: 5, 1: 5})}),
+        EPOCHS * 5,
+    ),
     "diloco, as many steps": (
         ("diloco", 1, "ddp", {1: LONG - 1}, {"accumulate_grad_batches": 2}),
-        3 * LONG // 2,
+        EPOCHS * LONG // 2,
     ),
 }
 FOUR: dict[str, tuple[Case, int]] = {
-    "diloco, ddp": (("diloco", 2, "ddp", {1: SHORT, 2: SHORT}, {}), 3 * SHORT),
-    "diloco, fsdp": (("diloco", 2, "fsdp", {0: SHORT, 3: SHORT}, {}), 3 * SHORT),
-    "diloco, domino": (("diloco", 2, "domino", {1: SHORT, 2: SHORT}, {}), 3 * SHORT),
-    "lion, ddp": (("lion", 2, "ddp", {3: SHORT}, {}), 3 * SHORT),
-    "lion, fsdp": (("lion", 2, "fsdp", {3: SHORT}, {}), 3 * SHORT),
-    "lion, domino": (("lion", 2, "domino", {3: SHORT}, {}), 3 * SHORT),
-    "domino, groups": (("domino", 2, "domino", {3: SHORT}, {}), 3 * SHORT),
+    "diloco, ddp": (("diloco", 2, "ddp", {1: SHORT, 2: SHORT}, {}), EPOCHS * SHORT),
+    "diloco, fsdp": (("diloco", 2, "fsdp", {0: SHORT, 3: SHORT}, {}), EPOCHS * SHORT),
+    "diloco, domino": (("diloco", 2, "domino", {1: SHORT, 2: SHORT}, {}), EPOCHS * SHORT),
+    "lion, ddp": (("lion", 2, "ddp", {3: SHORT}, {}), EPOCHS * SHORT),
+    "lion, fsdp": (("lion", 2, "fsdp", {3: SHORT}, {}), EPOCHS * SHORT),
+    "lion, domino": (("lion", 2, "domino", {3: SHORT}, {}), EPOCHS * SHORT),
+    "domino, groups": (("domino", 2, "domino", {3: SHORT}, {}), EPOCHS * SHORT),
 }
 
 

@@ -16,8 +16,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies import causal_lm
 from tests.strategies.models import Tiny, Voter, loader, quiet_trainer
 
 
@@ -29,14 +27,17 @@ class DieOnce(pl.Callback):
 
 
 def fit(name: str, folder: Path, dies: bool) -> None:
-    strategy = StreamingDiLoCoStrategy(start_method="spawn") if name == "instance" else name
-    trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1)
+    trainer = quiet_trainer(strategy=name, devices=2, max_epochs=1)
     if dies:
         trainer.callbacks.append(DieOnce())
-    module = {"distributed_lion": Voter, "domino_tp": causal_lm.CausalLM}.get(name, Tiny)()
-    rows = loader(10 * 2 * 2), loader(4)
     if name == "domino_tp":
+        from tests.strategies import causal_lm  # transformers take a second
+
+        module: Any = causal_lm.CausalLM()
         rows = causal_lm.loader(10 * 2, 2), causal_lm.loader(4, 2)
+    else:
+        module = Voter() if name == "distributed_lion" else Tiny()
+        rows = loader(10 * 2 * 2), loader(4)
     trainer.fit(module, *rows)
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     outcome = {

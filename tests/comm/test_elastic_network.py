@@ -15,11 +15,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from benchmarks.lab import NetLab, interface_counters, why_unavailable
+from benchmarks.lab import interface_counters, why_unavailable
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.membership import ElasticMembership, Limits
 from lightning_commfree.comm.state_server import StateServer
-from tests.machines import run_on_nodes
+from tests.machines import ForkedLab
 
 HEARTBEAT_TIMEOUT_S = 3.0
 QUIET_S = 5.0
@@ -106,9 +106,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    with NetLab(3, rate=None) as lab:
-        return run_on_nodes(lab, job, 3, tmp_path_factory.mktemp("nodes"), timeout_s=150)
+def outputs() -> list[str]:
+    with ForkedLab(3, rate=None) as lab:
+        results = lab.run([[job, node] for node in range(3)], timeout_s=150)
+    return [result.output for result in results]
 
 
 def word_after(name: str, output: str) -> str:

@@ -13,3 +13,4 @@ __all__ = ["compose_config", "forked_lab", "quiet_trainer"]
 def forked_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a benchmark fork its jobs, each of which would import Lightning for some seconds."""
     monkeypatch.setattr(NetLab, "start", ForkedLab.start)
+    monkeypatch.setattr(NetLab, "_move_to", ForkedLab._move_to, raising=False)

@@ -7,14 +7,16 @@ starts them, of which the environment is played here.
 from __future__ import annotations
 
 import json
+import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.lab import NetLab, netlab
+from tests.machines import ForkedLab, run_module
 from tests.pages import ROOT, commands_of, on_machines
 
 UNAVAILABLE = netlab.why_unavailable()
@@ -51,12 +53,16 @@ README = commands_of((ROOT / "recipes/README.md").read_text("utf-8"))
 DOCUMENTED = {"torchrun": "--node-rank ", "hand": "NODE_RANK="}
 
 
-def _by_srun(lab: NetLab, settings: list[str]) -> list[list[str]]:
-    unset = [word for name in lab.environment(0) for word in ("-u", name)]
-    recipe = [sys.executable, "-m", "recipes.pretrain", "trainer.num_nodes=2", *settings]
-    tasks = [{**SLURM, "SLURM_PROCID": str(node), "SLURM_NODEID": str(node)} for node in range(2)]
-    told = ([f"{name}={value}" for name, value in task.items()] for task in tasks)
-    return [["env", *unset, *variables, *recipe] for variables in told]
+def _task(node: int, unset: list[str], settings: list[str]) -> None:
+    """Be what srun starts on a node."""
+    for name in unset:
+        del os.environ[name]
+    os.environ.update(SLURM, SLURM_PROCID=str(node), SLURM_NODEID=str(node))
+    run_module("recipes.pretrain", "trainer.num_nodes=2", *settings)
+
+
+def _by_srun(lab: NetLab, settings: list[str]) -> list[list[Any]]:
+    return [[_task, node, list(lab.environment(node)), settings] for node in range(2)]
 
 
 def _as_documented(by: str, lab: NetLab, settings: list[str]) -> list[list[str]]:
@@ -71,7 +77,8 @@ def _as_documented(by: str, lab: NetLab, settings: list[str]) -> list[list[str]]
 @pytest.mark.parametrize("by", [*DOCUMENTED, "srun"])
 def test_two_nodes_train_to_the_end(by: str, tmp_path: Path) -> None:
     settings = [*SMALL, f"hydra.run.dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"]
-    with NetLab(nodes=2, rate="100mbit", fresh=by in DOCUMENTED) as lab:
+    laboratory = NetLab if by in DOCUMENTED else ForkedLab
+    with laboratory(nodes=2, rate="100mbit", fresh=by in DOCUMENTED) as lab:
         start = partial(_as_documented, by) if by in DOCUMENTED else _by_srun
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         results = lab.run(start(lab, settings), timeout_s=100, env=environment)

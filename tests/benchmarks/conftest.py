@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.lab import NetLab
-from tests.machines import ForkedLab
+from tests.forks import ForkedLab
 from tests.recipes.conftest import compose_config, quiet_trainer
 
 __all__ = ["compose_config", "forked_lab", "quiet_trainer"]
@@ -13,4 +13,3 @@ __all__ = ["compose_config", "forked_lab", "quiet_trainer"]
 def forked_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a benchmark fork its jobs, each of which would import Lightning for some seconds."""
     monkeypatch.setattr(NetLab, "start", ForkedLab.start)
-    monkeypatch.setattr(NetLab, "_move_to", ForkedLab._move_to, raising=False)

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.lab import why_unavailable
 from lightning_commfree import DistributedLion, DistributedLionStrategy
-from tests.machines import ForkedLab
+from tests.forks import ForkedLab
 
 STEPS, CUT_AT = 40, 10
 STEP_S, OUTAGE_S, TIMEOUT_S = 0.05, 2.0, 30.0

@@ -19,7 +19,7 @@ from benchmarks.lab import interface_counters, why_unavailable
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.membership import ElasticMembership, Limits
 from lightning_commfree.comm.state_server import StateServer
-from tests.machines import ForkedLab
+from tests.forks import ForkedLab
 
 HEARTBEAT_TIMEOUT_S = 3.0
 QUIET_S = 5.0

@@ -3,8 +3,11 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.forks import run_forked
 
 PATH = Path(__file__).with_name("lightning_suite.py")
 TESTS = """
@@ -50,6 +53,7 @@ def suite():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up
     spec.loader.exec_module(module)
+    module.subprocess = SimpleNamespace(run=run_forked)
     yield module
     del sys.modules[spec.name]
 

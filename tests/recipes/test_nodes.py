@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab import NetLab, netlab
-from tests.machines import ForkedLab, run_module
+from tests.forks import ForkedLab, run_module
 from tests.pages import ROOT, commands_of, on_machines
 
 UNAVAILABLE = netlab.why_unavailable()

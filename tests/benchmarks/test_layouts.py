@@ -77,7 +77,6 @@ def test_targets_are_judged_by_the_medians(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
-@pytest.mark.usefixtures("forked_lab")
 def test_two_nodes_of_two_ranks_sync_over_the_link_and_fsdp_stays_within_a_node() -> None:
     plan = {**link.TOY, "rows": ["fsdp_alone", "fsdp"]}
     with NetLab(2, link.RATE) as lab:

@@ -1,7 +1,7 @@
 """Commands and jobs as forks of the test process, which has imported everything already.
 
-A new Python takes seconds to import Lightning. Where a test is not about that, it replaces
-`subprocess.run` by `run_forked`, and a laboratory by `ForkedLab`.
+A new Python takes seconds to import Lightning. Where a test is not about that, it replaces a
+module's `subprocess` by `forking`, and a laboratory by `ForkedLab`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import ctypes
 import os
 import runpy
+import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.context import ForkProcess
+from types import SimpleNamespace
 from typing import IO, Any
+
+from hydra.core.global_hydra import GlobalHydra
 
 from benchmarks.lab import NetLab
 
@@ -83,7 +87,23 @@ class Fork(ForkProcess):
 def run_module(module: str, *words: str) -> None:
     """Do what `python -m module` does with these words."""
     sys.argv = [module, *words]
+    GlobalHydra.instance().clear()  # of the application that starts this one
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def run_typed(command: str) -> None:
+    """Do what a shell does with a page's command, with variables before it, or not."""
+    words = shlex.split(command.replace("\\\n", " "), comments=True)
+    while "=" in words[0]:
+        name, _, os.environ[name] = words.pop(0).partition("=")
+    if words[0] == "torchrun":
+        run_module("torch.distributed.run", *words[1:])
+    elif words[:2] == ["python", "-m"]:
+        run_module(*words[2:])
+    else:
+        assert words.pop(0) == "python", command
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def run_forked(command: Sequence[Any], check: bool = False, **kwargs: Any) -> Any:
@@ -92,6 +112,9 @@ def run_forked(command: Sequence[Any], check: bool = False, **kwargs: Any) -> An
     if check:
         done.check_returncode()
     return done
+
+
+forking = SimpleNamespace(**{**vars(subprocess), "Popen": Fork, "run": run_forked})
 
 
 class ForkedLab(NetLab):

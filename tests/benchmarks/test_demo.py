@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.common import pretraining
 from benchmarks.demo import __main__ as demo
-from tests.forks import run_forked
+from tests.forks import forking
 
 TOY = [
     "data=synthetic",
@@ -26,7 +25,7 @@ TOY = [
 def test_the_page_shows_the_figures_of_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pretraining, "subprocess", SimpleNamespace(run=run_forked))
+    monkeypatch.setattr(pretraining, "subprocess", forking)
     page, work = tmp_path / "demo.md", tmp_path / "runs"
     demo.main(["--page", str(page), "--work", str(work), f"cache_dir={tmp_path}/cache", *TOY])
     text = page.read_text()

@@ -3,11 +3,10 @@
 import importlib.util
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tests.forks import run_forked
+from tests.forks import forking
 
 PATH = Path(__file__).with_name("lightning_suite.py")
 TESTS = """
@@ -53,7 +52,7 @@ def suite():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up
     spec.loader.exec_module(module)
-    module.subprocess = SimpleNamespace(run=run_forked)
+    module.subprocess = forking
     yield module
     del sys.modules[spec.name]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab import NetLab, netlab
-from tests.forks import ForkedLab, run_module
+from tests.forks import ForkedLab, run_module, run_typed
 from tests.pages import ROOT, commands_of, on_machines
 
 UNAVAILABLE = netlab.why_unavailable()
@@ -65,20 +65,20 @@ def _by_srun(lab: NetLab, settings: list[str]) -> list[list[Any]]:
     return [[_task, node, list(lab.environment(node)), settings] for node in range(2)]
 
 
-def _as_documented(by: str, lab: NetLab, settings: list[str]) -> list[list[str]]:
+def _as_documented(by: str, lab: NetLab, settings: list[str]) -> list[list[Any]]:
     """Return the page's command for each machine, with a small model on one CPU rank."""
     (command,) = (command for command in README if DOCUMENTED[by] in command)
     command = command.replace("--nproc-per-node 8", "--nproc-per-node 1")
     command = re.sub(r"hydra.run.dir=\S+", "", command)
     cpu = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
-    return on_machines(" ".join([command, *cpu, *settings]), lab.address(0))
+    typed = on_machines(" ".join([command, *cpu, *settings]), lab.address(0))
+    return [[run_typed, one] for one in typed]
 
 
 @pytest.mark.parametrize("by", [*DOCUMENTED, "srun"])
 def test_two_nodes_train_to_the_end(by: str, tmp_path: Path) -> None:
     settings = [*SMALL, f"hydra.run.dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"]
-    laboratory = NetLab if by in DOCUMENTED else ForkedLab
-    with laboratory(nodes=2, rate="100mbit", fresh=by in DOCUMENTED) as lab:
+    with ForkedLab(nodes=2, rate="100mbit", fresh=by in DOCUMENTED) as lab:
         start = partial(_as_documented, by) if by in DOCUMENTED else _by_srun
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         results = lab.run(start(lab, settings), timeout_s=100, env=environment)

@@ -28,7 +28,7 @@ CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS = 0x4000_0000, 0x0002_0000, 0x0400_0000
 
 
 class Fork(ForkProcess):
-    """`[function, *arguments]` or `[python, "-m", module, *words]`, with what is used of a `Popen`.
+    """`[function, *arguments]` or `[python, *words]`, with what is used of a `Popen`.
 
     Both of its streams go to `stdout`; `first` is called before anything else.
     """
@@ -66,9 +66,7 @@ class Fork(ForkProcess):
             sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
         os.chdir(cwd or ".")
         play, *words = command
-        if play == sys.executable:
-            play, words = run_module, command[2:]
-        play(*words)
+        (run_python if play == sys.executable else play)(*words)
 
     @property
     def returncode(self) -> int | None:
@@ -84,11 +82,15 @@ class Fork(ForkProcess):
         return self.exitcode
 
 
-def run_module(module: str, *words: str) -> None:
-    """Do what `python -m module` does with these words."""
-    sys.argv = [module, *words]
+def run_python(*words: str) -> None:
+    """Do what `python` does with `-m module` or a script, and words behind it."""
     GlobalHydra.instance().clear()  # of the application that starts this one
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    is_module, sys.argv = words[0] == "-m", [*words]
+    if is_module:
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run_typed(command: str) -> None:
@@ -96,18 +98,13 @@ def run_typed(command: str) -> None:
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     while "=" in words[0]:
         name, _, os.environ[name] = words.pop(0).partition("=")
-    if words[0] == "torchrun":
-        run_module("torch.distributed.run", *words[1:])
-    elif words[:2] == ["python", "-m"]:
-        run_module(*words[2:])
-    else:
-        assert words.pop(0) == "python", command
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+    program, *words = words
+    assert program in ("python", "torchrun"), command
+    run_python(*(["-m", "torch.distributed.run"] if program == "torchrun" else []), *words)
 
 
 def run_forked(command: Sequence[Any], check: bool = False, **kwargs: Any) -> Any:
-    """Do what `subprocess.run` does with `python -m module`, its output not captured."""
+    """Do what `subprocess.run` does with a command of this Python, its output not captured."""
     done = subprocess.CompletedProcess(command, Fork(command, **kwargs).wait())
     if check:
         done.check_returncode()

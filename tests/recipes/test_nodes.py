@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lab import NetLab, netlab
-from tests.forks import ForkedLab, run_module, run_typed
+from tests.forks import ForkedLab, run_python, run_typed
 from tests.pages import ROOT, commands_of, on_machines
 
 UNAVAILABLE = netlab.why_unavailable()
@@ -58,7 +58,7 @@ def _task(node: int, unset: list[str], settings: list[str]) -> None:
     for name in unset:
         del os.environ[name]
     os.environ.update(SLURM, SLURM_PROCID=str(node), SLURM_NODEID=str(node))
-    run_module("recipes.pretrain", "trainer.num_nodes=2", *settings)
+    run_python("-m", "recipes.pretrain", "trainer.num_nodes=2", *settings)
 
 
 def _by_srun(lab: NetLab, settings: list[str]) -> list[list[Any]]:

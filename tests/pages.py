@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def python_of(text: str) -> list[str]:
     return [block for language, block in _FENCED.findall(text) if language == "python"]
 
 
-def on_machines(command: str, address: str) -> list[list[str]]:
+def on_machines(command: str, address: str) -> list[str]:
     """Return what a reader runs on each of two machines, from the command for the first one.
 
     Args:
@@ -44,8 +43,7 @@ def on_machines(command: str, address: str) -> list[list[str]]:
     command = re.sub(r"HOST|10\.0\.0\.1", address, command.partition("  #")[0])
     second, found = re.subn(r"(NODE_RANK=|--node-rank )0", r"\g<1>1", command)
     assert found == 1, command
-    path = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
-    return [["bash", "-c", f"export {path}; {one}"] for one in (command, second)]
+    return [command, second]
 
 
 def programs_in(script: str) -> Iterator[list[str]]:

@@ -8,7 +8,8 @@ and what orders streams. So it finds three mistakes:
 - the host uses pinned memory before it has waited for the copy: the host is one more stream;
 - memory is given back to its stream's allocator while another stream may still use it.
 
-A mechanism can be left out, to show that the walk would find its absence (`Mechanism`).
+One walk also finds the races that there would be without a mechanism (`Mechanism`): it changes
+neither operations nor their order, so each absence takes a sanitizer of its own and no walk.
 
 The walk runs in one thread, and `tests.cuda_seams.tasks_at_once` lets the tasks of the background
 thread run where their result is waited for. So what that thread has waited for, the training thread
@@ -18,15 +19,18 @@ has waited for too. Memory is compared by storage: two halves of a tensor count 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from traceback import walk_stack
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.cuda import _sanitizer
 from torch.cuda._sanitizer import Access, EventHandler, UnsynchronizedAccessError
 
 from lightning_commfree.comm.channel import Pending
@@ -46,54 +50,100 @@ class Mechanism(Enum):
     NCCL_WAITS = "a stream waits for NCCL's (`StreamChannel`)"
 
 
+class Races(EventHandler):
+    """The races of a walk without a mechanism, if any; `found` has a line for each."""
+
+    def __init__(self, without: Mechanism | None) -> None:
+        super().__init__()
+        self.without, self.found = without, list[str]()
+        self._used: dict[int, dict[int, int]] = {}  # storage -> stream -> its last kernel there
+        self._lent: dict[int, set[int]] = {}  # storage -> streams
+
+    def lend(self, storage: int, stream: int) -> None:
+        """Note that the allocator waits for `stream` before it reuses a storage."""
+        self._lent.setdefault(storage, set()).add(stream)
+
+    def launch(self, func: Any, stream: int, reads: set[int], writes: set[int]) -> None:
+        """Note the storages that an operation reads and writes."""
+        names: dict[int, list[str]] = {storage: [] for storage in reads | writes}
+        found = self._handle_kernel_launch(
+            stream, reads - writes, writes, set(), func.name(), names
+        )
+        for storage in names:
+            self._used.setdefault(storage, {})[stream] = self.seq_num
+        for error in found:
+            assert isinstance(error, UnsynchronizedAccessError)
+            both = _described(error.current_access), _described(error.previous_access)
+            self.found.append(" is not ordered after ".join(both))
+
+    def give_back(self, storage: int, owner: int) -> None:
+        """Note that the pool of the stream `owner` has a storage again."""
+        lent, used = self._lent.pop(storage, set()), self._used.pop(storage, {})
+        self.tensors_accessed.accesses.pop(storage, None)  # another one may come there
+        if owner == HOST:  # pinned memory waits for an event of its own
+            return
+        for stream, kernel in used.items():
+            is_ordered = self.syncs.is_ordered_after(owner, kernel, stream)
+            if stream not in (owner, HOST) and stream not in lent and not is_ordered:
+                self.found.append(f"{_name(owner)} reuses memory that {_name(stream)} still uses")
+
+
 class RaceWalk(CudaWalk):
     """A walk that finds races.
 
     Args:
-        without: a mechanism that does nothing.
+        without: mechanisms; for each of them the walk also finds the races that its absence makes.
         answers: as in `CudaWalk`.
 
     Attributes:
-        races: each as one line.
+        races: by the mechanism that does nothing; `None` has those of the code as it is.
     """
 
     def __init__(
-        self, without: Mechanism | None = None, answers: Mapping[str, Any] | None = None
+        self, without: Sequence[Mechanism] = (), answers: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(answers)
-        self.races: list[str] = []
-        self.without = without
-        self._sanitizer = EventHandler()
+        self.races = {mechanism: Races(mechanism) for mechanism in (None, *without)}
         self._stream, self._last = TRAINING, HOST
         self._owner: dict[int, int] = {}  # storage -> the stream in whose pool it is
-        self._used: dict[int, dict[int, int]] = {}  # storage -> stream -> its last kernel there
-        self._lent: dict[int, set[int]] = {}  # storage -> streams
         self._is_over = False
-        for stream in (TRAINING, HOST):
-            self._sanitizer._handle_stream_creation(stream)
+        for races in self.races.values():
+            for stream in (TRAINING, HOST):
+                races._handle_stream_creation(stream)
 
     def __exit__(self, *error: Any) -> None:
         self._is_over = True
         super().__exit__(*error)
+
+    def _with(self, mechanism: Mechanism | None) -> list[Races]:
+        """Return the races in whose walk a mechanism does what it is for."""
+        return [
+            races
+            for races in self.races.values()
+            if mechanism is None or races.without != mechanism
+        ]
 
     # -- streams and events
 
     def new_stream(self) -> int:
         """Return a stream on which nothing has run."""
         self._last += 1
-        self._sanitizer._handle_stream_creation(self._last)
+        for races in self.races.values():
+            races._handle_stream_creation(self._last)
         return self._last
 
     def record(self, stream: int | None = None) -> int:
         """Return an event at the end of a stream, by default the current one."""
         self._last += 1
-        self._sanitizer._handle_event_creation(self._last)
-        self._sanitizer._handle_event_record(self._last, stream or self._stream)
+        for races in self.races.values():
+            races._handle_event_creation(self._last)
+            races._handle_event_record(self._last, stream or self._stream)
         return self._last
 
-    def order(self, event: int, stream: int | None = None) -> None:
+    def order(self, event: int, stream: int | None = None, by: Mechanism | None = None) -> None:
         """Let a stream, by default the current one, continue after an event."""
-        self._sanitizer._handle_event_wait(event, stream or self._stream)
+        for races in self._with(by):
+            races._handle_event_wait(event, stream or self._stream)
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
@@ -104,13 +154,13 @@ class RaceWalk(CudaWalk):
         finally:
             self._stream = before
 
-    def _host_waits(self, event: int) -> None:
-        if self.without is not Mechanism.HOST_WAITS:
-            self._sanitizer._handle_event_synchronization(event)
+    def _host_waits(self, event: int, by: Mechanism | None = Mechanism.HOST_WAITS) -> None:
+        for races in self._with(by):
+            races._handle_event_synchronization(event)
 
     def _lend(self, tensor: Tensor, stream: int) -> None:
-        if self.without is not Mechanism.RECORD_STREAM:
-            self._lent.setdefault(_storage(tensor), set()).add(stream)
+        for races in self._with(Mechanism.RECORD_STREAM):
+            races.lend(_storage(tensor), stream)
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -120,6 +170,7 @@ class RaceWalk(CudaWalk):
             lend = lambda tensor, stream: self._lend(tensor, stream.number)  # noqa: E731
             for kind in (FakeTensor, Tensor):
                 stack.enter_context(patch.object(kind, "record_stream", lend, create=True))
+            stack.enter_context(patch.object(_sanitizer, "traceback", _TRACEBACK))
             yield
 
     # -- operations
@@ -128,6 +179,8 @@ class RaceWalk(CudaWalk):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "prim":  # autograd's questions, every second call
+            return result
         found = accesses(func, args, kwargs or {}, result)
         stream = self._stream if found.on_device else HOST
         for tensor in tensors_in(result):
@@ -135,7 +188,7 @@ class RaceWalk(CudaWalk):
         if found.reads or found.writes:
             self._check(func, stream, *({_storage(t) for t in tensors} for tensors in found))
         if found.on_device and _blocks(func, args, kwargs or {}, found.reads, found.writes):
-            self._sanitizer._handle_event_synchronization(self.record())
+            self._host_waits(self.record(), by=None)
         return result
 
     def _keep(self, tensor: Tensor, stream: int) -> None:
@@ -148,30 +201,16 @@ class RaceWalk(CudaWalk):
     def _check(self, func: Any, stream: int, reads: set[int], writes: set[int]) -> None:
         if stream != HOST:  # the host launches it after whatever it did before
             self.order(self.record(HOST), stream)
-        names: dict[int, list[str]] = {storage: [] for storage in reads | writes}
-        found = self._sanitizer._handle_kernel_launch(
-            stream, reads - writes, writes, set(), func.name(), names
-        )
-        for storage in names:
-            self._used.setdefault(storage, {})[stream] = self._sanitizer.seq_num
-        for error in found:
-            assert isinstance(error, UnsynchronizedAccessError)
-            both = _described(error.current_access), _described(error.previous_access)
-            self.races.append(" is not ordered after ".join(both))
+        for races in self.races.values():
+            races.launch(func, stream, reads, writes)
 
     def _given_back(self, storage: int) -> None:
-        owner, lent = self._owner.pop(storage), self._lent.pop(storage, set())
-        used = self._used.pop(storage, {})
-        self._sanitizer.tensors_accessed.accesses.pop(storage, None)  # another one may come there
-        if self._is_over or owner == HOST:  # pinned memory waits for an event of its own
-            return
-        for stream, kernel in used.items():
-            is_ordered = self._sanitizer.syncs.is_ordered_after(owner, kernel, stream)
-            if stream not in (owner, HOST) and stream not in lent and not is_ordered:
-                self.races.append(f"{_name(owner)} reuses memory that {_name(stream)} still uses")
+        owner = self._owner.pop(storage)
+        for races in self.races.values() if not self._is_over else ():
+            races.give_back(storage, owner)
 
 
-def _streams_of(walk: RaceWalk) -> dict[str, Any]:  # noqa: C901 - two small classes
+def _streams_of(walk: RaceWalk) -> dict[str, Any]:
     """Return stand-ins for names of `torch.cuda`."""
 
     class Stream:
@@ -179,12 +218,10 @@ def _streams_of(walk: RaceWalk) -> dict[str, Any]:  # noqa: C901 - two small cla
             self.number = walk.new_stream() if number is None else number
 
         def wait_stream(self, other: Stream) -> None:
-            if walk.without is not Mechanism.WAIT_STREAM:
-                walk.order(walk.record(other.number), self.number)
+            walk.order(walk.record(other.number), self.number, by=Mechanism.WAIT_STREAM)
 
         def wait_event(self, event: Event) -> None:
-            if walk.without is not Mechanism.WAIT_EVENT:
-                walk.order(event.number, self.number)
+            walk.order(event.number, self.number, by=Mechanism.WAIT_EVENT)
 
         def synchronize(self) -> None:
             walk.ask("wait")
@@ -229,8 +266,7 @@ class StreamChannel(InstantChannel):
         done = self._walk.record(self._stream)
 
         def resolve(held: tuple[Tensor, ...] = (sent, received)) -> Tensor:
-            if self._walk.without is not Mechanism.NCCL_WAITS:
-                self._walk.order(done)
+            self._walk.order(done, by=Mechanism.NCCL_WAITS)
             return held[1]
 
         return Pending(resolve)
@@ -255,6 +291,17 @@ def _name(stream: int) -> str:
     return {TRAINING: "the training stream", HOST: "the host"}.get(stream, f"stream {stream}")
 
 
+# What the sanitizer needs of `traceback`; torch's own looks for the source of every frame of every
+# operation, which took half of its time.
+_TRACEBACK = SimpleNamespace(
+    walk_stack=walk_stack,
+    StackSummary=SimpleNamespace(
+        extract=lambda frames, lookup_lines: [frame.f_code for frame, _ in frames]
+    ),
+)
+
+
 def _described(access: Access) -> str:
-    frames = ((frame.filename, frame.name) for frame in reversed(access.stack_trace))
+    codes: Any = reversed(access.stack_trace)
+    frames = ((code.co_filename, code.co_name) for code in codes)
     return f"{access.operator} on {_name(access.stream)} in {innermost(frames)}"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from tests.diloco.test_cuda_walk_diloco import Training
 from tests.domino.models import Case
 from tests.domino.test_cuda import CASES, walking
 from tests.lion.test_cuda_walk_lion import Worker
-from tests.race_walk import Mechanism, RaceWalk, StreamChannel
+from tests.race_walk import Mechanism, Races, RaceWalk, StreamChannel
 
 WAIT_STREAM, WAIT_EVENT, RECORD_STREAM, HOST_WAITS, NCCL_WAITS = Mechanism
 
@@ -87,19 +87,21 @@ RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
 PLANTED = [(name, mechanism) for name, (_, needed) in RUNS.items() for mechanism in needed]
 
 
+@cache
+def races_of(name: str) -> dict[Mechanism | None, Races]:
+    """Walk a run, once for all tests; return its races as it is and without each mechanism."""
+    run, needed = RUNS[name]
+    walk = RaceWalk(needed)
+    with pytest.MonkeyPatch.context() as patch:
+        run(walk, patch)
+    return walk.races
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_there_is_no_race(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _ = RUNS[name]
-    walk = RaceWalk()
-    run(walk, monkeypatch)
-    assert walk.races == []
+def test_there_is_no_race(name: str) -> None:
+    assert races_of(name)[None].found == []
 
 
 @pytest.mark.parametrize(("name", "mechanism"), PLANTED, ids=str)
-def test_without_a_mechanism_there_are_races(
-    name: str, mechanism: Mechanism, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _ = RUNS[name]
-    walk = RaceWalk(mechanism)
-    run(walk, monkeypatch)
-    assert walk.races
+def test_without_a_mechanism_there_are_races(name: str, mechanism: Mechanism) -> None:
+    assert races_of(name)[mechanism].found

@@ -35,6 +35,7 @@ def test_the_interval_contains_the_median_in_19_of_20_cases() -> None:
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+@pytest.mark.usefixtures("forked_lab")
 def test_a_toy_run_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     few = ["--rates", "1gbit", "--rows", "1", "--most-rounds", "1", "--page", str(page)]

@@ -15,6 +15,7 @@ needs_lab = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_una
 
 
 @needs_lab
+@pytest.mark.usefixtures("forked_lab")
 def test_a_round_measures_whole_cycles_and_interface_and_ledger_agree(tmp_path: Path) -> None:
     raw, page = tmp_path / "raw.json", tmp_path / "page.md"
     where = ["--raw", str(raw), "--page", str(page), "--timeout", "100"]
@@ -39,6 +40,7 @@ def test_a_round_measures_whole_cycles_and_interface_and_ledger_agree(tmp_path: 
 
 
 @needs_lab
+@pytest.mark.usefixtures("forked_lab")
 def test_a_round_of_votes_sends_the_bytes_of_the_formula(tmp_path: Path) -> None:
     raw, page = tmp_path / "raw.json", tmp_path / "page.md"
     few = ["--nodes", "2", "--rates", "1gbit", "--rounds", "1", "--steps", "2"]

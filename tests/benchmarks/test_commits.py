@@ -19,5 +19,6 @@ def test_rounds_are_compared_pair_by_pair() -> None:
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=f"no laboratory: {why_unavailable()}")
+@pytest.mark.usefixtures("forked_lab")
 def test_a_fit_is_timed() -> None:
     assert mean_step(ROOT, "lion_step", 1) > 0

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from benchmarks.common import pretraining
 from benchmarks.demo import __main__ as demo
+from tests.forks import forking
 
 TOY = [
     "data=synthetic",
@@ -18,7 +22,10 @@ TOY = [
 ]
 
 
-def test_the_page_shows_the_figures_of_the_runs(tmp_path: Path) -> None:
+def test_the_page_shows_the_figures_of_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretraining, "subprocess", forking)
     page, work = tmp_path / "demo.md", tmp_path / "runs"
     demo.main(["--page", str(page), "--work", str(work), f"cache_dir={tmp_path}/cache", *TOY])
     text = page.read_text()

@@ -19,6 +19,7 @@ def test_a_figure_is_the_median_over_the_rounds() -> None:
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+@pytest.mark.usefixtures("forked_lab")
 def test_every_round_of_both_kinds_is_measured(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     few = ["--nodes", "2", "--sizes", "1000", "50000", "--rounds", "3", "--page", str(page)]

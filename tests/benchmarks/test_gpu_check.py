@@ -10,10 +10,14 @@ import pytest
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check import stages
 from benchmarks.gpu_check.stages import Check, Machine, at_most
+from tests.forks import forking
 
 
-def test_a_cpu_plays_what_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_plays_what_it_can(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One rank of a fit kills itself; times are measured and not judged."""
+    monkeypatch.setattr(stages, "subprocess", forking)
     page = tmp_path / "gpu.md"
     names = ["tests", "kernels", "lion", "streams", "deaths", "nccl"]
     words = ["--device", "cpu", "--kinds", "diloco", "--page", str(page), "--stages", *names]

@@ -6,10 +6,9 @@ end one with 20 s. TCP resends after 0.2, 0.4, 0.8, ... s, so traffic may resume
 
 from __future__ import annotations
 
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ import lightning.pytorch as pl
 import pytest
 
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
-from benchmarks.lab import NetLab, why_unavailable
+from benchmarks.lab import why_unavailable
 from lightning_commfree import DistributedLion, DistributedLionStrategy
+from tests.forks import ForkedLab
 
 STEPS, CUT_AT = 40, 10
 STEP_S, OUTAGE_S, TIMEOUT_S = 0.05, 2.0, 30.0
@@ -48,22 +48,17 @@ def fit(folder: Path) -> None:
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 def test_a_fit_survives_an_outage_well_below_its_timeout(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.benchmarks.test_outage", str(tmp_path)]
-    with NetLab(2, rate=None) as lab, ThreadPoolExecutor(1) as beside:
-        job = beside.submit(lab.run, [command] * 2, 150, {"OMP_NUM_THREADS": "1"})
-        while len(list(tmp_path.iterdir())) < 2 and not job.done():
+    with ForkedLab(2, rate=None) as lab, ThreadPool(1) as beside:
+        job = beside.apply_async(lab.run, ([[fit, tmp_path]] * 2, 150))
+        while len(list(tmp_path.iterdir())) < 2 and not job.ready():
             time.sleep(0.02)
         lab.connect(False)
         time.sleep(OUTAGE_S)
         lab.connect(True)
         restored_s = time.monotonic()
-        results = job.result()
+        results = job.get()
     for result in results:
         assert result.returncode == 0, result.output
         ended_s, steps = result.output.split()[-2:]
         assert int(steps) == STEPS
         assert float(ended_s) > restored_s, "the fit was over before the link failed"
-
-
-if __name__ == "__main__":
-    fit(Path(sys.argv[1]))

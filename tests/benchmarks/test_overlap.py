@@ -70,6 +70,7 @@ def test_the_trace_shows_the_overlap(
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+@pytest.mark.usefixtures("forked_lab")
 def test_a_toy_run_of_everything_writes_page_and_picture(tmp_path: Path) -> None:
     raw, written = tmp_path / "raw.json", tmp_path / "overlap.md"
     few = ["--rates", "1gbit", "--rounds", "2", "--hidden", "64", "--layers", "2"]

@@ -17,8 +17,9 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.lab import NetLab, why_unavailable
+from benchmarks.lab import why_unavailable
 from lightning_commfree.comm.digest import digest
+from tests.forks import ForkedLab, run_typed
 from tests.pages import commands_of, on_machines
 from tests.world import run_ranks
 
@@ -119,8 +120,8 @@ def test_two_machines_find_each_other_by_the_documented_commands(
     """With the hosts file that Debian installs, and without naming an interface."""
     monkeypatch.chdir(ROOT)
     on_first, on_second = (command for command in OWN_MODULE if option in command)
-    with NetLab(nodes=2, rate="100mbit", fresh=True) as lab:
-        commands = on_machines(on_first, lab.address(0))
+    with ForkedLab(nodes=2, rate="100mbit", fresh=True) as lab:
+        commands = [[run_typed, one] for one in on_machines(on_first, lab.address(0))]
         told = on_second.partition("  #")[0].replace("10.0.0.1", lab.address(0))
         assert commands[1][-1].endswith(told), "the page's command for the second machine"
         machines = lab.run(commands, timeout_s=100, env={"PYTHONPATH": str(ROOT)})

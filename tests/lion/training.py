@@ -18,7 +18,7 @@ from tests.lion.serial import SerialLion
 SHAPES = {"embed": (30, 8), "conv": (4, 3, 3, 3), "bias": (5,), "head": (40, 8), "scale": ()}
 NUMEL = 240 + 108 + 5 + 320 + 1
 BUCKETS = [["scale", "head"], ["bias", "conv"], ["embed"]]  # as `small_buckets` makes them
-HALVED_AT = (20, 40)  # the learning rates
+HALVED_AT = (8, 16)  # the learning rates
 
 Gradients = dict[str, Tensor | None]
 Data = Callable[[int, int], Gradients]  # step, worker -> gradients

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import forking
+
 PATH = Path(__file__).with_name("lightning_suite.py")
 TESTS = """
 import warnings
@@ -50,6 +52,7 @@ def suite():
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look it up
     spec.loader.exec_module(module)
+    module.subprocess = forking
     yield module
     del sys.modules[spec.name]
 

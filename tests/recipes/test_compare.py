@@ -19,6 +19,7 @@ from recipes import compare as recipe
 from recipes.comparison import comparing, running
 from recipes.comparison.jobs import OWN_KEYS, RECIPE, Job, Plan, build_jobs
 from recipes.comparison.running import Record
+from tests.forks import forking
 
 CONF = Path(__file__).parents[2] / "conf"
 TOY = [
@@ -63,6 +64,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     folder = tmp_path_factory.mktemp("compare") / "run"
     words = ["strategies=[ddp,domino_tp]", *TOY, f"run_dir={folder}", f"cache_dir={folder}/cache"]
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(running, "subprocess", forking)
         assert run_main(monkeypatch, *words) == 0
     return folder, words
 

@@ -187,9 +187,15 @@ def test_lions_rate_and_decay_follow_adamws(suffix, compose_config) -> None:
     assert products[0] == pytest.approx(products[1], rel=0.01)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """Tokenizers, of which several experiments train the same one."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("name", _names("experiment"))
-def test_experiment(name, compose_config, corpus, tmp_path) -> None:
-    overrides = [f"experiment={name}"]
+def test_experiment(name, compose_config, corpus, cache, tmp_path) -> None:
+    overrides = [f"experiment={name}", f"cache_dir={cache}"]
     if name not in ("demo", "domino_gpt2", "domino_llama", "lion", "llama"):  # bundled text, a CPU
         overrides += [f"data.corpus.{split}={paths[0]}" for split, paths in corpus.files.items()]
         overrides += ON_CPU

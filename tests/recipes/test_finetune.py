@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +20,7 @@ from recipes.data.tokenizer import byte_tokenizer
 from recipes.training.finetuning import build
 from recipes.training.pretrained import find_pretrained
 from recipes.training.run import fit
+from tests.world import run_ranks
 
 CONF = Path(__file__).parents[2] / "conf"
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -181,6 +180,10 @@ def test_the_chat_template_is_exported_too(finished_run) -> None:
 SHARED = ["strategy.replica_size=2", "strategy.inside=fsdp", "strategy.sync_every=1000"]
 
 
+def _fit(rank, size, config) -> None:
+    fit(config, build)
+
+
 def test_ranks_of_torchrun_read_their_parts_of_the_model_alone(compose_finetune, tmp_path) -> None:
     """And tune it as DDP does: one replica, in which the outer step has nobody to average with."""
     words = ["strategy=streaming_diloco", *SHARED, "strategy.start_method=popen"]
@@ -190,13 +193,7 @@ def test_ranks_of_torchrun_read_their_parts_of_the_model_alone(compose_finetune,
     plain = ["strategy=ddp", "trainer.max_steps=4", "trainer.val_check_interval=2"]
     fit(compose_finetune(tmp_path / "ddp", "text", *plain), build)
     config = compose_finetune(tmp_path / "fsdp", "text", *words[:-1], *plain[1:])
-    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = ["-m", *torchrun, "-m", "tests.recipes.fit_config", str(tmp_path / "config.json")]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=CONF.parent, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(_fit, 2, tmp_path, config)
 
     ddp, shared = (
         json.loads((tmp_path / name / "summary.json").read_text()) for name in ("ddp", "fsdp")

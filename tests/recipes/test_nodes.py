@@ -7,14 +7,16 @@ starts them, of which the environment is played here.
 from __future__ import annotations
 
 import json
+import os
 import re
-import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.lab import NetLab, netlab
+from tests.forks import ForkedLab, run_python, run_typed
 from tests.pages import ROOT, commands_of, on_machines
 
 UNAVAILABLE = netlab.why_unavailable()
@@ -51,27 +53,32 @@ README = commands_of((ROOT / "recipes/README.md").read_text("utf-8"))
 DOCUMENTED = {"torchrun": "--node-rank ", "hand": "NODE_RANK="}
 
 
-def _by_srun(lab: NetLab, settings: list[str]) -> list[list[str]]:
-    unset = [word for name in lab.environment(0) for word in ("-u", name)]
-    recipe = [sys.executable, "-m", "recipes.pretrain", "trainer.num_nodes=2", *settings]
-    tasks = [{**SLURM, "SLURM_PROCID": str(node), "SLURM_NODEID": str(node)} for node in range(2)]
-    told = ([f"{name}={value}" for name, value in task.items()] for task in tasks)
-    return [["env", *unset, *variables, *recipe] for variables in told]
+def _task(node: int, unset: list[str], settings: list[str]) -> None:
+    """Be what srun starts on a node."""
+    for name in unset:
+        del os.environ[name]
+    os.environ.update(SLURM, SLURM_PROCID=str(node), SLURM_NODEID=str(node))
+    run_python("-m", "recipes.pretrain", "trainer.num_nodes=2", *settings)
 
 
-def _as_documented(by: str, lab: NetLab, settings: list[str]) -> list[list[str]]:
+def _by_srun(lab: NetLab, settings: list[str]) -> list[list[Any]]:
+    return [[_task, node, list(lab.environment(node)), settings] for node in range(2)]
+
+
+def _as_documented(by: str, lab: NetLab, settings: list[str]) -> list[list[Any]]:
     """Return the page's command for each machine, with a small model on one CPU rank."""
     (command,) = (command for command in README if DOCUMENTED[by] in command)
     command = command.replace("--nproc-per-node 8", "--nproc-per-node 1")
     command = re.sub(r"hydra.run.dir=\S+", "", command)
     cpu = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
-    return on_machines(" ".join([command, *cpu, *settings]), lab.address(0))
+    typed = on_machines(" ".join([command, *cpu, *settings]), lab.address(0))
+    return [[run_typed, one] for one in typed]
 
 
 @pytest.mark.parametrize("by", [*DOCUMENTED, "srun"])
 def test_two_nodes_train_to_the_end(by: str, tmp_path: Path) -> None:
     settings = [*SMALL, f"hydra.run.dir={tmp_path}/run", f"cache_dir={tmp_path}/cache"]
-    with NetLab(nodes=2, rate="100mbit", fresh=by in DOCUMENTED) as lab:
+    with ForkedLab(nodes=2, rate="100mbit", fresh=by in DOCUMENTED) as lab:
         start = partial(_as_documented, by) if by in DOCUMENTED else _by_srun
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         results = lab.run(start(lab, settings), timeout_s=100, env=environment)

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import multiprocessing
-import os
 import re
 import subprocess
 import sys
@@ -51,22 +50,7 @@ def _words(folder, *overrides) -> list[str]:
 
 
 def _command(folder, *overrides) -> subprocess.CompletedProcess[str]:
-    """In a process that begins from nothing, as a person types it."""
-    # passive: threads that wait do not take the cores from others
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    return subprocess.run(
-        [sys.executable, "-m", "recipes.pretrain", *_words(folder, *overrides)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
-def _forked_command(folder, *overrides) -> subprocess.CompletedProcess[str]:
-    """The same in a fork of this process, which has imported everything already."""
+    """In a fork of this process, which has imported everything; `test_printed` starts a new one."""
     out, err = folder / "out.txt", folder / "err.txt"
 
     def play() -> None:
@@ -106,8 +90,7 @@ def finished_run(request, tmp_path_factory):
         "trainer.val_check_interval=50",
         "checkpoint_every_n_steps=90",
     ]
-    run = _command if request.param == DDP else _forked_command
-    result = run(folder, *request.param.split(), *steps)
+    result = _command(folder, *request.param.split(), *steps)
     assert result.returncode == 0, result.stderr
     return result.stdout, json.loads((folder / "run" / "summary.json").read_text()), folder
 
@@ -143,7 +126,7 @@ def test_rank_0_alone_speaks_and_names_files_that_are_there(finished_run) -> Non
 @pytest.mark.parametrize("strategy", [DDP, LION])
 def test_a_run_that_ends_in_nan_says_so_and_leaves_what_is_there(strategy, tmp_path) -> None:
     words = [*strategy.split(), "trainer.max_steps=40", "trainer.log_every_n_steps=1"]
-    result = _forked_command(tmp_path, *words, "optimizer.lr=1e25")
+    result = _command(tmp_path, *words, "optimizer.lr=1e25")
     assert result.returncode == 1
     assert "Traceback" not in result.stderr + result.stdout
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -193,7 +176,7 @@ def test_a_run_continues_from_its_checkpoint(finished_run, compose_config, tmp_p
     """120 steps in one go, and 90 and then 30: the same losses, bit for bit on one machine."""
     _, _, folder = finished_run
     settings = ["trainer.max_steps=120", f"ckpt_path={folder}/run/checkpoints/step-90.ckpt"]
-    result = _forked_command(tmp_path, "strategy=ddp", "logger=csv", *settings)
+    result = _command(tmp_path, "strategy=ddp", "logger=csv", *settings)
     assert result.returncode == 0, result.stderr
     losses = []
     for run in (folder / "run", tmp_path / "run"):

@@ -119,10 +119,10 @@ def in_the_middle(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
     found = {}
     for case in loaders(size):
         saves = folder / case
-        straight = fit(size, case, SavesAfterBatches(saves))
+        straight = fit(size, case, SavesAfterBatches(saves, 2, 7))
         again = folder / f"{case} again"
         for batches in (2, 7):
-            saving = [SavesAfterBatches(again)] if batches == 7 else []
+            saving = [SavesAfterBatches(again, 2)] if batches == 7 else []
             resumed = fit(size, case, *saving, ckpt_path=saves / f"{batches}.ckpt")
             found[f"{case}, {batches}"] = differing(straight, resumed, batches)
         # it was saved in the first epoch that a resumed fit had, two batches after its beginning
@@ -141,7 +141,7 @@ def half_a_step(
     rank: int, size: int, folder: Path, kind: type[Preparing]
 ) -> tuple[dict[int, list[str]], list[int]]:
     three: dict[str, Any] = {"accumulate_grad_batches": 3, "kind": kind}
-    straight = fit(size, "shuffled", SavesAfterBatches(folder), **three)
+    straight = fit(size, "shuffled", SavesAfterBatches(folder, 1, 3, 5), **three)
     found, kept = {}, []
     for batches in (1, 3, 5):
         path = folder / f"{batches}.ckpt"
@@ -174,7 +174,7 @@ def export(rank: int, size: int, folder: Path) -> Any:
         strategy=StreamingDiLoCoStrategy(sync_every=3, num_fragments=3),
         devices=size,
         max_steps=8,
-        callbacks=[recorder, SavesAfterBatches(folder)],
+        callbacks=[recorder, SavesAfterBatches(folder, 5)],
     )
     trainer.fit(Exporting(), loader(16 * size))
     own_again = "save_checkpoint" not in vars(trainer)

@@ -215,7 +215,7 @@ def lr_of(rung: int) -> float:
     return round(0.008 * 2 ** (rung / 2), 5)
 
 
-def retuned(losses: Losses, cell: Cell) -> Cell | None:
+def tuned_for_length(losses: Losses, cell: Cell) -> Cell | None:
     """Return a cell with the learning rate that is best for its own length; None: unknown."""
     rung = best_rung(_loss_near(losses, cell), FIRST_RUNGS)
     return None if rung is None else row(losses, replace(cell, rung=rung))
@@ -363,7 +363,7 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, replicas=(2, 4), sync_every=30, **long)
     # GPT-2's gap grows there: is it because the rates were tuned in short runs?
     yield from chain.from_iterable(
-        _retuning(losses, cell, seeds)
+        _tuning_for_length(losses, cell, seeds)
         for cell in grid(small, 1, replicas=(2, 4), models=varying, **long)
     )
     yield from grid(large, 1, replicas=(2,), models=varying)
@@ -411,7 +411,7 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(largest)
 
 
-def _retuning(losses: Losses, cell: Cell, seeds: int) -> Iterator[Cell]:
+def _tuning_for_length(losses: Losses, cell: Cell, seeds: int) -> Iterator[Cell]:
     """Yield the runs that find a cell's rate, with seed 1, then those that use it, as offsets."""
     near = _loss_near(losses, cell)
     yield from (replace(cell, rung=rung) for rung in rungs_to_run(near, FIRST_RUNGS))

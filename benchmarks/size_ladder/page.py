@@ -35,8 +35,8 @@ from benchmarks.size_ladder.cells import (
     change_of_trial,
     lr_of,
     reference,
-    retuned,
     row,
+    tuned_for_length,
 )
 from benchmarks.size_ladder.corpus import RECIPE
 from benchmarks.size_ladder.records import Records
@@ -383,13 +383,16 @@ def _more_training(losses: Losses) -> list[str]:
 
 def _rates_of_longer_runs(losses: Losses) -> list[str]:
     """Return whether the learning rates explain that a gap is larger after more training."""
-    changes = [_changes_with_training(losses, GROWING, m, retuned) for m in MORE_TRAINING]
+    changes = [_changes_with_training(losses, GROWING, m, tuned_for_length) for m in MORE_TRAINING]
     if min(map(len, changes)) < SEEDS:
         return []
     texts = []
     for m in MORE_TRAINING:
         long = replace(default_cell(GROWING, SEARCHED, m), tokens_per_parameter=LONG)
-        found = [_percent(losses, *runs) for runs in pairs(losses, long, reference(long), retuned)]
+        found = [
+            _percent(losses, *runs)
+            for runs in pairs(losses, long, reference(long), tuned_for_length)
+        ]
         texts.append(f"{mean_text(found, '+.1f', ' %')} with M = {m}")
     told = "explain" if _smaller(changes) else "do not explain"
     return [

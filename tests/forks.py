@@ -1,7 +1,7 @@
-"""Commands and jobs as forks of the test process, which has imported everything already.
+"""Run commands and jobs as forks of the test process, which has already imported everything.
 
-A new Python takes seconds to import Lightning. Where a test is not about that, it replaces a
-module's `subprocess` by `forking`, and a laboratory by `ForkedLab`.
+A new Python takes seconds to import Lightning. A test that is not about starting Python replaces a
+module's `subprocess` with `forking`, and a `NetLab` with a `ForkedLab`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS = 0x4000_0000, 0x0002_0000, 0x0400_0000
 
 
 class Fork(ForkProcess):
-    """`[function, *arguments]` or `[python, *words]`, with what is used of a `Popen`.
+    """A forked process, used like a `Popen`.
 
-    Both of its streams go to `stdout`; `first` is called before anything else.
+    It runs `[function, *arguments]` or `[python, *words]`. Its output and errors go to `stdout`; `first` is called before anything else.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Fork(ForkProcess):
 
 
 def run_python(*words: str) -> None:
-    """Do what `python` does with `-m module` or a script, and words behind it."""
-    GlobalHydra.instance().clear()  # of the application that starts this one
+    """Run `-m module` or a script, with its arguments, as `python` would."""
+    GlobalHydra.instance().clear()  # left by the process that was forked
     is_module, sys.argv = words[0] == "-m", [*words]
     if is_module:
         del sys.argv[0]
@@ -94,7 +94,7 @@ def run_python(*words: str) -> None:
 
 
 def run_typed(command: str) -> None:
-    """Do what a shell does with a page's command, with variables before it, or not."""
+    """Run a documented command, optionally with variables before it, as a shell would."""
     words = shlex.split(command.replace("\\\n", " "), comments=True)
     while "=" in words[0]:
         name, _, os.environ[name] = words.pop(0).partition("=")
@@ -104,7 +104,7 @@ def run_typed(command: str) -> None:
 
 
 def run_forked(command: Sequence[Any], check: bool = False, **kwargs: Any) -> Any:
-    """Do what `subprocess.run` does with a command of this Python, its output not captured."""
+    """Run a command of this Python like `subprocess.run`, without capturing its output."""
     done = subprocess.CompletedProcess(command, Fork(command, **kwargs).wait())
     if check:
         done.check_returncode()

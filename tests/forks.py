@@ -30,7 +30,8 @@ CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS = 0x4000_0000, 0x0002_0000, 0x0400_0000
 class Fork(ForkProcess):
     """A forked process, used like a `Popen`.
 
-    It runs `[function, *arguments]` or `[python, *words]`. Its output and errors go to `stdout`; `first` is called before anything else.
+    It runs `[function, *arguments]` or `[python, *words]`. Its output and errors go to
+    `stdout`; `first` is called before anything else.
     """
 
     def __init__(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
 import os
 import re
-import time
+import subprocess
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,11 +17,12 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmarks.lab import NetLab, netlab
-from benchmarks.lab.nodes import command_output, parse_counters, reaped
+from benchmarks.lab import netlab
+from benchmarks.lab.nodes import command_output, parse_counters
 from lightning_commfree import DistributedLionStrategy, DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.strategies import ranks
+from tests.forks import ForkedLab
 from tests.strategies.models import Voter, loader, quiet_trainer
 
 UNAVAILABLE = netlab.why_unavailable()
@@ -34,17 +32,13 @@ needs_namespaces = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAI
 DEBIAN = """
 printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$(hostname)" > "$1/$(hostname)"
 if [ "$(hostname)" != node0 ]; then echo '10.77.0.1 node0' >> "$1/$(hostname)"; fi
-mount --bind "$1/$(hostname)" /etc/hosts && shift && exec "$@"
+mount --bind "$1/$(hostname)" /etc/hosts
 """
-LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def fit_within(keeper: int, env: dict[str, str]) -> None:
-    """Train in the namespaces of the process `keeper`, as a job of two machines does."""
-    for kind in ("net", "uts", "mnt"):
-        with Path(f"/proc/{keeper}/ns/{kind}").open() as namespace:
-            assert LIBC.setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
-    os.environ.update(env)
+def fit(setup: str, folder: Path) -> None:
+    """Run a shell script that sets up this machine, then train on two machines."""
+    subprocess.run(["sh", "-c", setup, "sh", str(folder)], check=True)
     strategy = DistributedLionStrategy(timeout=timedelta(seconds=20))
     trainer = quiet_trainer(strategy=strategy, devices=1, num_nodes=2, max_steps=3)
     trainer.fit(Voter(), loader(40))
@@ -52,36 +46,18 @@ def fit_within(keeper: int, env: dict[str, str]) -> None:
     assert trainer.global_step == 3
 
 
-def fit_on_both_nodes(lab: NetLab, *setup: str, **variables: str) -> None:
-    """Run `setup` in each node, in a process that keeps its mounts, and then a fit.
-
-    The fit is forked: a process that imports all would take longer for that than for the fit.
-    """
-    fork, fits = multiprocessing.get_context("fork"), []
-    with ExitStack() as stack:
-        log = stack.enter_context(open(os.devnull, "wb"))
-        for node in range(2):
-            env = {"GLOO_SOCKET_IFNAME": "", **variables}
-            keeper = lab.start(node, [*setup, "sleep", "120"], env, log)
-            stack.enter_context(reaped(keeper))
-            while Path(f"/proc/{keeper.pid}/comm").read_text() != "sleep\n":
-                assert keeper.poll() is None, "the setup has failed"
-                time.sleep(0.02)
-            env = {**lab.environment(node), **env}
-            fits.append(fork.Process(target=fit_within, args=(keeper.pid, env)))
-        for process in fits:
-            process.start()
-        for process in fits:
-            process.join(120)
-            process.kill()
-    assert [process.exitcode for process in fits] == [0, 0]
+def fit_on_both_nodes(lab: ForkedLab, setup: str, folder: Path, **variables: str) -> None:
+    env = {"GLOO_SOCKET_IFNAME": "", **variables}
+    for result in lab.run([[fit, setup, folder]] * 2, timeout_s=120, env=env):
+        assert result.returncode == 0, result.output[-2000:]
+        assert result.sent_bytes > 0
 
 
 @needs_namespaces
 def test_the_ranks_find_each_other(tmp_path: Path) -> None:
     """`node0` means 127.0.1.1 on node0 itself, where the only other interface is taken."""
-    with NetLab(nodes=2, rate=None) as lab:
-        fit_on_both_nodes(lab, "sh", "-c", DEBIAN, "sh", str(tmp_path), MASTER_ADDR="node0")
+    with ForkedLab(nodes=2, rate=None) as lab:
+        fit_on_both_nodes(lab, DEBIAN, tmp_path, MASTER_ADDR="node0")
 
 
 # Of another interface of node 1, with the default route and the host name. It is below the other
@@ -90,14 +66,13 @@ WRONG = "10.1.0.1"
 # torch asks for the names of addresses, and a name server may be anywhere
 NO_NAMES = """
 echo nameserver 127.0.0.1 > "$1/$RANK" && mount --bind "$1/$RANK" /etc/resolv.conf
-shift && exec "$@"
 """
 
 
 @needs_namespaces
 def test_nothing_connects_over_another_interface_that_has_the_default_route(tmp_path: Path) -> None:
     """gloo by itself would listen where the host name points, and node 0 could not reach it."""
-    with NetLab(nodes=2, rate=None) as lab:
+    with ForkedLab(nodes=2, rate=None) as lab:
         space = lab._namespace(1)
         for setup in (
             "link add wan0 type veth peer name wan1",
@@ -110,9 +85,7 @@ def test_nothing_connects_over_another_interface_that_has_the_default_route(tmp_
             command_output("ip", "-n", space, *setup.split())
         hosts = lab._hosts(1)
         hosts.write_text(hosts.read_text().replace(lab.address(1), WRONG))
-        before = [lab.counters(node).sent_bytes for node in range(2)]
-        fit_on_both_nodes(lab, "sh", "-c", NO_NAMES, "sh", str(tmp_path))
-        assert all(lab.counters(node).sent_bytes > before[node] for node in range(2))
+        fit_on_both_nodes(lab, NO_NAMES, tmp_path)
         table = command_output("ip", "netns", "exec", space, "cat", "/proc/self/net/dev")
         assert parse_counters(table, "wan0") == (0, 0)
 

@@ -51,7 +51,7 @@ class Mechanism(Enum):
 
 
 class Races(EventHandler):
-    """The races of a walk without a mechanism, if any; `found` has a line for each."""
+    """Collects the races that a walk would have without one mechanism, or with all of them."""
 
     def __init__(self, without: Mechanism | None) -> None:
         super().__init__()

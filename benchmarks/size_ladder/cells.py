@@ -412,7 +412,7 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
 
 
 def _tuning_for_length(losses: Losses, cell: Cell, seeds: int) -> Iterator[Cell]:
-    """Yield the runs that find a cell's rate, with seed 1, then those that use it, as offsets."""
+    """Yield the runs that search for this rate with seed 1, then those of all seeds at it."""
     near = _loss_near(losses, cell)
     yield from (replace(cell, rung=rung) for rung in rungs_to_run(near, FIRST_RUNGS))
     best = best_rung(near, FIRST_RUNGS)

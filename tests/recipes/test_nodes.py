@@ -54,7 +54,7 @@ DOCUMENTED = {"torchrun": "--node-rank ", "hand": "NODE_RANK="}
 
 
 def _task(node: int, unset: list[str], settings: list[str]) -> None:
-    """Be what srun starts on a node."""
+    """Act as the task that srun starts on a node."""
     for name in unset:
         del os.environ[name]
     os.environ.update(SLURM, SLURM_PROCID=str(node), SLURM_NODEID=str(node))

@@ -129,6 +129,11 @@ class GradientMean:
         """Do nothing: there is no state."""
         del shared, own
 
+    def overwrites(self, shared: object, own: object) -> set[str]:
+        """Return an empty set: `load_state_dict` does nothing."""
+        del shared, own
+        return set()
+
     def adopt(
         self,
         was: Mapping[str, str],

@@ -235,6 +235,12 @@ class VotingSession:
         for voting, state in zip(self.votings, shared["votings"], strict=True):
             voting.load_state_dict(state)
 
+    def overwrites(self, shared: object, own: dict[str, Any]) -> set[str]:
+        """Return the names of the module's tensors that `load_state_dict` would overwrite."""
+        del shared
+        restored = {id(buffer) for buffer in common_buffers(self._module) if "buffers" in own}
+        return {name for name, one in self._module.named_buffers() if id(one) in restored}
+
     def adopt(
         self,
         was: Mapping[str, str],

@@ -22,12 +22,16 @@ A rank's own state has these entries (`ExactResume._state`):
 A fit that resumes on the same number of ranks with the same settings continues bit for bit. Any
 other fit starts from the checkpoint's weights, reuses as much as the algorithm can (`adopt`), and
 warns why the resume is not exact.
+
+A change that an `on_load_checkpoint` hook makes to the checkpoint wins over a rank's own state
+(`hook_changes`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +44,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.job import ReplicaChannels
-from lightning_commfree.host import DDPStrategy, TrainerFn, pl
+from lightning_commfree.host import DDPStrategy, TrainerFn, is_overridden, pl
 from lightning_commfree.lightning_internals import (
     Patches,
     around_loading,
@@ -60,6 +65,7 @@ from lightning_commfree.resume.data_position import (
 )
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
+from lightning_commfree.resume.hook_changes import HookChanges
 from lightning_commfree.resume.loops import restore_loops
 from lightning_commfree.resume.rank_files import (
     Owner,
@@ -105,6 +111,11 @@ class Resumable(Protocol):
 
         `own` is None for a new replica.
         """
+
+    def overwrites(self, shared: State, own: State) -> set[str]:
+        """Return the names of the module's tensors that `load_state_dict` would overwrite."""
+        del shared, own
+        return set()
 
     def adopt(
         self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
@@ -267,6 +278,7 @@ class ExactResume:
         self._strategy, self._ranks = strategy, ranks
         self._fit: _Fit | None = None
         self._save: Save | None = None  # the save to resume from, until `begin` or `read` uses it
+        self._changes: HookChanges | None = None  # None if no hook can change the checkpoint
         self._own: State | None = None  # this rank's state to restore, until all of it is restored
         self._complete = False  # whether all ranks have found their own state
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
@@ -299,20 +311,47 @@ class ExactResume:
             save.fetch([self._ranks.rank])
             with self._ranks.fail_together():
                 self._own = save.own_state(self._ranks.rank)
+        self._changes = None
+        if _has_load_hooks(module):
+            self._changes = HookChanges(checkpoint, self._precision_entry)
         self._save = save
-        if self._fit is not None:
-            self._restore_own(self._fit, save)
+
+    @contextmanager
+    def loading_model(self) -> Iterator[None]:
+        """Context manager in which Lightning loads the model, after the module's hook has run."""
+        changes, after_setup = self._changes, self._strategy.restore_checkpoint_after_setup
+        if changes is not None:
+            changes.compare_weights()
+        yield
+        if changes is not None and not after_setup:
+            changes.note_module(_named_tensors(self._strategy.lightning_module))
+
+    def before_setup(self) -> None:
+        """Find what the callbacks' hooks have changed in the module, before it is prepared."""
+        if self._changes is not None:
+            self._changes.compare_module(_named_tensors(self._strategy.lightning_module))
+
+    def is_changed(self, entry: str) -> bool:
+        """Return whether an `on_load_checkpoint` hook has changed an entry of the checkpoint."""
+        return self._changes is not None and entry in self._changes
 
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
         """Prepare to save and restore a fit's state; collective.
 
         Call this in `setup`, after the optimizers are created. On resume, it restores this rank's
         own weights and tensors. If Lightning restores the checkpoint after setup,
-        `restore_position` restores them instead.
+        `before_optimizers` and `restore_position` restore them instead.
         """
         tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
-        if self._save is not None:
+        self.before_optimizers()
+
+    def before_optimizers(self) -> None:
+        """Restore this rank's own state unless `begin` has done so; collective.
+
+        Called before Lightning restores the optimizers, and after the hooks have run.
+        """
+        if self._fit is not None and self._save is not None:
             self._restore_own(self._fit, self._save)
 
     def restore_position(self) -> bool:
@@ -321,17 +360,17 @@ class ExactResume:
         Call this in `on_train_start`.
 
         Returns:
-            Whether any of this rank's own state has been restored.
+            Whether the algorithm's state has been restored.
         """
         fit, own = self._fit, self._own
+        self._own = self._changes = None  # frees the checkpoint
         if fit is None or own is None:
             return False
-        self._own = None
         if self._strategy.restore_checkpoint_after_setup:
             self._restore_weights(fit, own)
         if "random" not in own:
             restore_loops(fit.trainer)
-            return bool(own)
+            return "algorithm" in own
         lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
         lost += self._strategy.not_restored()
         hide_resume_warning(fit.trainer, self._strategy.patches)
@@ -344,14 +383,24 @@ class ExactResume:
             rank_zero_info(
                 "Training was resumed exactly: all ranks continue as if the fit had not stopped."
             )
-        return True
+        return "algorithm" in own
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
         """Restore as much of this rank's own state as possible before Lightning's own restore.
 
-        States that Lightning restores, such as optimizer states, are copied into the checkpoint.
+        Collective. States that Lightning restores, such as optimizer states, are copied into the
+        checkpoint.
         """
         self._save = None
+        checkpoint, changes = save.checkpoint, self._changes
+        if KEY not in checkpoint:  # a hook may also have removed it
+            self._own, save.entry = None, {}
+        if changes is not None:
+            changes.compare()
+        # a hook that runs on one rank only would make the ranks take different paths below
+        edits = {} if changes is None else changes.fingerprint()
+        check_agreement(self._strategy.channels.world, {KEY: str(bool(save.entry)), **edits})
+
         reason = save.why_not_exact(fit.algorithm, self._own is not None)
         self._complete = not reason
         if reason:
@@ -360,19 +409,48 @@ class ExactResume:
                 f"Cannot resume exactly from {str(save.path)!r}: {reason}. Every rank starts from"
                 f" the checkpoint's weights, {kept}."
             )
-        own, checkpoint = self._own or {}, save.checkpoint
-        self._own = {"shared": save.entry.get("shared"), **own} if own else {}
+        own = self._own or {}
+        self._own = own = {"shared": save.entry.get("shared"), **own} if own else {}
+        if changes is not None and own:
+            self._keep_weights(fit, changes, own, checkpoint)
 
         # Lightning restores these later from the checkpoint, which contains rank 0's states so far
-        if own.get("schedulers"):
-            checkpoint["lr_schedulers"] = own["schedulers"]
-        if "optimizers" in own:
-            checkpoint["optimizer_states"] = own["optimizers"]
-        if own.get("precision"):  # empty without a gradient scaler, which rejects empty states
-            plugin = type(self._strategy.precision_plugin).__qualname__
-            checkpoint[plugin] = own["precision"]
+        for entry, key in (
+            ("lr_schedulers", "schedulers"),
+            ("optimizer_states", "optimizers"),
+            (self._precision_entry, "precision"),
+        ):
+            state = own.get(key)
+            if state and entry in checkpoint:  # a gradient scaler rejects an empty state
+                checkpoint[entry] = state if changes is None else changes.keep(entry, state)
         if not self._strategy.restore_checkpoint_after_setup:
             self._restore_weights(fit, self._own)  # otherwise later, after Lightning's restore
+
+    @staticmethod
+    def _keep_weights(fit: _Fit, changes: HookChanges, own: State, checkpoint: State) -> None:
+        """Remove from this rank's own state whatever would undo the hooks' changes of weights."""
+        if not str(changes):
+            return
+        text = f"`on_load_checkpoint` changed {changes}"
+        if changes.loaders:
+            own["loaders"] = None  # Lightning loads the positions in the checkpoint
+
+        tensors = _named_tensors(fit.trainer.lightning_module)
+        # by id: a tied weight has several names
+        changed = {id(tensors[name]) for name in changes.weights if name in tensors}
+        for key in own.keys() & {"tensors", "gradients"}:
+            own[key] = {n: t for n, t in own[key].items() if id(tensors.get(n)) not in changed}
+        names: set[str] = set()
+        if "algorithm" in own:
+            names = fit.algorithm.overwrites(own["shared"], own["algorithm"])
+        unknown = (changes.weights - tensors.keys()) & checkpoint["state_dict"].keys()
+        if names and (unknown or any(id(tensors.get(name)) in changed for name in names)):
+            del own["algorithm"]
+            text += (
+                ", so every rank starts from the checkpoint's weights, and the state of"
+                f" {fit.algorithm.name} starts over"
+            )
+        own["lost"] = [*own.get("lost", []), text]
 
     @staticmethod
     def _restore_weights(fit: _Fit, own: State) -> None:
@@ -382,6 +460,11 @@ class ExactResume:
             fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
         if "inside" in own:
             fit.inside.load_state_dict(own["inside"])
+
+    @property
+    def _precision_entry(self) -> str:
+        """Key of the precision plugin's entry in a checkpoint."""
+        return type(self._strategy.precision_plugin).__qualname__
 
     def skip(self) -> None:
         """Discard this rank's own state, because other replicas are ahead of the checkpoint."""
@@ -490,7 +573,20 @@ class ExactResume:
 
     def end(self) -> None:
         """End a fit and drop all references to it; called in `teardown`."""
-        self._fit = self._save = self._own = None
+        self._fit = self._save = self._own = self._changes = None
+
+
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers by name; tied tensors have several names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _has_load_hooks(module: pl.LightningModule) -> bool:
+    """Return whether hooks can change a checkpoint before it is restored."""
+    name, callbacks = "on_load_checkpoint", module.trainer.callbacks  # type: ignore[attr-defined]
+    by_callback = any(is_overridden(name, one, pl.Callback) for one in callbacks)
+    return by_callback or bool(is_overridden(name, module, pl.LightningModule))
 
 
 class OwnTensors:

@@ -253,6 +253,7 @@ class ReplicaStrategy(DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             self.inside.set_up_evaluation(trainer, super().setup)
             return
+        self._resume.before_setup()
         probe(trainer)
         save_on_sigterm_only(trainer, self.ranks, self.patches)
         self.inside.check(self, trainer)
@@ -469,10 +470,12 @@ class ReplicaStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if isinstance(self.precision_plugin, DoublePrecision):
             self.module.double()  # Lightning converts it later, after fp32 has rounded the weights
-        super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
+        with self._resume.loading_model():
+            super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._resume.before_optimizers()
         super().load_optimizer_state_dict(self.inside.with_optimizer_shards(checkpoint))
 
     @override

@@ -171,4 +171,5 @@ class DistributedLionStrategy(ReplicaStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        refuse_without_momenta(self.algorithm.lions, checkpoint.get("global_step", 0))
+        if not self._resume.is_changed("optimizer_states"):  # a hook may drop the states
+            refuse_without_momenta(self.algorithm.lions, checkpoint.get("global_step", 0))

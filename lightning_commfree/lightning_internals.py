@@ -18,6 +18,9 @@ epoch_loop.reset                hide a warning about loaders (`hide_resume_warni
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
 val_loop.on_run_start           swap in the shared weights (`fit_session`)
+val_loop.on_run_end             swap them out again (`fit_session`)
+automatic_optimization.         notice a batch without an optimizer step (`around_steps`)
+_optimizer_step
 epoch_loop._should_check_val_fx validate on one elastic replica only (`elastic_diloco`)
 setup_data and reset of         use the same number of batches on ranks that share a model
 evaluation loops                (`evaluation`)
@@ -144,6 +147,10 @@ RELOAD = Feature(
     "the schedule of `reload_dataloaders_every_n_epochs` after a resume",
     ("fit_loop._last_train_dl_reload_epoch",),
 )
+STEPS = Feature(
+    "noticing that an overridden `optimizer_step` has left out a step",
+    ("fit_loop.epoch_loop.automatic_optimization._optimizer_step",),
+)
 METRICS = Feature(
     "the message that metrics are not restored after a resume in the middle of an epoch",
     ("fit_loop.epoch_loop._results",),
@@ -248,6 +255,16 @@ def add_to_rows(
             connector._logged_metrics.pop(name, None)
 
     patches.put(connector, "log_metrics", log_row)
+
+
+def around_steps(trainer: pl.Trainer, patches: Patches, wrap: Callable[..., None]) -> None:
+    """Wrap Lightning's calls of `LightningModule.optimizer_step` in automatic optimization.
+
+    `wrap` takes the function to call and its arguments.
+    """
+    if STEPS.works(trainer):
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        patches.put(loop, "_optimizer_step", partial(wrap, loop._optimizer_step))
 
 
 def around_loading(

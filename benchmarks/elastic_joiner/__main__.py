@@ -69,8 +69,8 @@ class Weighted(StreamingDiLoCo):
         return self.step - self._since[p]
 
     @override
-    def _outer_step(self, p: int, mean: Tensor) -> None:
-        super()._outer_step(p, mean)
+    def _outer_step(self, p: int, mean: Tensor, *frozen: Any) -> None:
+        super()._outer_step(p, mean, *frozen)
         self._since[p] = self.step
 
 

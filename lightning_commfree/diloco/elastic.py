@@ -71,6 +71,7 @@ from lightning_commfree.diloco.exchange import (
 )
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.messages import Message, startup_messages
+from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
@@ -353,17 +354,17 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return min(steps * self.weight_per_step, MAX_WEIGHT)
 
     @override
-    def _outer_step(self, p: int, mean: Tensor) -> None:
+    def _outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
         with self._outer_lock:
-            super()._outer_step(p, mean)
+            super()._outer_step(p, mean, frozen)
             self.landed += 1
         self._landed_steps = self.inner_steps - self._trained_since[p]
         self._trained_since[p] = self.inner_steps
 
     @override
-    def _take_mean(self, p: int, mean: Tensor | None) -> None:
+    def _take_mean(self, p: int, mean: Tensor | None, frozen: Frozen = NONE_FROZEN) -> None:
         with self._outer_lock:
-            super()._take_mean(p, mean)
+            super()._take_mean(p, mean, frozen)
             self.landed += 1
         self._trained_since[p] = self.inner_steps
 
@@ -691,6 +692,18 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 " these. Use `StreamingDiLoCoStrategy` or, if they may differ between replicas,"
                 " register them as buffers instead."
             )
+
+    @override
+    def _frozen_at(self, p: int) -> Frozen:
+        if (frozen := super()._frozen_at(p)) == NONE_FROZEN:
+            return frozen
+        names = self.fragments[p].fragment.parameters
+        raise RuntimeError(
+            f"The parameters {[names[i] for i in sorted(frozen.settling)]} were frozen during the"
+            " fit. Elastic replicas do not support this, because a replica that joins later would"
+            " not know about the change. Freeze them before `fit`, or use"
+            " `StreamingDiLoCoStrategy`."
+        )
 
     @override
     def _join(self, names: Sequence[str], offset: int) -> None:

@@ -9,9 +9,10 @@ A message has four sections:
 
 1. *header*: three int64 values. The first contains flags (the sender requests a stop; its values
    contain NaN or Inf) and, in the higher bits, a hash of the fragments that joined during the fit.
-   The second contains the sender's inner step and, in the higher bits, its weight. The third is a
-   hash of the sender's global copy, or 0 if hashes are not compared in this exchange. In the
-   second phase, these three values are the shard owner's summary of all headers.
+   The second contains the sender's inner step, the number of batches in which it took none and, in
+   the highest bits, its weight. The third is a hash of the sender's global copy, or 0 if hashes are
+   not compared in this exchange. In the second phase, these values are the shard owner's summary of
+   all headers, except for the sender's own step and batches without one.
 2. *gram*, in the second phase only: inner products of all replicas' gradients, restricted to the
    owner's shard.
 3. *payload*: the encoded values.
@@ -40,12 +41,14 @@ from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import MessageLayout, Route, View, routes
 from lightning_commfree.comm.liveness import PeerWatch
 from lightning_commfree.diloco.codec import BLOCK, Codec, chunks, decode_all
-from lightning_commfree.diloco.outer import WITHIN_TAG
+from lightning_commfree.diloco.outer import NONE_FROZEN, WITHIN_TAG, Frozen
 
 TAG = "outer_gradient"
-_STOP, _NONFINITE = 1, 2  # bits of the header's first word
+_STOP, _NONFINITE, _DRIFTED = 1, 2, 4  # bits of the header's first word
 _JOINED_SHIFT = 8  # first bit of the hash of the fragments that joined
 JOINED_BITS = 40
+_MISSED_SHIFT = 32  # in the second word, first bit of the number of batches without a step
+_MISSED_BITS = 8
 _WEIGHT_SHIFT = 40  # first bit of the weight, in the second word
 MAX_WEIGHT = 2**22
 
@@ -62,12 +65,15 @@ class Header(NamedTuple):
     nonfinite: Tensor | bool = False  # the values contain NaN or Inf
     joined: int = 0  # hash of the fragments that joined during the fit; `JOINED_BITS` bits
     weight: int = 1  # weight of the values in the mean; at most `MAX_WEIGHT`
+    missed: int = 0  # number of batches without a step; sent modulo 2**_MISSED_BITS
+    drifted: bool = False  # in the second phase, whether hashes of the global copies differ
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
         """The header as it is sent: three int64 words."""
-        flags = self.stop * _STOP + self.nonfinite * _NONFINITE
-        step = self.step + ((self.weight - 1) << _WEIGHT_SHIFT)
+        flags = self.stop * _STOP + self.nonfinite * _NONFINITE + self.drifted * _DRIFTED
+        missed = (self.missed % (1 << _MISSED_BITS)) << _MISSED_SHIFT
+        step = self.step + missed + ((self.weight - 1) << _WEIGHT_SHIFT)
         return flags + (self.joined << _JOINED_SHIFT), step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
@@ -79,15 +85,23 @@ class Header(NamedTuple):
         return [values, *(word for word in tensors if word.device == values.device)]
 
 
+class Position(NamedTuple):
+    """The position in its data at which a replica launched a fragment."""
+
+    step: int  # number of inner steps taken
+    missed: int  # number of batches without a step, modulo 2**_MISSED_BITS
+
+
 class HeaderSummary(NamedTuple):
     """Summary of the headers of all replicas in an exchange."""
 
     stop: bool  # some replica requests a stop
     drifted: bool  # the hashes of the global copies differ
-    steps_differ: bool  # the messages were sent after different inner steps
+    steps_differ: bool  # the messages were sent after different steps or batches
     joined_differ: bool  # different fragments have joined
     nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
     weights: tuple[int, ...]  # one per member; in the second phase, only 0 or 1
+    positions: tuple[Position, ...] = ()  # one per member
 
     @property
     def counted(self) -> list[int]:
@@ -104,39 +118,51 @@ class HeaderSummary(NamedTuple):
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
     """Summarize the headers of all replicas: int64, shape (M, 3), in host memory."""
     flags, _, digests = headers_M3.unbind(1)
-    steps, weights = _steps_and_weights(headers_M3)
-    drifted, steps_differ, joined_differ = (
-        bool((words != words[0]).any()) for words in (digests, steps, flags >> _JOINED_SHIFT)
+    positions, weights = _positions_and_weights(headers_M3)
+    drifted, joined_differ = (
+        bool((words != words[0]).any()) for words in (digests, flags >> _JOINED_SHIFT)
     )
-    differ = drifted, steps_differ, joined_differ
-    return HeaderSummary(_any_stops(flags), *differ, _nonfinite(flags), weights)
+    differ = drifted, len({*positions}) > 1, joined_differ
+    return HeaderSummary(_any(flags, _STOP), *differ, _nonfinite(flags), weights, positions)
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
     """Merge the header summaries from the owners of all shards (see `summary_header`)."""
-    flags, _, steps_differ = headers_M3.unbind(1)
-    drifted, weights = _steps_and_weights(headers_M3)
-    seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_SHIFT).any())
-    return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags), weights)
+    flags = headers_M3[:, 0]
+    positions, weights = _positions_and_weights(headers_M3)
+    joined_differ = bool((flags >> _JOINED_SHIFT).any())
+    differ = _any(flags, _DRIFTED), len({*positions}) > 1, joined_differ
+    return HeaderSummary(_any(flags, _STOP), *differ, _nonfinite(flags), weights, positions)
 
 
 def summary_header(summary: HeaderSummary, member: int) -> Header:
     """Create the header for the second phase, in which the owner `member` sends its summary."""
-    # `step` and `digest` are not needed in the second phase; each member sends its own NaN flag
-    step, digest, joined = summary.drifted, summary.steps_differ, summary.joined_differ
-    weight = int(summary.weights[member] > 0)
-    nonfinite = member in summary.nonfinite
-    return Header(summary.stop, int(step), int(digest), nonfinite, int(joined), weight)
+    # each member sends its own NaN flag and position
+    step, missed = summary.positions[member]
+    return Header(
+        summary.stop,
+        step,
+        digest=0,
+        nonfinite=member in summary.nonfinite,
+        joined=int(summary.joined_differ),
+        weight=int(summary.weights[member] > 0),
+        missed=missed,
+        drifted=summary.drifted,
+    )
 
 
-def _steps_and_weights(headers_M3: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    words = headers_M3[:, 1]
-    weights = (words >> _WEIGHT_SHIFT) + 1
-    return words & ((1 << _WEIGHT_SHIFT) - 1), tuple(weights.tolist())
+def _positions_and_weights(
+    headers_M3: Tensor,
+) -> tuple[tuple[Position, ...], tuple[int, ...]]:
+    words, mask = headers_M3[:, 1].tolist(), (1 << _MISSED_BITS) - 1
+    positions = (
+        Position(word & ((1 << _MISSED_SHIFT) - 1), word >> _MISSED_SHIFT & mask) for word in words
+    )
+    return tuple(positions), tuple((word >> _WEIGHT_SHIFT) + 1 for word in words)
 
 
-def _any_stops(flags_M: Tensor) -> bool:
-    return bool((flags_M & _STOP).any())
+def _any(flags_M: Tensor, bit: int) -> bool:
+    return bool((flags_M & bit).any())
 
 
 def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
@@ -300,13 +326,14 @@ class Arrival(NamedTuple):
     steps_differ: bool
     joined_differ: bool
     nonfinite: tuple[int, ...]
+    positions: tuple[Position, ...]  # of the replicas with which this rank exchanges
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, within: Channel) -> Arrival:
         """Return the result for the whole replica, combined from the results of its ranks.
 
         A flag is set if it is set on any rank, and inner products are summed over the shards; the
-        mean remains this rank's shard. Collective within the replica.
+        mean remains this rank's shard, and so do the positions. Collective within the replica.
         """
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
         parts = flags.float(), self.gram.flatten()
@@ -319,7 +346,7 @@ class Arrival(NamedTuple):
         gram = rows[:, len(flags) :].sum(dim=0).view_as(self.gram)
         # `nonfinite` is already combined: ranks share the flag before the launch
         flagged = stop, drifted, steps_differ, joined_differ
-        return Arrival(self.mean, *flagged, self.nonfinite, gram)
+        return Arrival(self.mean, *flagged, self.nonfinite, self.positions, gram)
 
 
 def norm_of_mean(gram_KK: Tensor) -> float:
@@ -478,7 +505,7 @@ class FragmentExchange:
 
         def arrival() -> Arrival:
             mean, gram_KK = finish()
-            return Arrival(mean, *summary[:-1], gram_KK)
+            return Arrival(mean, *summary[:5], summary.positions, gram_KK)
 
         return arrival
 
@@ -610,6 +637,7 @@ class Flight:
     pending: Pending[Tensor]  # from `FragmentExchange.launch`
     launched_s: float = field(default_factory=perf_counter)
     decoding: Decoding | None = None
+    frozen: Frozen = NONE_FROZEN
 
     def seconds(self) -> float:
         """Return the time since the launch in seconds."""

@@ -17,13 +17,15 @@ name. Persistent floating-point buffers (BatchNorm statistics) belong to their m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_commfree.model.blocks import block_names
 from lightning_commfree.model.shards import local_tensor
+from lightning_commfree.model.trained import trained_parameters
 
 PATTERNS = ("strided", "sequential", "balanced")
 _BLOCKS_PER_FRAGMENT = 3  # as at every scale in the paper (section 3.1)
@@ -39,21 +41,26 @@ class Fragment:
 
 
 def split_into_fragments(
-    module: nn.Module, num_fragments: int | None, pattern: str
+    module: nn.Module,
+    num_fragments: int | None,
+    pattern: str,
+    optimizers: Iterable[Optimizer] = (),
 ) -> list[Fragment]:
-    """Split the trainable parameters and the averaged buffers of `module` into fragments.
+    """Split the trained parameters and the averaged buffers of `module` into fragments.
 
     Args:
         module: the model.
         num_fragments: P. If None, 3 blocks per fragment, plus one fragment for everything else;
             without blocks, a single fragment, or up to 4 with "balanced".
         pattern: one of `PATTERNS`.
+        optimizers: the optimizers that train the model; without them, all parameters that require
+            gradients are trained.
 
     Raises:
         ValueError: no parameter is trainable, a parameter cannot be exchanged, or the model cannot
             be split into that many fragments.
     """
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parameters = trained_parameters(module, optimizers)
     _check_parameters(parameters)
     blocks = [b for b in block_names(module) if any(_inside(name, b) for name in parameters)]
     rest = [name for name in parameters if not any(_inside(name, block) for block in blocks)]

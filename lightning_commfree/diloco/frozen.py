@@ -1,17 +1,19 @@
-"""Parameters that are frozen when a fit begins and therefore belong to no fragment.
+"""Parameters that are not trained when a fit begins and therefore belong to no fragment.
 
-Two things can happen to them during the fit:
+They are frozen, or no optimizer holds them (`model.trained`). Two things can happen to them during
+the fit:
 
-- The user unfreezes them. They become a new fragment before the first step that trains them, while
-  all replicas still have the same values. This fragment's offset in the schedule is the next step
-  at which any fragment launches, and its own first launch is one cycle later. The headers of all
-  later launches contain a hash of the fragments that were added during the fit. If replicas have
-  unfrozen different parameters, they stop before sending any of these parameters.
-- Hooks *move* them: the teacher in BYOL, DINO, MoCo or Mean Teacher is a moving average of the
-  local weights, so it differs between replicas. When validation begins and when the fit ends,
-  replicas compare hashes and average the parameters that differ. The mean of moving averages is the
-  moving average of the means, so the result is the teacher of the averaged student. Between these
-  averages, each replica learns from its own teacher.
+- The user unfreezes them, or adds them to an optimizer. They become a new fragment before the first
+  step that trains them, while all replicas still have the same values. This fragment's offset in
+  the schedule is the next step at which any fragment launches, and its own first launch is one
+  cycle later. The headers of all later launches contain a hash of the fragments that were added
+  during the fit. If replicas have unfrozen different parameters, they stop before sending any of
+  these parameters.
+- Hooks *move* them: the teacher in BYOL, DINO, MoCo or Mean Teacher, or an `AveragedModel`, is a
+  moving average of the local weights, so it differs between replicas. When validation begins and
+  when the fit ends, replicas compare hashes and average the parameters that differ. The mean of
+  moving averages is the moving average of the means, so the result is the teacher of the averaged
+  student. Between these averages, each replica learns from its own teacher.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.digest import digest
@@ -28,22 +31,32 @@ from lightning_commfree.comm.exchange import View, ordered_sum
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.model.shards import local_tensor
+from lightning_commfree.model.trained import trained_parameters
 
 TAG = "moved"
 
 
 class FrozenParameters:
-    """A model's parameters that were frozen when the fit began, and so belong to no fragment."""
+    """A model's parameters that were not trained when the fit began, and so are in no fragment.
+
+    Attributes:
+        optimizers: the optimizers that train the model; see `trained_parameters`.
+    """
 
     def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}
+        self._module = module
         self._parameters: dict[str, Tensor] = {
             name: p for name, p in module.named_parameters() if name not in held
         }
+        self.optimizers: Iterable[Optimizer] = ()
 
     def unfrozen(self) -> list[str]:
-        """Return the names of the parameters that have become trainable during the fit."""
-        return [name for name, p in self._parameters.items() if p.requires_grad]
+        """Return the names of the parameters that have come to be trained during the fit."""
+        if not any(p.requires_grad for p in self._parameters.values()):
+            return []  # called at every step
+        trained = trained_parameters(self._module, self.optimizers)
+        return [name for name in self._parameters if name in trained]
 
     def remove(self, names: Iterable[str]) -> None:
         """Stop tracking parameters that have become part of a fragment."""
@@ -94,10 +107,11 @@ class FrozenParameters:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return this rank's tensors or shards of the parameters that can be averaged, by name."""
+        trained = self.unfrozen()
         return {
             name: local_tensor(p)
             for name, p in self._parameters.items()
-            if not (p.requires_grad or is_lazy(p) or p.is_meta)
+            if not (name in trained or is_lazy(p) or p.is_meta)
             and p.is_floating_point()
             and p.layout == torch.strided
         }

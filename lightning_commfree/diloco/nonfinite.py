@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.diloco.exchange import Arrival
 from lightning_commfree.diloco.outer import WITHIN_TAG, OuterFragment
@@ -39,28 +40,36 @@ def refuse_landing(
     p: int,
     names: Sequence[str],
     step: int,
-    members: Sequence[int],
+    view: View,
     settings: DiLoCoSettings,
 ) -> None:
     """Check that fragment `p` may land after inner step `step`.
 
     The outcome is the same on all replicas. `names` are the names of the fragment's parameters, and
-    `members` are the IDs of the replicas that exchanged the fragment.
+    `view` contains the replicas that exchanged the fragment.
 
     Raises:
-        RuntimeError: the replicas launched the fragment after different steps, their global copies
+        RuntimeError: the replicas launched the fragment at different positions, their global copies
             differ, they unfroze different parameters, or a replica's values are not finite.
     """
     if arrival.steps_differ:
-        raise RuntimeError(
+        found = [
+            f"replica {member} ({_ranks_of(member, settings.replica_size)}) had taken {at} steps"
+            f" and left out {missed}"
+            for member, (at, missed) in zip(view.members, arrival.positions, strict=False)
+        ]
+        # announced, because the others may be at another point of the fit
+        raise view.channel.peers.agreed(
             f"The replicas are out of step: the messages for fragment {p}, due after step {step},"
-            " were sent after different inner steps. Give every replica the same number of batches,"
-            " and resume all replicas from the same checkpoint."
+            f" were sent at different positions: {', '.join(found)}. Give every replica the same"
+            " number of batches, resume all replicas from the same checkpoint, and take or leave"
+            " out a step on all ranks alike: a check on one rank's gradients or loss must be"
+            " agreed on first."
         )
     if arrival.joined_differ:
         raise RuntimeError(
-            "The replicas unfroze different parameters, or the same ones at different steps"
-            f" (detected while exchanging fragment {p} after inner step {step}). Set"
+            "The replicas froze or unfroze different parameters, or the same ones at different"
+            f" steps (detected while exchanging fragment {p} after inner step {step}). Set"
             " `requires_grad` on the same parameters at the same step on all ranks."
         )
     if arrival.drifted:
@@ -71,7 +80,7 @@ def refuse_landing(
             " is producing incorrect results. Resume from an earlier checkpoint."
         )
     if arrival.nonfinite:
-        _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)
+        _refuse_nonfinite(arrival.nonfinite, p, step, view.members, settings)
 
 
 def _refuse_nonfinite(

@@ -6,7 +6,8 @@ global copy, never to the mixed local copy; otherwise replicas would drift apart
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,18 @@ class Slice(NamedTuple):
     def numel(self) -> int:
         """Number of values in the slice."""
         return self.stop - self.start
+
+
+class Frozen(NamedTuple):
+    """Indices of a fragment's parameters that are frozen when the fragment is launched."""
+
+    # those frozen since the last launch: at the landing, both copies become the mean of the
+    # replicas' local copies, without an outer step
+    settling: frozenset[int] = frozenset()
+    settled: frozenset[int] = frozenset()  # those that have settled: nothing changes them
+
+
+NONE_FROZEN = Frozen()
 
 
 class ShardLayout:
@@ -97,6 +110,15 @@ class ShardLayout:
         """Copy the values that this rank exchanges into a new fp32 tensor of shape (S,)."""
         pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in self._slices]
         return torch.cat([*pieces, torch.zeros(self._padding, device=tensors[0].device)])
+
+    def spans(self, indices: Collection[int]) -> list[slice]:
+        """Return the ranges of a flat buffer that belong to the tensors with these indices."""
+        ends = list(accumulate(self._lengths))
+        return [
+            slice(end - one.numel, end)
+            for one, end in zip(self._slices, ends, strict=True)
+            if one.tensor in indices
+        ]
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Split a flat buffer into (tensor index, view) pairs, one per slice.
@@ -170,6 +192,7 @@ class OuterFragment:
         residual: fp32, shape (parameter_numel,): the codec's rounding error of the latest outer
             gradient; None without error feedback.
         landings: number of updates to the global copy, including the final mean.
+        settled: indices of the parameters that were frozen during the fit and have settled.
 
     Raises:
         TypeError: `outer_optimizer` did not return a torch optimizer.
@@ -206,6 +229,7 @@ class OuterFragment:
             outer_optimizer, self._outer_parameters or nothing
         )
         self.landings = 0
+        self.settled: frozenset[int] = frozenset()
         self._before: dict[str, Any] | None = None  # state before an early step, until the landing
 
     @property
@@ -259,7 +283,13 @@ class OuterFragment:
                 return False
         return True
 
-    def merge(self, mix: float, buffers: bool = True, shown: Tensor | None = None) -> None:
+    def merge(
+        self,
+        mix: float,
+        buffers: bool = True,
+        shown: Tensor | None = None,
+        frozen: Frozen = NONE_FROZEN,
+    ) -> None:
         """Update the local copy: local <- mix * local + (1 - mix) * global.
 
         The arithmetic is in fp32, and the result is rounded once, to the local dtype. If `mix` is
@@ -270,19 +300,23 @@ class OuterFragment:
             mix: weight of the local copy.
             buffers: whether to merge buffers as well as parameters.
             shown: values to merge instead of the global copy, fp32, shape (S,).
+            frozen: parameters to replace with the global copy, or to leave as they are.
         """
-        if mix == 1.0:
+        if mix == 1.0 and not frozen.settling:
             return
         split, device = len(self.fragment.parameters), self.local[0].device
         outers = self._layout.unflatten(self.global_copy if shown is None else shown, device)
 
         for i, (local, outer) in enumerate(zip(self.local, outers, strict=True)):
-            if i >= split and not buffers:
+            if i >= split and (not buffers or mix == 1.0):
                 break
-            if mix and i < split and local.dtype == torch.float32:
-                local.lerp_(outer, 1.0 - mix)  # the same bits as below, without a temporary
+            own_mix = 0.0 if i in frozen.settling else mix
+            if i in frozen.settled or own_mix == 1.0:
                 continue
-            merged = torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer
+            if own_mix and i < split and local.dtype == torch.float32:
+                local.lerp_(outer, 1.0 - own_mix)  # the same bits as below, without a temporary
+                continue
+            merged = torch.lerp(local.float(), outer, 1.0 - own_mix) if own_mix else outer
             if i >= split:  # constant buffers keep their infinities and their precision
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
             local.copy_(merged)
@@ -314,15 +348,20 @@ class OuterFragment:
         state = self._before or self._optimizer_state()
         return float(state["optimizer"]["param_groups"][0]["lr"])
 
-    def outer_step(self, mean: Tensor) -> None:
+    def outer_step(self, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
         """Take a step of the outer optimizer with the mean outer gradient: fp32, shape (S,)."""
-        self._step(mean)
+        self._step(mean, frozen)
         self.landings += 1
+        self.settled = frozen.settled | frozen.settling
 
-    def _step(self, mean: Tensor) -> None:
-        means = [part for _, part in self._layout.split(mean)]
-        for outer, gradient in zip(self._outer_parameters, means, strict=False):
-            outer.grad = gradient
+    def _step(self, mean: Tensor, frozen: Frozen) -> None:
+        for outer, (i, gradient) in zip(
+            self._outer_parameters, self._layout.split(mean), strict=False
+        ):
+            if i in frozen.settling:
+                outer.sub_(gradient)
+            elif i not in frozen.settled:  # optimizers skip parameters without a gradient
+                outer.grad = gradient
 
         self.optimizer.step()
         if self.scheduler is not None:
@@ -338,7 +377,11 @@ class OuterFragment:
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
 
-    def outer_step_ahead(self, mean: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    def outer_step_ahead(
+        self,
+        mean: Tensor,
+        frozen: Frozen = NONE_FROZEN,
+    ) -> tuple[Tensor, Callable[[], None]]:
         """Take the outer step before the fragment lands. This may be called from any thread.
 
         Until the fragment lands, `global_copy` and `state_dict` do not include the step.
@@ -354,12 +397,13 @@ class OuterFragment:
             outer.data = part
         self._outer_buffers = parts[len(self._outer_parameters) :]
         with torch.no_grad():
-            self._step(mean)
+            self._step(mean, frozen)
             self.average_buffers(mean)
 
         def land() -> None:
             self.global_copy, self._before = stepped, None
             self.landings += 1
+            self.settled = frozen.settled | frozen.settling
 
         return stepped, land
 
@@ -369,19 +413,21 @@ class OuterFragment:
 
     # -- the mean of the local copies
 
-    def mean_local(self, mean: Tensor) -> Tensor:
+    def mean_local(self, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> Tensor:
         """Compute the mean of the local copies from the mean outer gradient: fp32, shape (S,)."""
         values, numel = mean.clone(), self.parameter_numel
         torch.sub(self.global_copy[:numel], values[:numel], out=values[:numel])
+        for span in self._layout.spans(frozen.settled):
+            values[span] = self.global_copy[span]
         return values
 
-    def take_mean(self, mean: Tensor | None) -> None:
+    def take_mean(self, mean: Tensor | None, frozen: Frozen = NONE_FROZEN) -> None:
         """Set both copies to the mean of the replicas' local copies, without an outer step.
 
         `mean` is the mean outer gradient, or None for a single replica, which keeps its local copy.
         """
         if mean is not None:
-            self.global_copy.copy_(self.mean_local(mean))
+            self.global_copy.copy_(self.mean_local(mean, frozen))
             self.merge(mix=0.0)
         # round the global copy to the local dtype too, so that a second call changes nothing
         self.take_local()
@@ -391,10 +437,11 @@ class OuterFragment:
         self.clear_residual()
         self.landings += 1
 
-    def clear_residual(self) -> None:
-        """Clear the codec's rounding error, after the local weights have been replaced."""
+    def clear_residual(self, indices: frozenset[int] | None = None) -> None:
+        """Clear the codec's rounding error, of all parameters or of those with these indices."""
         if self.residual is not None:
-            self.residual.zero_()
+            for span in [slice(None)] if indices is None else self._layout.spans(indices):
+                self.residual[span] = 0.0
 
     # -- state
 
@@ -404,6 +451,7 @@ class OuterFragment:
             "global_copy": [part for _, part in self._layout.split(self.global_copy)],
             **(self._before or self._optimizer_state()),
             "landings": self.landings,
+            "settled": sorted(self.settled),
         }
 
     def _optimizer_state(self) -> dict[str, Any]:
@@ -419,7 +467,7 @@ class OuterFragment:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self.landings = state["landings"]
+        self.landings, self.settled = state["landings"], frozenset(state["settled"])
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

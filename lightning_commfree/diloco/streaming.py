@@ -62,9 +62,10 @@ from lightning_commfree.diloco.nonfinite import (
     reset_nonfinite_state,
     take_global,
 )
-from lightning_commfree.diloco.outer import OuterFragment
+from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen, OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings, default_outer_optimizer
+from lightning_commfree.model.trained import trained_parameters
 from lightning_commfree.model.weight_swap import WeightSwap
 
 EVALUATION_TAG = "evaluation"
@@ -113,7 +114,13 @@ class StreamingDiLoCo:
         schedule: the steps at which fragments launch and land.
         view: the current replicas.
         flights: in-flight fragments, by index, in order of launch.
-        optimizers: the inner optimizers; nonfinite state is reset if this replica abstains.
+        optimizers: the inner optimizers; they define which parameters are trained
+            (`trained_parameters`), and nonfinite state is reset if this replica abstains.
+        missed: number of batches in which this replica could have taken a step but did not; sent
+            with every exchange, so that replicas notice if they are on different batches.
+        ignores_frozen: whether parameters that are frozen during the fit are exchanged as if they
+            were trained. If not, they settle at the fragment's next landing (`outer.Frozen`), and
+            nothing changes them afterwards.
         weight_swap: swaps the outer weights into the module.
     """
 
@@ -140,6 +147,7 @@ class StreamingDiLoCo:
         self.fragments = [self._outer_fragment(fragment) for fragment in fragments]
         self.weight_swap = WeightSwap(self.fragments)
         self.optimizers: Sequence[Optimizer] = ()
+        self.missed, self.ignores_frozen = 0, False
 
         self.flights: dict[int, Flight] = {}
         self._landings: dict[int, Pending[Landing]] = {}
@@ -209,6 +217,8 @@ class StreamingDiLoCo:
         """Launch a fragment: start sending its outer gradient to all replicas."""
         with record_function(f"launch fragment #{p}"):
             fragment, residual = self.fragments[p], self.fragments[p].residual
+            frozen = self._frozen_at(p)
+            fragment.clear_residual(frozen.settling | frozen.settled | fragment.settled)
             values = fragment.local_values()  # a copy: training continues
             used = [values] if residual is None else [values, residual]
             with self._background.staging.beside_training(used):
@@ -219,9 +229,10 @@ class StreamingDiLoCo:
                     values[: fragment.parameter_numel] += residual.mul_(self._feedback)
                 decoding = Decoding(fragment.global_copy.device)
                 if decoding.device.type == "cpu":
-                    decoding.step = partial(self._step_ahead, p, values.device)
-                flight = self._send(p, values, stop, residual, outer=outer, decoding=decoding)
-                self.flights[p] = flight
+                    decoding.step = partial(self._step_ahead, p, values.device, frozen)
+                self.flights[p] = self._send(
+                    p, values, stop, residual, outer=outer, decoding=decoding, frozen=frozen
+                )
 
     def land(self, p: int) -> bool:
         """Land a fragment: take the outer step and merge the global copy into the local copy.
@@ -230,24 +241,26 @@ class StreamingDiLoCo:
             Whether any replica requested a stop when it launched the fragment.
         """
         with record_function(f"land fragment #{p}"):
-            decoding = self.flights[p].decoding
+            decoding, frozen = self.flights[p].decoding, self.flights[p].frozen
             arrival = self._receive(p)
             landed: Tensor | None = None
             if decoding is not None and decoding.land is not None:
                 landed = decoding.land()
             else:
-                self._outer_step(p, arrival.mean)
+                self._outer_step(p, arrival.mean, frozen)
             if self.view.rank in arrival.nonfinite:
                 self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
-                self.fragments[p].merge(self.settings.mix, shown=landed)
+                self.fragments[p].merge(self.settings.mix, shown=landed, frozen=frozen)
             return arrival.stop
 
-    def _outer_step(self, p: int, mean: Tensor) -> None:
-        self.fragments[p].outer_step(mean)
+    def _outer_step(self, p: int, mean: Tensor, frozen: Frozen) -> None:
+        self.fragments[p].outer_step(mean, frozen)
         self.fragments[p].average_buffers(mean)
 
-    def _step_ahead(self, p: int, device: torch.device, mean: Tensor) -> Callable[[], Tensor]:
+    def _step_ahead(
+        self, p: int, device: torch.device, frozen: Frozen, mean: Tensor
+    ) -> Callable[[], Tensor]:
         """Take an outer step in host memory, and start uploading the result.
 
         This runs on the background thread.
@@ -255,7 +268,7 @@ class StreamingDiLoCo:
         Returns:
             A function that installs the new global copy and returns it on `device`.
         """
-        stepped, replace_global_copy = self.fragments[p].outer_step_ahead(mean)
+        stepped, replace_global_copy = self.fragments[p].outer_step_ahead(mean, frozen)
         uploaded = self._background.staging.upload(stepped, device, lambda copy: (copy,))
 
         def land() -> Tensor:
@@ -286,17 +299,18 @@ class StreamingDiLoCo:
         """Average a fragment's local copies; return whether any replica requested a stop."""
         with record_function(f"launch fragment #{p}"):
             # without the residual, which is not part of the local weights
-            self.flights[p] = self._send(p, self.fragments[p].outer_gradient(), stop)
+            frozen, values = self._frozen_at(p), self.fragments[p].outer_gradient()
+            self.flights[p] = self._send(p, values, stop, frozen=frozen)
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
-            self._take_mean(p, arrival.mean if self.num_replicas > 1 else None)
+            self._take_mean(p, arrival.mean if self.num_replicas > 1 else None, frozen)
             self._landings[p] = self._landings[p].then(lambda one: one._replace(outer_lr=1.0))
             if self.view.rank in arrival.nonfinite:
                 self._reset_after_abstaining(p, [p])
             return arrival.stop
 
-    def _take_mean(self, p: int, mean: Tensor | None) -> None:
-        self.fragments[p].take_mean(mean)
+    def _take_mean(self, p: int, mean: Tensor | None, frozen: Frozen) -> None:
+        self.fragments[p].take_mean(mean, frozen)
 
     @property
     def stops_after(self) -> int:
@@ -314,6 +328,7 @@ class StreamingDiLoCo:
         tag: str = TAG,
         outer: Tensor | None = None,
         decoding: Decoding | None = None,
+        frozen: Frozen = NONE_FROZEN,
     ) -> Flight:
         """Start exchanging a fragment's `values` (fp32, shape (S,)) with the other replicas.
 
@@ -323,9 +338,11 @@ class StreamingDiLoCo:
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         hashed = self._digest(p, outer) if tag == TAG else 0
-        header = Header(stop, self.step, hashed, nonfinite, self._joined_hash, self._weight(p))
+        changed, weight = self._changed_hash(p, frozen), self._weight(p)
+        header = Header(stop, self.step, hashed, nonfinite, changed, weight, self.missed)
         decoding = decoding or Decoding(self.fragments[p].global_copy.device)
-        return self._launch(p, values, header, residual, tag, decoding)
+        flight = self._launch(p, values, header, residual, tag, decoding)
+        return replace(flight, frozen=frozen)
 
     def _launch(
         self,
@@ -378,7 +395,7 @@ class StreamingDiLoCo:
 
     def _check(self, arrival: Arrival, p: int) -> None:
         names = self.fragments[p].fragment.parameters
-        refuse_landing(arrival, p, names, self.step, self.view.members, self.settings)
+        refuse_landing(arrival, p, names, self.step, self.view, self.settings)
 
     def _enter(self, view: View) -> None:
         """Use `view` for all exchanges from now on."""
@@ -426,7 +443,7 @@ class StreamingDiLoCo:
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Use `optimizers` as inner optimizers from now on; hooks may replace them during a fit."""
-        self.optimizers = optimizers
+        self.optimizers = self._frozen.optimizers = optimizers
 
     # -- frozen parameters
 
@@ -444,14 +461,23 @@ class StreamingDiLoCo:
         names = [list(one.fragment.parameters) for one in later]
         return list(zip(names, self.schedule.joined, strict=True))
 
-    @property
-    def _joined_hash(self) -> int:
-        joined = self._joined
-        if not joined:
+    def _frozen_at(self, p: int) -> Frozen:
+        """Return which of a fragment's parameters are frozen at a launch."""
+        if self.ignores_frozen:
+            return NONE_FROZEN
+        trained = trained_parameters(self._module, self.optimizers)
+        names = self.fragments[p].fragment.parameters
+        now = frozenset(i for i, name in enumerate(names) if name not in trained)
+        settled = self.fragments[p].settled
+        return Frozen(now - settled, now & settled)
+
+    def _changed_hash(self, p: int, frozen: Frozen) -> int:
+        """Hash which fragments joined, and which of a fragment's parameters are frozen."""
+        joined, indices = self._joined, sorted(frozen.settling | frozen.settled)
+        if not joined and not indices:
             return 0
-        return int.from_bytes(
-            hashlib.sha256(repr(joined).encode()).digest()[: JOINED_BITS // 8], "big"
-        )
+        text = repr((joined, p, indices)).encode()
+        return int.from_bytes(hashlib.sha256(text).digest()[: JOINED_BITS // 8], "big")
 
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
         factory = self.settings.outer_optimizer
@@ -462,10 +488,8 @@ class StreamingDiLoCo:
         return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
 
     def _check_all_in_fragments(self) -> None:
-        """Raise a `RuntimeError` if a trainable parameter is in no fragment."""
-        held = {name for fragment in self.fragments for name in fragment.fragment.parameters}
-        named = self._module.named_parameters()
-        late = sorted(name for name, p in named if p.requires_grad and name not in held)
+        """Raise a `RuntimeError` if a trained parameter is in no fragment."""
+        late = sorted(self._frozen.unfrozen())
         if not late:
             return
 
@@ -515,13 +539,30 @@ class StreamingDiLoCo:
                 return self._mean
             # launch all exchanges first, so that transfers overlap with decoding
             gradients = enumerate(fragment.outer_gradient() for fragment in self.fragments)
-            flights = [self._send(p, g, stop=False, tag=EVALUATION_TAG) for p, g in gradients]
+            flights = [
+                self._send(p, g, False, tag=EVALUATION_TAG, frozen=self._frozen_at(p))
+                for p, g in gradients
+            ]
             self._mean = []
             for p, flight in enumerate(flights):
                 arrival = flight.receive(self.fragments[p].global_copy.device, self._within)
                 self._check(arrival, p)
-                self._mean.append(self.fragments[p].mean_local(arrival.mean))
+                self._mean.append(self.fragments[p].mean_local(arrival.mean, flight.frozen))
         return self._mean
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Start over from the local weights, which are the same on all replicas.
+
+        Messages of in-flight fragments are dropped, and the outer optimizers' state is cleared.
+        """
+        self.wait_in_flight()
+        self.flights.clear()
+        self._mean = None
+        for fragment in self.fragments:
+            fragment.take_local()
+            fragment.clear_residual()
+            fragment.optimizer.state.clear()
 
     def unready(self, what: str) -> str | None:
         """Return a warning if the outer weights are still partly the initial weights, else None.
@@ -567,6 +608,7 @@ class StreamingDiLoCo:
             "local": self.weight_swap.local,
             "residuals": [fragment.residual for fragment in self.fragments],
             "in_flight": self._messages_in_flight(),
+            "frozen": {p: [sorted(i) for i in f.frozen] for p, f in self.flights.items()},
         }
         return shared, own
 
@@ -602,7 +644,8 @@ class StreamingDiLoCo:
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
         for p, arrived in own["in_flight"].items():
-            self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived))
+            frozen = Frozen(*map(frozenset, own["frozen"][p]))
+            self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived), frozen=frozen)
 
     def overwrites(self, shared: dict[str, Any], own: object) -> set[str]:
         """Return the names of the module's tensors that `load_state_dict` would overwrite."""

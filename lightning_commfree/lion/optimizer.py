@@ -20,7 +20,7 @@ from lightning_commfree.lion.worker import (
     check_momenta,
     copy_state,
     fill_state,
-    update_master,
+    update_masters,
 )
 from lightning_commfree.model.shards import is_shard, local_tensor
 
@@ -197,9 +197,8 @@ class DistributedLion(Optimizer):
     @torch.no_grad()
     def follow_parameters(self) -> None:
         """Update the master copies of parameters that were modified since the last step."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                update_master(self.state[p], local_tensor(p))
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        update_masters([self.state[p] for p in parameters], [*map(local_tensor, parameters)])
 
     def _current_voting(self) -> Voting:
         if self.voting is not None and not self.is_voted_on:

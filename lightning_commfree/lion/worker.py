@@ -85,13 +85,22 @@ def copy_state(state: State, saved: State, device: torch.device) -> None:
             state[key] = local_tensor(value).to(device, copy=True)
 
 
-def update_master(state: State, local: Tensor) -> None:
-    """Update a parameter's master copy, if any, after other code has modified the parameter."""
-    master = state.get("master")
-    if master is not None:
+@torch.no_grad()
+def update_masters(states: Sequence[State], tensors: Sequence[Tensor]) -> None:
+    """Update the master copies of parameters that other code may have modified.
+
+    `tensors` are this rank's tensors or shards; those without a master copy are skipped.
+    """
+    pairs = [(s["master"], p) for s, p in zip(states, tensors, strict=True) if "master" in s]
+    for dtype in {p.dtype for _, p in pairs}:  # a few kernels, whatever the number of parameters
+        masters = [master for master, p in pairs if p.dtype == dtype]
+        now = torch.cat([flat(p) for _, p in pairs if p.dtype == dtype])
+        kept = torch.cat([flat(master) for master in masters])
         # unmodified values keep their full precision
-        same = master.to(local.dtype) == local
-        master.copy_(torch.where(same, master, local.to(master.dtype)))
+        merged = torch.where(kept.to(dtype) == now, kept, now.to(kept.dtype))
+        parts = torch.split(merged, [master.numel() for master in masters])
+        shaped = [part.view(m.shape) for part, m in zip(parts, masters, strict=True)]
+        torch._foreach_copy_(masters, shaped)
 
 
 def hyperparameters(members: list[LionParam]) -> list[str]:
@@ -285,6 +294,8 @@ def take_step(
             parameter is not updated.
         abstained: whether this worker abstained.
     """
+    # a hook may have changed parameters since the last step
+    update_masters([member.state for member in members], [member.parameter for member in members])
     moved = [
         flat(member.state.get("master", member.parameter)) if has_gradient else None
         for member, has_gradient in zip(members, with_gradient, strict=True)

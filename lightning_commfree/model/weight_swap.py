@@ -6,7 +6,7 @@ weights are the same on all replicas; validation and checkpoints use them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -16,12 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.digest import digest
-
-ADVICE = (
-    "A callback may put other weights into the module in `on_validation_start` or"
-    " `on_validation_epoch_start` if it restores the previous ones in `on_validation_epoch_end` or"
-    " `on_validation_end`, as Lightning's `WeightAveraging` does."
-)
 
 
 class SharedPart(Protocol):
@@ -120,6 +114,8 @@ class WeightSwap:
         self._stashed: list[Tensor] = []  # the local weights
         self._shared_hashes: list[Tensor] = []  # hashes of the shared weights in the module
         self.swapped_in = False  # whether the module currently contains the shared weights
+        # parameters that a forward pass changes, as `nn.Embedding(max_norm=...)` does
+        self.self_changing: Collection[str] = ()
 
     @property
     def in_module(self) -> list[Tensor]:
@@ -221,7 +217,7 @@ class WeightSwap:
         for (name, trained), tensor, kept, is_same in zip(
             names, self.in_module, self._stashed, same, strict=True
         ):
-            if trained and not is_same:
+            if trained and not is_same and name not in self.self_changing:
                 written.append(name)
             # A modified buffer keeps its new value: it may count validations. A modified parameter
             # does not: training continues from the local weights.
@@ -232,7 +228,10 @@ class WeightSwap:
             raise RuntimeError(
                 f"The parameters {written[:3]}{' and others' if written[3:] else ''} were modified"
                 " while the module held the outer weights, during validation or a checkpoint save."
-                f" {ADVICE}"
+                " The change would be lost, because training continues from each replica's local"
+                " weights. Change weights in a training hook, such as `on_train_batch_end`. To"
+                " validate other weights, put them into the module in `on_validation_start` and"
+                " restore the previous ones, bit for bit, in `on_validation_end`."
             )
 
     def _hashes(self) -> list[Tensor]:

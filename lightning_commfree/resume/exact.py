@@ -14,6 +14,7 @@ A rank's own state has these entries (`ExactResume._state`):
     "algorithm"                            the algorithm's state: local weights, in-flight fragments
     "optimizers", "precision", "tensors"   only if each replica has its own weights
     "inside"                               the layout's state (`Inside.state_dict`)
+    "freezing"                             `requires_grad` of parameters that hooks have changed
     "gradients", "schedulers"              partially accumulated gradients; schedulers
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
     "shared"                               only on ranks whose shards differ from rank 0's
@@ -54,6 +55,7 @@ from lightning_commfree.lightning_internals import (
 )
 from lightning_commfree.model.replication import differ_from_first
 from lightning_commfree.model.shards import is_shard, local_tensor
+from lightning_commfree.model.trained import Freezing
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.copies import drop_copy, find_checkpoint, send
 from lightning_commfree.resume.data_position import (
@@ -148,6 +150,7 @@ class _Fit:
     algorithm: Resumable
     inside: Any  # a `strategies.contracts.Inside`
     tensors: OwnTensors
+    freezing: Freezing
 
 
 class Save:
@@ -343,7 +346,8 @@ class ExactResume:
         `before_optimizers` and `restore_position` restore them instead.
         """
         tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
-        self._fit = _Fit(trainer, algorithm, inside, tensors)
+        freezing = Freezing(trainer.lightning_module)
+        self._fit = _Fit(trainer, algorithm, inside, tensors, freezing)
         self.before_optimizers()
 
     def before_optimizers(self) -> None:
@@ -460,6 +464,7 @@ class ExactResume:
             fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
         if "inside" in own:
             fit.inside.load_state_dict(own["inside"])
+        fit.freezing.restore(own.get("freezing", {}))
 
     @property
     def _precision_entry(self) -> str:
@@ -519,6 +524,7 @@ class ExactResume:
         own: State = {
             "algorithm": algorithm_own,
             "inside": fit.inside.state_dict(),
+            "freezing": fit.freezing.changed(),
             "gradients": half_accumulated(trainer),
             "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
             **data_state(trainer, checkpoint, self._epoch_start),

@@ -381,11 +381,6 @@ class ReplicaStrategy(DDPStrategy):
         return self.inside.grad_norm(self.module, norm_type)
 
     @override
-    def on_validation_end(self) -> None:
-        self.session.validation_ends()
-        super().on_validation_end()
-
-    @override
     def on_train_end(self) -> None:
         self.session.fit_ends()
         # this is the last point in a fit that all ranks reach together

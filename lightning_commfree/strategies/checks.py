@@ -128,6 +128,33 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
                 )
 
 
+def refuse_modes(strategy: str, optimizers: Iterable[Optimizer]) -> None:
+    """Raise a `ValueError` if an optimizer swaps the weights with `train()` and `eval()`.
+
+    The optimizers of `schedulefree` do.
+    """
+    for optimizer in optimizers:
+        if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+            raise ValueError(
+                f"`{strategy}` does not support `{type(optimizer).__name__}`: it keeps a second set"
+                " of weights in its state, which `train()` and `eval()` swap with the parameters,"
+                " but replicas exchange only the parameters. Use an optimizer without these"
+                " methods, or train with the `ddp` strategy."
+            )
+
+
+def refuse_max_norm(strategy: str, module: nn.Module) -> None:
+    """Raise a `ValueError` if an embedding has a `max_norm` and ranks must hold equal weights."""
+    for name, one in module.named_modules():
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
+            raise ValueError(
+                f"`{strategy}` does not support `max_norm={one.max_norm}` of the embedding"
+                f" {name!r}: forward rescales the rows that a rank looks up, on that rank only, so"
+                " ranks that must hold equal weights would differ. Rescale all rows yourself, in"
+                " `on_train_batch_end`."
+            )
+
+
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
     """Raise a `ValueError` if validation is scheduled by time.
 

@@ -3,11 +3,24 @@
 Algorithms communicate after a step, so all ranks must count the same steps. A LightningModule with
 manual optimization (a GAN, PPO) may step its optimizers several times per batch, with half-updated
 weights in between, so the whole batch counts as one step.
+
+Lightning tells a strategy only about steps of its own `LightningOptimizer`. `StepHooks` finds the
+others in torch: `optimizer.optimizer.step(closure)` in an overridden `optimizer_step`, a step of
+`trainer.optimizers[0]`, the inner optimizer of SAM.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 class Clock:
@@ -19,6 +32,8 @@ class Clock:
 
     Attributes:
         steps: number of steps so far.
+        missed: number of times so far that a step was possible but not taken, for example because
+            the module found NaN in its gradients and did not call `optimizer.step`.
         uncounted: at the end of a step, the number of completed optimizer steps that
             `trainer.global_step` does not include yet: 1 with automatic optimization, because
             Lightning counts an optimizer step only after `Strategy.optimizer_step` has returned; 0
@@ -26,7 +41,7 @@ class Clock:
     """
 
     def __init__(self, spans_batch: bool = False) -> None:
-        self.steps, self.spans_batch = 0, spans_batch
+        self.steps, self.missed, self.spans_batch = 0, 0, spans_batch
         self.uncounted = 0 if spans_batch else 1
         self._stepped = False  # whether any optimizer has stepped in the current batch
 
@@ -41,4 +56,65 @@ class Clock:
         ended = self._stepped if self.spans_batch else optimizer is not None
         self._stepped = False
         self.steps += ended
+        self.missed += self.spans_batch and not ended
         return ended
+
+
+class StepHooks:
+    """Calls functions around optimizer steps that Lightning does not pass to the strategy.
+
+    Only optimizers that hold parameters of `module` count. A step inside another one, as of an
+    optimizer that wraps a second one, is part of the outer step.
+
+    Args:
+        module: the model.
+        begins: called with the optimizer before such a step.
+        ends: called with the optimizer after it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        begins: Callable[[Optimizer], None],
+        ends: Callable[[Optimizer], None],
+    ) -> None:
+        self._parameters = set(module.parameters())
+        self._begins, self._ends = begins, ends
+        self._paused = False
+        self._stepping: Optimizer | None = None
+        # for all optimizers, because Lightning does not know the one inside of SAM
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager around a step that Lightning passes to the strategy."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        # the same optimizer again: user code has caught an error in its first step
+        is_outermost = self._stepping is None or self._stepping is optimizer
+        if is_outermost and not self._paused and self._trains(optimizer):
+            self._stepping = optimizer
+            self._begins(optimizer)
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._stepping is optimizer:
+            self._stepping = None
+            self._ends(optimizer)
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return any(p in self._parameters for group in groups for p in group["params"])
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

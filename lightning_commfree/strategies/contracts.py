@@ -228,6 +228,7 @@ class LocalUpdates(Between, Protocol):
     """An algorithm whose replicas train independently on local weights between exchanges."""
 
     step: int  # number of steps that each replica has taken
+    missed: int = 0  # number of batches in which this replica could have stepped but did not
     weight_swap: WeightSwap  # swaps the weights shared by all replicas in and out
 
     @property
@@ -264,6 +265,13 @@ class LocalUpdates(Between, Protocol):
 
     def refuse_to_save(self, world: Channel) -> None:
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
+
+    def restart(self) -> None:
+        """Start over from the module's weights, which are the same on all replicas.
+
+        Nothing may be in flight. By default, the weights become the shared ones.
+        """
+        self.weight_swap.take_local()
 
     def average_moved(self) -> None:
         """Average frozen weights that hooks have changed differently on replicas; collective."""

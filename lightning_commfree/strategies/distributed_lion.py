@@ -17,6 +17,7 @@ from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import (
     agree_on_overflow,
     compiled_as_a_whole,
+    refuse_max_norm,
     why_gradients_change,
 )
 from lightning_commfree.strategies.inside import (
@@ -142,6 +143,8 @@ class DistributedLionStrategy(ReplicaStrategy):
     @override
     def begin(self, trainer: pl.Trainer) -> VotingSession:
         lions = only_lions(type(self).__name__, self.optimizers)
+        if self.world_size > 1:
+            refuse_max_norm(type(self).__name__, self.module)
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)
         if not self.module.automatic_optimization:

@@ -81,12 +81,21 @@ class ElasticSession(LocalWeightsSession):
     """
 
     least_ranks = 2  # traffic is compared with DDP on 2 ranks or more: another replica may join
+    in_step = False
 
     @override
     def begin(self, resumed: bool) -> None:
         del resumed
         self._trains = True
         FitSession.begin(self, resumed=True)
+
+    @override
+    def _restart(self) -> None:
+        raise RuntimeError(
+            "Weights were loaded in the middle of the fit (`load_state_dict`). Elastic replicas do"
+            " not support this, because they would have to do it after the same step. Start another"
+            " job from these weights, or use `StreamingDiLoCoStrategy`."
+        )
 
     @override
     def after_step(self) -> None:
@@ -276,7 +285,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 " end at a common step."
             )
         fragments = split_into_fragments(
-            self.module, settings.num_fragments, settings.fragment_pattern
+            self.module, settings.num_fragments, settings.fragment_pattern, self.optimizers
         )
         timeout, host = self.ranks.timeout, own_address(str(urlsplit(self.rendezvous).hostname))
         rendezvous, transfer = self.services(host, timeout.total_seconds())
@@ -296,6 +305,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             self.module, fragments, settings, membership, self.channels.within
         )
         diloco.follow_optimizers(self.optimizers)
+        diloco.ignores_frozen = not self.module.automatic_optimization
         # a replica that rejoins skips steps of the schedule, so the fit must not end with an epoch
         epochs = trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)
         diloco.may_rejoin = self.world_size == 1 and not by_time and not epochs

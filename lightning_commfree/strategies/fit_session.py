@@ -12,11 +12,13 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import (
     END,
@@ -28,8 +30,10 @@ from lightning_commfree.comm.ledger import (
 )
 from lightning_commfree.comm.text import counted, human_bytes, plain
 from lightning_commfree.host import pl
-from lightning_commfree.lightning_internals import Patches, add_to_rows
-from lightning_commfree.strategies.clock import Clock
+from lightning_commfree.lightning_internals import Patches, add_to_rows, around_steps
+from lightning_commfree.model.shards import local_tensor
+from lightning_commfree.model.trained import trained_parameters
+from lightning_commfree.strategies.clock import Clock, StepHooks
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
@@ -74,6 +78,10 @@ class FitSession(Generic[B]):
         stopping.sigterm.stops_after = self.stops_after
         loop = trainer.fit_loop.epoch_loop.val_loop
         patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
+        patches.put(loop, "on_run_end", partial(self._end_validation, loop.on_run_end))
+        around_steps(trainer, patches, self._notice_left_out)
+        self._hooks: StepHooks | None = None
+        self._at_begin: tuple[int, list[int]] | None = None  # steps and hashes of the weights
 
     def begin(self, resumed: bool) -> None:
         """Set the step count, and start agreeing on stops and counting traffic for the summary.
@@ -83,6 +91,8 @@ class FitSession(Generic[B]):
         """
         del resumed
         self.clock.steps = self.steps_before()
+        self._hooks = StepHooks(self._module, self._raw_step_begins, self._raw_step_ends)
+        self._at_begin = self.clock.steps, self._weight_hashes()
         self._stopping.begin(self.trains_independently)
         self.log.begin()
 
@@ -128,6 +138,11 @@ class FitSession(Generic[B]):
         Raises:
             RuntimeError: in manual optimization, the step is not within `training_step`.
         """
+        self._refuse_outside_batch(optimizer)
+        with self._hooks.paused() if self._hooks else nullcontext(), self._counted(optimizer):
+            yield
+
+    def _refuse_outside_batch(self, optimizer: Optimizer) -> None:
         if self.clock.spans_batch and not self.computing:
             raise RuntimeError(
                 f"`{type(optimizer).__name__}` was stepped outside of `training_step`. With manual"
@@ -135,8 +150,31 @@ class FitSession(Generic[B]):
                 " would be missed and the replicas could end up with different weights. Step"
                 " optimizers in `training_step`."
             )
-        with self._counted(optimizer):
-            yield
+
+    def _raw_step_begins(self, optimizer: Optimizer) -> None:
+        """Begin a step that Lightning does not pass to the strategy; see `StepHooks`."""
+        if not self._trainer.training:  # in a validation, the algorithm takes no part
+            return
+        self._refuse_outside_batch(optimizer)
+        if not self.clock.spans_batch:
+            self._stopping.step_begins()
+            with self.between.stepping():
+                pass  # only what must precede a step: a vote cannot start during its backward
+
+    def _raw_step_ends(self, optimizer: Optimizer) -> None:
+        if self._trainer.training:
+            self._step_ends(optimizer)
+
+    def _notice_left_out(self, run: Callable[..., None], *args: Any) -> None:
+        """Run `run`, Lightning's call of `optimizer_step`, and notice if it took no step."""
+        before = self.clock.steps
+        run(*args)
+        if self.clock.steps == before:
+            self.left_out()
+
+    def left_out(self) -> None:
+        """Handle a batch in which the module's `optimizer_step` did not step its optimizer."""
+        self.clock.missed += 1
 
     @contextmanager
     def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
@@ -156,7 +194,10 @@ class FitSession(Generic[B]):
         )
         with self.between.stepping(), named:
             yield
-        if not self.clock.tick(optimizer):  # no optimizer has stepped in this batch
+        self._step_ends(optimizer)
+
+    def _step_ends(self, optimizer: Optimizer | None) -> None:
+        if not self.clock.tick(optimizer):  # part of a batch, or no optimizer has stepped in it
             return
         if self.between.after_step(self._stopping.wanted):
             self._stopping.agree_in_step()
@@ -168,7 +209,10 @@ class FitSession(Generic[B]):
         # with manual optimization, every rank has already begun the step, so the ranks' positions
         # would not show a difference
         if not (self.trains_independently or self.clock.spans_batch):
-            self._stopping.check_replaced()
+            self._stopping.check_together(
+                "A hook replaced the optimizers",
+                "Assign `trainer.optimizers` on all ranks after the same step.",
+            )
         self.between.follow_optimizers(optimizers)
 
     def after_step(self) -> None:
@@ -188,18 +232,27 @@ class FitSession(Generic[B]):
         self.validation_begins()
         start()
 
+    def _end_validation(self, end: Callable[[], Any]) -> Any:
+        # the strategy's own hook comes too early: `on_validation_model_train`, which may take
+        # adapters out of the weights again, runs after it
+        outputs = end()
+        self.validation_ends()
+        return outputs
+
     def validation_begins(self) -> None:
         """Start counting traffic as validation traffic; `validation_ends` stops it.
 
-        Called before Lightning's `on_validation_start` hooks.
+        Called before Lightning's first validation hook, `on_validation_model_eval`.
         """
         ledger = self._world.ledger
         self._phase_before, ledger.phase = ledger.phase, VALIDATION
+        self._warn_uncounted()
 
     def validation_ends(self) -> None:
         """Stop counting traffic as validation traffic, and stop the fit if any rank requests it.
 
-        Called after Lightning's `on_validation_end` hooks. A sanity check never stops the fit.
+        Called after Lightning's last validation hook, `on_validation_model_train`. A sanity check
+        never stops the fit.
         """
         self._world.ledger.phase = self._phase_before
         if not self._trainer.sanity_checking:
@@ -211,12 +264,33 @@ class FitSession(Generic[B]):
 
     def check_save(self) -> None:
         """Raise an error on all ranks if a checkpoint saved now would be unusable."""
+        self._warn_uncounted()
+
+    def _weight_hashes(self) -> list[int]:
+        trained = trained_parameters(self._module, self._trainer.optimizers)
+        return [int(digest(local_tensor(p).contiguous())) for p in trained.values()]
+
+    def _warn_uncounted(self) -> None:
+        """Warn once if the weights have changed but no step was counted."""
+        if self._at_begin is None or self.clock.steps != self._at_begin[0]:
+            self._at_begin = None
+        elif self._weight_hashes() != self._at_begin[1]:
+            self._at_begin = None
+            rank_zero_warn(
+                "The ranks are training apart: weights have changed since the fit began, but no"
+                " optimizer step was counted, so nothing was exchanged. Train them with a"
+                " `torch.optim.Optimizer` whose `step` is called in `training_step` or"
+                " `optimizer_step`. (Only a hook that changed weights before the first step is"
+                " harmless.)"
+            )
 
     def fit_ends(self) -> None:
         """Hook for subclasses that runs after the last training step."""
 
     def end(self) -> None:
         """Release the algorithm's resources, even after a failed fit."""
+        if self._hooks is not None:
+            self._hooks.close()
         self.log.close()
         self.between.close()
 
@@ -230,7 +304,7 @@ class OutsideOfFit(FitSession[Any]):
 
     def __init__(self) -> None:
         """Create only a clock, which manual optimization needs."""
-        self.clock = Clock()
+        self.clock, self._hooks, self._at_begin = Clock(), None, None
 
     @override
     @contextmanager

@@ -2,8 +2,9 @@
 
 Validation and checkpoints use the shared weights; the local weights are restored afterwards. Before
 the last validation run and the last checkpoint, the algorithm makes the weights of all ranks equal
-(`finish`). If a callback requests a stop only after a checkpoint of the same step has been written,
-that file contains the shared weights from before `finish`.
+(`finish`), and again if a hook changes them afterwards. If a callback requests a stop only after a
+checkpoint of the same step has been written, that file contains the shared weights from before
+`finish`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,23 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import END
 from lightning_commfree.host import ModelCheckpoint, TrainerStatus, callbacks, pl
 from lightning_commfree.lightning_internals import Patches
-from lightning_commfree.model.replication import broadcast_initial_weights
-from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap
+from lightning_commfree.model.loading import LoadWatch
+from lightning_commfree.model.replication import broadcast_initial_weights, digests_of_all
+from lightning_commfree.model.weight_swap import OuterView, WeightSwap
 from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
+
+END_TAG = "end"
 
 
 class LocalWeightsSession(FitSession[LocalUpdates]):
@@ -36,6 +42,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     """
 
     trains_independently = True
+    in_step = True  # replicas call the same hooks after the same steps
 
     def __init__(
         self,
@@ -50,6 +57,12 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         self._swap = between.weight_swap
         self._finished_at: int | None = None  # the step after which the algorithm has finished
         self._trains = self._warned_unready = False
+        self._loads: LoadWatch | None = None
+        self._swap.self_changing = {
+            f"{name}.weight".removeprefix(".")
+            for name, one in self._module.named_modules()
+            if getattr(one, "max_norm", None) is not None
+        }
         self._swap_in_averages = average_shared_weights(trainer, patches, self._swap)
         self._wrap_save(patches)
 
@@ -77,7 +90,49 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             # the checkpoint may be from the end of a fit, where finishing again is a no-op
             self._finished_at = self.between.step
         self._trains = True
+        self._loads = LoadWatch(self._module, self._loadable)
         super().begin(resumed)
+
+    def _loadable(self) -> list[int] | None:
+        return None if self._swap.swapped_in else self._weight_hashes()
+
+    @override
+    def batch_begins(self) -> None:
+        if self._loads is not None and self._loads.take():
+            self._restart()
+        super().batch_begins()
+
+    def _restart(self) -> None:
+        """Continue from weights that a hook has loaded in the middle of the fit; collective."""
+        self._stopping.check_together(
+            "Weights were loaded (`load_state_dict`)",
+            "Load them on all ranks after the same step.",
+        )
+        self.between.wait_in_flight()
+        broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
+        self.between.restart()
+        rank_zero_warn(
+            "Weights were loaded in the middle of the fit (`load_state_dict`). All replicas"
+            " continue from rank 0's weights, and the strategy's own state starts over."
+        )
+
+    @override
+    def left_out(self) -> None:
+        # Counted as a step, as by `trainer.global_step`: other replicas do not have to leave it out
+        # as well, and all remain at the same step.
+        optimizer, before = self._trainer.optimizers[0], self.clock.uncounted
+        self.clock.uncounted = 0
+        try:
+            self._raw_step_begins(optimizer)
+            self._raw_step_ends(optimizer)
+        finally:
+            self.clock.uncounted = before
+
+    @override
+    def _step_ends(self, optimizer: Optimizer | None) -> None:
+        if self.in_step:
+            self.between.missed = self.clock.missed
+        super()._step_ends(optimizer)
 
     @override
     def after_step(self) -> None:
@@ -96,8 +151,6 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             self._finish()  # before the fit's last validation, so that it uses the final weights
         if not self._trainer.sanity_checking:
             self._warn_unready("validation")
-        if self.finished and not self._swap.local_equals_shared(buffers=False):
-            raise RuntimeError(f"Parameters were modified after the last step of the fit. {ADVICE}")
         if self._trains and not self.finished:
             self.between.average_moved()
         self._swap.swap_in(self._shown())
@@ -126,6 +179,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @override
     def end(self) -> None:
+        if self._loads is not None:
+            self._loads.close()
         self._swap.swap_out(check=False)  # an exception may have interrupted a validation
         interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
         if self._finished_at is None and not interrupted:
@@ -135,14 +190,31 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     # -- inside
 
     def _finish(self) -> None:
-        """Make the weights of all ranks equal, once, after the last step."""
-        if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
+        """Make the weights of all ranks equal after the last step."""
+        if self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            return
+        if self.finished:
+            self._take_changes()
             return
         self._stopping.check_epoch_ends()
         with self._world.ledger.during(END):
             if self.between.finish(self._stopping.wanted):
                 self._stopping.agree_in_step()
         self._finished_at = self.between.step
+
+    def _take_changes(self) -> None:
+        """Make weights equal that hooks have changed after the last step, as a clamp does."""
+        if self._swap.swapped_in or not self.in_step:
+            return
+        changed = not self._swap.local_equals_shared(buffers=False)
+        if not any(self._ranks.all_flags(changed)):
+            return
+        hashes = digests_of_all(self._channels.between, self._swap.in_module, END_TAG, digest)
+        if all(self._ranks.all_flags(bool((hashes == hashes[0]).all()))):
+            self._swap.take_local()  # a mean would be rounded by the wire format
+        else:
+            with self._world.ledger.during(END):
+                self.between.finish(self._stopping.wanted)
 
     @contextmanager
     def _with_shared_weights(self) -> Iterator[bool]:
@@ -154,7 +226,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         if self._ranks.interrupted:
             yield True
             return
-        if self._trains and not self._saves_by_metric and self._stopping.no_step_follows():
+        ends = not self._saves_by_metric and self._stopping.no_step_follows()
+        if self._trains and (ends or self.finished):
             self._finish()
         self.between.wait_in_flight()
         shown = self._shown()

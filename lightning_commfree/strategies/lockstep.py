@@ -57,6 +57,31 @@ class LockstepSession(FitSession[EveryStep]):
             yield
 
     @override
+    def _raw_step_begins(self, optimizer: Optimizer) -> None:
+        if self._knows(optimizer):
+            self._compare_order(optimizer)
+            super()._raw_step_begins(optimizer)
+
+    @override
+    def _raw_step_ends(self, optimizer: Optimizer) -> None:
+        if self._knows(optimizer):
+            super()._raw_step_ends(optimizer)
+
+    def _knows(self, optimizer: Optimizer) -> bool:
+        # the steps of any other optimizer are not exchanged, so `DriftCheck` must compare weights
+        optimizers = self._trainer.optimizers
+        return self._trainer.training and any(one is optimizer for one in optimizers)
+
+    @override
+    def left_out(self) -> None:
+        super().left_out()
+        self._stopping.check_together(
+            "An optimizer step was left out (`optimizer_step` did not call `optimizer.step`)",
+            "Ranks that exchange something at every step must take the same steps. Agree on the"
+            " condition first, for example with an all-reduce, or use `nonfinite='abstain'`.",
+        )
+
+    @override
     def after_step(self) -> None:
         if self.between.stream_ended:
             self._stopping.end_epoch()

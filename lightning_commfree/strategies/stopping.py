@@ -23,6 +23,7 @@ some ranks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -177,14 +178,14 @@ class Stopping:
         if self._ends is not None:
             self._ends.end(self._epoch, self._step, out_of_data)
 
-    def check_replaced(self) -> None:
-        """Check that a hook has replaced the optimizers on all ranks, as it has on this one.
+    def check_together(self, event: str, advice: str) -> None:
+        """Check that `event` happens on all ranks before the next step, as on this one.
 
         Raises:
-            AgreedError: a rank takes the next step with its old optimizers.
+            AgreedError: another rank takes the next step without it.
         """
         if self._ends is not None:
-            self._ends.replaced(self._step)
+            self._ends.together(self._step, event, advice)
 
     def share_stream_end(self) -> None:
         """End the epoch on all ranks if it ends on any rank; called in the last training step.
@@ -347,12 +348,13 @@ def _named(ranks: list[int]) -> str:
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"
 
 
-# An `EpochEnds` position is (epoch, steps begun, state, number of times optimizers were replaced).
-# It only advances, so an old one is still valid.
+# An `EpochEnds` position is (epoch, steps begun, state, counts of the events in `together`). It
+# only advances, so an old one is still valid.
 _TRAINS = "trains"
 _HAS_MORE = "has more"  # the rank is done with that step and has more data
 _ENDED = "ended"
-_UNKNOWN = (-1, 0, _TRAINS, 0)  # position of a rank that has not published one yet
+# position of a rank that has not published one yet
+_UNKNOWN: tuple[int, int, str, dict[str, int]] = (-1, 0, _TRAINS, {})
 
 
 class EpochEnds:
@@ -375,8 +377,8 @@ class EpochEnds:
     def __init__(self, watch: PeerWatch) -> None:
         self._watch = watch
         self._position: tuple[int, int, str] = _UNKNOWN[:3]
-        self._replaced = 0
-        watch.publish(lambda: (*self._position, self._replaced))
+        self._events: Counter[str] = Counter()
+        watch.publish(lambda: (*self._position, dict(self._events)))
 
     def step_begins(self, epoch: int, step: int) -> None:
         """Publish that this rank has begun a step.
@@ -409,7 +411,7 @@ class EpochEnds:
         def behind(positions: Mapping[int, Any]) -> dict[int, str]:
             found = {}
             for rank, position in positions.items():
-                there, at, state, _ = position or _UNKNOWN
+                there, at, state, *_ = position or _UNKNOWN
                 if there == epoch and at > step:
                     raise self._watch.agreed(_uneven(mine, rank, epoch, step, f"begun step {at}"))
                 if there == epoch and out_of_data and (at, state) == (step, _HAS_MORE):
@@ -424,32 +426,33 @@ class EpochEnds:
 
         self._watch.wait_for(behind, "end of epoch")
 
-    def replaced(self, step: int) -> None:
-        """Wait until all ranks have replaced their optimizers after `step`, as this rank has.
+    def together(self, step: int, event: str, advice: str) -> None:
+        """Wait until `event` has happened on all ranks after the same step, as on this rank.
+
+        `event` is the beginning of a sentence, and `advice` follows it in the error.
 
         Raises:
-            AgreedError: a rank has begun the next step with its old optimizers.
+            AgreedError: a rank has begun the next step without it.
             PeerLostError: a rank is lost, or has not begun that step within the timeout.
         """
-        self._replaced += 1
-        count, mine = self._replaced, self._watch.rank
+        self._events[event] += 1
+        count, mine = self._events[event], self._watch.rank
 
         def behind(positions: Mapping[int, Any]) -> dict[int, str]:
             found = {}
             for rank, position in positions.items():
-                _, at, _, replaced = position or _UNKNOWN
-                if replaced >= count:
+                _, at, _, events = position or _UNKNOWN
+                if events.get(event, 0) >= count:
                     continue
                 if at > step:
                     raise self._watch.agreed(
-                        f"A hook replaced the optimizers on rank {mine} after step {step}, but rank"
-                        f" {rank} has begun step {at} with its old ones. Assign"
-                        " `trainer.optimizers` on all ranks after the same step."
+                        f"{event} on rank {mine} after step {step}; on rank {rank} that did not"
+                        f" happen, and step {at} has begun there. {advice}"
                     )
                 found[rank] = f"has not begun step {step + 1} yet; rank {mine} waits before it"
             return found
 
-        self._watch.wait_for(behind, "replaced optimizers")
+        self._watch.wait_for(behind, "hook")
 
 
 def _uneven(rank: int, other: int, epoch: int, step: int, more: str) -> str:

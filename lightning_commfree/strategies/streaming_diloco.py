@@ -22,7 +22,12 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
-from lightning_commfree.strategies.checks import REFUSED_IF_LOCAL, refuse_callbacks
+from lightning_commfree.strategies.checks import (
+    REFUSED_IF_LOCAL,
+    refuse_callbacks,
+    refuse_max_norm,
+    refuse_modes,
+)
 from lightning_commfree.strategies.inside import FSDPSettings, choose_layout, layout_name
 
 
@@ -188,13 +193,18 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
         refuse_callbacks(trainer, type(self).__name__, REFUSED_IF_LOCAL)
+        refuse_modes(type(self).__name__, self.optimizers)
+        if self.inside.size > 1:
+            refuse_max_norm(type(self).__name__, self.module)
         settings = self.settings
         fragments = split_into_fragments(
-            self.module, settings.num_fragments, settings.fragment_pattern
+            self.module, settings.num_fragments, settings.fragment_pattern, self.optimizers
         )
         replicas, within = FixedMembership(self.channels.between), self.channels.within
         self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, replicas, within)
         self._diloco.follow_optimizers(self.optimizers)
+        # in manual optimization, GANs freeze one network while they train another
+        self._diloco.ignores_frozen = not self.module.automatic_optimization
         return self._diloco
 
     @override

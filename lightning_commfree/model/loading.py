@@ -1,0 +1,64 @@
+"""Notice weights that `load_state_dict` replaces in the middle of a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class LoadWatch:
+    """Tells whether `load_state_dict` has changed a module's weights.
+
+    A load that is undone by another one does not count: a callback may load averaged weights, use
+    them, and load the previous ones again.
+
+    Args:
+        module: the module; calls on its submodules are noticed too.
+        hashes: returns hashes of the weights, or None to ignore a call.
+    """
+
+    def __init__(self, module: nn.Module, hashes: Callable[[], list[int] | None]) -> None:
+        self._hashes = hashes
+        self._before: list[int] | None = None
+        hook = _Hook(self._note)
+        self._handles = [
+            one.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+            for one in module.modules()
+        ]
+
+    def _note(self) -> None:
+        if self._before is None:
+            self._before = self._hashes()
+
+    def take(self) -> bool:
+        """Return whether weights have changed by loading since the last call."""
+        before, self._before = self._before, None
+        return before is not None and before != self._hashes()
+
+    def close(self) -> None:
+        """Remove the hooks from the module."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Hook:
+    """Calls a function when weights are loaded; a copy of the module gets a hook that does not."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        self._call()
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _get_nothing, ()  # used by `deepcopy` and pickle
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    pass

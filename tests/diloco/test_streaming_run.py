@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.diloco.training import (
     Net,
@@ -39,15 +40,40 @@ def test_a_parameter_that_becomes_trainable_in_the_middle_of_a_step_is_refused_a
         diloco.after_step()
 
 
-def test_a_parameter_frozen_later_is_still_exchanged() -> None:
-    module, diloco = after_some_steps(3)
-    module.embed.requires_grad_(False)
-    moved = module.embed.weight.detach() + 1.0
-    module.embed.weight.data.copy_(moved)
-    for _ in range(6):
+def freeze(rank: int, size: int, changes: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Freeze a layer before step 4 and free it before step 13; return it after every step."""
+    module, channel = Net(), world(rank, size)
+    diloco, found = start(module, channel, **changes), []
+    for step in range(1, 17):
+        module.embed.requires_grad_(not 4 <= step < 13)
+        with diloco.stepping(), torch.no_grad():
+            for p in filter(lambda p: p.requires_grad, module.parameters()):
+                p += 0.1 * (rank + 1) + 0.01 * step
         diloco.after_step()
-    assert all(fragment.landings for fragment in diloco.fragments)
-    assert not torch.equal(module.embed.weight, moved), "a landing has merged it"
+        found.append({name: p.detach().clone() for name, p in module.embed.named_parameters()})
+    diloco.finish()
+    found.append({name: p.detach().clone() for name, p in module.embed.named_parameters()})
+    diloco.close()
+    channel.close()
+    return found
+
+
+@pytest.mark.parametrize("wire_dtype", ["fp32", "fp4", "int2"])
+@pytest.mark.parametrize("mix", [0.5, 1.0])
+def test_a_parameter_frozen_later_settles_and_stays(
+    wire_dtype: str, mix: float, tmp_path: Path
+) -> None:
+    """Its fragment is launched after step 4 and lands after step 5: there it takes the mean."""
+    changes = {"wire_dtype": wire_dtype, "mix": mix, "sync_every": 4, "num_fragments": 1}
+    one, other = run_ranks(freeze, 2, tmp_path, {**changes, "overlap_steps": 1})
+    for name in one[0]:
+        mean = (one[2][name] + other[2][name]) / 2  # after step 3, the last that trained it
+        if wire_dtype == "fp32":
+            assert torch.allclose(one[4][name], mean, atol=1e-6), "no outer step"
+        for ranks in (one, other):  # int2 has no code for 0, and the outer optimizer has momentum
+            assert all(torch.equal(found[name], one[4][name]) for found in ranks[4:12])
+        assert not torch.equal(one[15][name], one[4][name]), "it is trained again"
+        assert torch.equal(one[16][name], other[16][name])
 
 
 def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:

@@ -179,6 +179,9 @@ class Whole(Tuned):
     def on_train_epoch_start(self) -> None:
         self.backbone.requires_grad_(self.current_epoch > 0)
 
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
 
 def on_two_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
     assert size == SIZE

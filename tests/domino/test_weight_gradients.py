@@ -111,8 +111,6 @@ def compiled(mlp: Any) -> None:
     mlp.compile(backend="aot_eager", fullgraph=True)
 
 
-
-
 def gradients(change: Callable[[Any], None] | None, split: str) -> list[Tensor]:
     case = Case("llama", 4, split)
     model = make_for(case)

@@ -14,7 +14,8 @@ def inside_bytes(training: Training, replica_size: int) -> dict[str, float]:
 
     - ``ddp`` all-reduces the gradients: 2 b (k - 1) / k.
     - ``fsdp`` all-gathers the weights for forward and backward, and reduce-scatters the gradients:
-      3 b (k - 1) / k.
+      3 b (k - 1) / k. Under bf16-mixed the weights are gathered in bf16: 2 b (k - 1) / k for
+      gradients in fp32.
     - ``domino`` all-reduces the activations four times per block; only if the tokens per step are
       known.
 

@@ -4,7 +4,7 @@ Two parts. *mechanism*: one process with simulated links, whose all-reduces take
 *laboratory*: two nodes with real sockets over shaped links (needs root and iproute2), compared with
 the methods of PyTorch and transformers. Measurements are kept as JSON, so an interrupted call
 continues where it stopped, and `--page-only` writes the page again. A Chrome trace of one step is
-kept for the synchronous mode and for Domino.
+kept for the synchronous mode and for two of Domino's splits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PARTS = ("mechanism", "laboratory")
 SHARES = (0.2, 0.3, 0.45)
 RATES = ("2gbit", "1gbit", "500mbit")
 SMALL = ((4, 64), (2, 64), (2, 32), (2, 8))  # where splitting may be slower
-SMALL_ROWS = ("none", "sync", "batch")
+SMALL_ROWS = ("none", "sync", "unsplit", "batch")
 NODES = 2
 TRACED_SHARE = 0.3
 
@@ -94,7 +94,8 @@ def mechanism(
         "METHOD" or "METHOD@SHARE".
     """
     channel = SleepingChannel(NODES, Ledger())
-    sync, batch = (ours(name, model.build(), channel) for name in TRACED)
+    methods = {name: ours(name, model.build(), channel) for name in TRACED}
+    sync, batch = methods["sync"], methods["batch"]
     tokens = batch_of(shape, model.vocabulary)
     alone = run_rounds({"sync": Entry(sync)}, tokens, rounds=max(rounds // 4, 2))["sync"]
     compute_s = median_ms(alone.seconds) / 1e3
@@ -108,11 +109,11 @@ def mechanism(
 
     entries = {"none": Entry(sync, over(NO_TIME)), "none_split": Entry(batch, over(NO_TIME))}
     for share, link in links.items():
-        entries[f"sync@{share}"] = Entry(sync, over(link))
-        entries[f"batch@{share}"] = Entry(batch, over(link))
+        for name, method in methods.items():
+            entries[f"{name}@{share}"] = Entry(method, over(link))
     rows = run_rounds(entries, tokens, rounds)
     channel.link = links[TRACED_SHARE]
-    for method in (sync, batch):
+    for method in methods.values():
         record(method, tokens, traces / "mechanism" / f"{method.name}.json")
     return {
         "compute_s": compute_s,

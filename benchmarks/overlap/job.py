@@ -29,7 +29,7 @@ from benchmarks.overlap.trace import record
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 
-TRACED = ("sync", "batch")
+TRACED = ("sync", "unsplit", "batch")
 
 
 def build_methods(names: Sequence[str], model: Model) -> tuple[dict[str, Method], dict[str, str]]:
@@ -55,7 +55,7 @@ def build_methods(names: Sequence[str], model: Model) -> tuple[dict[str, Method]
 def run(
     plan: dict[str, Any], folder: Path, sent_bytes: Callable[[], int] = lambda: 0
 ) -> list[dict[str, Any]]:
-    """Measure a plan as one rank of a process group, and trace two methods.
+    """Measure a plan as one rank of a process group, and trace those in `TRACED`.
 
     Args:
         plan: sizes of the `model`; `shapes`, each with `shape`, `rows` and `rounds`.

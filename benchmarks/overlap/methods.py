@@ -22,19 +22,22 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 from torch.profiler import record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.domino import DominoSettings, ParallelModel
+from lightning_commfree.domino.layers import ColumnLinear, RowLinear
 
 LABELS = {
     "none": "no communication",
     "none_split": "no communication, batch split in two",
-    "sync": 'synchronous (`split="none"`)',
+    "sync": "synchronous",
+    "unsplit": 'Domino (`split="none"`)',
     "batch": 'Domino (`split="batch"`)',
+    "batch_late": 'Domino (`split="batch"`), launch after the gradients of weights',
     "batch_4": 'Domino (`split="batch"`, 4 micro-batches)',
     "token": 'Domino (`split="token"`)',
     "weight": 'Domino (`split="weight"`)',
@@ -46,13 +49,16 @@ SETTINGS = {
     "none": DominoSettings(split="none"),
     "none_split": DominoSettings(split="batch"),
     "sync": DominoSettings(split="none"),
+    "unsplit": DominoSettings(split="none"),
     "batch": DominoSettings(split="batch"),
+    "batch_late": DominoSettings(split="batch"),
     "batch_4": DominoSettings(split="batch", num_micro_batches=4),
     "token": DominoSettings(split="token"),
     "weight": DominoSettings(split="weight"),
     "hybrid": DominoSettings(split="hybrid"),
 }
 SILENT = ("none", "none_split")
+LATE = ("sync", "batch_late")  # a sublayer's backward launches dx after the gradients of weights
 
 
 @dataclass(frozen=True)
@@ -127,12 +133,21 @@ class Method:
 def ours(name: str, model: LlamaForCausalLM, channel: Channel) -> Method:
     """Return one of this library's methods over `channel`."""
     parallel = ParallelModel(model, channel, SETTINGS[name])
+    if name in LATE:
+        _launch_late(model)
     model.train()
 
     def loss(tokens: Tensor) -> Tensor:
         return model(input_ids=tokens, labels=tokens).loss
 
     return Method(name, model, loss, ledger=channel.ledger, parallel=parallel)
+
+
+def _launch_late(model: nn.Module) -> None:
+    """Let autograd compute the gradients of weights together with dx, before its all-reduce."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear):
+            vars(module)["product"] = linear  # in place of the method; weights are not transposed
 
 
 def by_torch(model: LlamaForCausalLM, mesh: DeviceMesh) -> Method:

@@ -51,7 +51,8 @@ def opening(content: Mapping[str, Any], caption: str | None, picture: str) -> li
     lines = [
         "Tensor parallelism all-reduces activations in every layer and waits for the result. Domino"
         " splits a batch in two and computes one half while the all-reduces of the other half are"
-        " in flight.",
+        " in flight. In backward they also overlap with the gradients of weights, with or without a"
+        " split.",
         "",
     ]
     for rate, nodes in content["laboratory"].items():
@@ -175,6 +176,41 @@ def most_hidden(layers: int) -> float:
     return (4 * layers - 0.5) / (4 * layers + 2)
 
 
+_ORDERS = {"none": ("sync", "unsplit"), "batch": ("batch_late", "batch")}  # by `split`
+
+
+def order_lines(laboratory: Mapping[str, Any]) -> list[str]:
+    """Return the table that compares the two orders of launch and gradients of weights."""
+    lines = [
+        "## Launch before or after the gradients of weights",
+        "",
+        "| rate | `split` | launch after, ms (waiting) | launch before, ms (waiting) | speed,"
+        " before / after | share of communication hidden, after, before |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rate, nodes in laboratory.items():
+        rows = merged([node[0] for node in nodes])
+        for split, names in _ORDERS.items():
+            if not {"none", "sync", *names} <= rows.keys():
+                continue
+            none, sync, after, before = (
+                median_ms(rows[name]["seconds"]) for name in ("none", "sync", *names)
+            )
+            waits = [median_ms(rows[name]["waited"]) for name in names]
+            hidden = [share_hidden(none, sync, ms) for ms in (after, before)]
+            lines.append(
+                f'| {rate} | `"{split}"` | {after:.1f} ({waits[0]:.1f}) | {before:.1f}'
+                f" ({waits[1]:.1f}) | {after / before:.3f} | {hidden[0]:.1%}, {hidden[1]:.1%} |"
+            )
+    return [
+        *lines,
+        "",
+        "The library launches before. Both orders ran in the same rounds; their gradients are equal"
+        ' to the bit. Launching after with `split="none"` is the synchronous mode.',
+        "",
+    ]
+
+
 def mechanism_lines(measured: Mapping[str, Any], layers: int) -> list[str]:
     """Return the table of the simulated links."""
     rows = measured["rows"]
@@ -184,18 +220,22 @@ def mechanism_lines(measured: Mapping[str, Any], layers: int) -> list[str]:
         "## Mechanism: simulated links",
         "",
         "| link: MB/s, ms latency | synchronous share | no communication, ms | synchronous, ms"
-        " (waiting) | Domino, ms (waiting) | share hidden |",
-        "|---|---|---|---|---|---|",
+        ' (waiting) | `split="none"`, ms (waiting) | share hidden | `split="batch"`, ms (waiting)'
+        " | share hidden |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for share in MECHANISM_TARGETS:
         found = mechanism_medians(rows, share)
         link = measured["links"][share]
-        sync, domino = (
-            median_ms(rows[f"{method}@{share}"]["waited"]) for method in ("sync", "batch")
+        sync, unsplit, domino = (
+            median_ms(rows[f"{name}@{share}"]["waited"]) for name in ("sync", "unsplit", "batch")
         )
+        unsplit_ms = median_ms(rows[f"unsplit@{share}"]["seconds"])
         lines.append(
             f"| {1e-6 / link['seconds_per_byte']:.0f}, {1e3 * link['latency_s']:.2f}"
             f" | {found.share:.1%} | {found.none:.1f} | {found.sync:.1f} ({sync:.1f})"
+            f" | {unsplit_ms:.1f} ({unsplit:.1f})"
+            f" | {share_hidden(found.none, found.sync, unsplit_ms):.1%}"
             f" | {found.domino:.1f} ({domino:.1f}) | {found.hidden:.1%} |"
         )
     transfers = rows[f"sync@{share}"]["collectives"], rows[f"batch@{share}"]["collectives"]
@@ -279,8 +319,8 @@ def size_lines(laboratory: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) 
         "## Where splitting is slower",
         "",
         "| rate | batch x tokens | KB per all-reduce | no communication, ms | synchronous, ms"
-        " | Domino, ms | speed / synchronous | |",
-        "|---|---|---|---|---|---|---|---|",
+        ' | `split="none"`, ms | `split="batch"`, ms | speed / synchronous | |',
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for rate, nodes in laboratory.items():
         for shapes in zip(*nodes, strict=True):
@@ -291,10 +331,12 @@ def size_lines(laboratory: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) 
             batch, tokens = shapes[0]["shape"]
             # the ledger's mean per collective; all but the loss's all-reduces are hidden states
             kilobytes = rows["sync"]["payload_bytes"] / rows["sync"]["collectives"] / 1e3
-            verdict = "faster" if found.speed > 1 else "slower"
+            unsplit = median_ms(rows["unsplit"]["seconds"]) if "unsplit" in rows else found.sync
+            verdict = "faster" if found.domino < unsplit else "slower"
             lines.append(
                 f"| {rate} | {batch} x {tokens} | {kilobytes:.0f} | {found.none:.1f}"
-                f" | {found.sync:.1f} | {found.domino:.1f} | {found.speed:.2f} | {verdict} |"
+                f" | {found.sync:.1f} | {unsplit:.1f} | {found.domino:.1f} | {found.speed:.2f}"
+                f" | {verdict} |"
             )
     return [
         *lines,
@@ -318,6 +360,8 @@ def page_lines(content: Mapping[str, Any]) -> list[str]:
     lines = ["## Targets", "", *headline(content), "", *paper_lines(content["laboratory"])]
     if content["mechanism"]:
         lines += mechanism_lines(content["mechanism"], settings["mechanism_layers"])
+    if content["laboratory"]:
+        lines += order_lines(content["laboratory"])
     for rate, nodes in content["laboratory"].items():
         lines += rate_lines(rate, merged([node[0] for node in nodes]), nodes[0][0]["missing"])
     if content["laboratory"]:
@@ -340,7 +384,9 @@ def method_lines(settings: Mapping[str, Any]) -> list[str]:
         f" barriers. Medians over {settings['rounds']} rounds: of the slower node's time, and of"
         " the mean waiting time of the nodes.",
         "",
-        "Share hidden: (synchronous - Domino) / (synchronous - no communication). Without"
+        'Synchronous: Domino with `split="none"`, changed so that each all-reduce of backward is'
+        " launched after the gradients of weights and nothing is left to overlap with."
+        " Share hidden: (synchronous - Domino) / (synchronous - no communication). Without"
         " communication: the same sharded model, whose all-reduces complete immediately with wrong"
         " values. A simulated link transmits one transfer at a time and uses no CPU; its rate"
         " follows from the measured step without communication, and each transfer takes"

@@ -1,8 +1,8 @@
 """Record a step as a Chrome trace, and draw a timeline from such traces.
 
 The trace comes from `torch.profiler` and opens in chrome://tracing and ui.perfetto.dev. It contains
-named ranges for sublayers ("enter ...", "body ..."), for launches and landings with direction,
-layer and micro-batch ("land backward layer 3 mlp #1"), and for gloo's threads.
+named ranges for sublayers ("enter ...", "body ...", "weights ..."), for launches and landings with
+direction, layer and micro-batch ("land backward layer 3 mlp #1"), and for gloo's threads.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.overlap.methods import Method
 
 PHASES = ("forward", "backward", "optimizer")
-_PIECE = re.compile(r"(enter|body|land|launch) (?:(forward|backward) )?(.+) #(\d+)")
+_PIECE = re.compile(r"(enter|body|weights|land|launch) (?:(forward|backward) )?(.+) #(\d+)")
 _COLOURS = {  # by micro-batch
     "attention": ("#1f77b4", "#aec7e8"),
     "mlp": ("#2ca02c", "#98df8a"),
     "embedding": ("#9467bd", "#c5b0d5"),
 }
+_WEIGHTS = "#e7ba52"
 _LANES = ("computing", "waiting", "in flight", "gloo")
 
 
@@ -38,8 +39,8 @@ class Span:
     """A range of a trace; times in milliseconds from the start of the step.
 
     Attributes:
-        kind: "enter", "body", "land" or "launch" of a sublayer; "phase" of the step; "transfer"
-            by a thread of gloo.
+        kind: "enter", "body", "weights", "land" or "launch" of a sublayer; "phase" of the step;
+            "transfer" by a thread of gloo.
         direction: "forward" or "backward"; for a phase, its name.
         sublayer: name of the sublayer.
         part: number of the micro-batch.
@@ -135,6 +136,8 @@ def _draw_panel(axis: Axes, spans: Sequence[Span]) -> None:
             axis.text(span.start_ms, -0.55, span.direction, fontsize=8, va="bottom")
         elif span.kind in ("enter", "body"):
             _bar(axis, span, 0, _COLOURS[span.sublayer.rsplit(" ", 1)[-1]][span.part % 2])
+        elif span.kind == "weights":
+            _bar(axis, span, 0, _WEIGHTS)
         elif span.kind == "land":
             _bar(axis, span, 1, "#d62728")
         elif span.kind == "transfer":
@@ -165,6 +168,7 @@ def _legend() -> list[Patch]:
         for part in (0, 1)
     ]
     others = [
+        (_WEIGHTS, "gradients of weights"),
         ("0.9", "rest of the step"),
         ("#d62728", "waiting for an all-reduce"),
         ("0.4", "in gloo"),

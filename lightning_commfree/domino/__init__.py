@@ -37,7 +37,8 @@ Departures from the paper:
   overlaps with an entire sublayer of the other micro-batch. The authors' code waits earlier.
 - The backward pass does not run in autograd's order. Each sublayer of each micro-batch has its own
   autograd graphs, and the schedule runs them in the order that leaves each all-reduce the most
-  time.
+  time. The gradients of all weights of a sublayer, its row linear's included, are computed after
+  the all-reduce of dx has been launched; the authors' code does so for one column linear.
 - The query, key and value projections share one all-reduce in backward, and so do the gate and up
   projections.
 """

@@ -133,19 +133,22 @@ def gradient_norm(
         largest = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         return group.channel.all_gather(largest, NORM_TAG).wait().amax()
 
-    total: dict[bool, Tensor] = {}  # key: whether the parameters are sharded
+    # norms of gradients that are summed in the same way, so that few kernels compute all of them
+    kinds: dict[tuple[bool, int, torch.dtype, torch.device], list[Tensor]] = {}
     for p in parameters:
-        if p.grad is None:
-            continue
+        if p.grad is not None:
+            spec = specs.get(p)
+            holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
+            kind = (spec is not None, holders, p.grad.dtype, p.grad.device)
+            kinds.setdefault(kind, []).append(p.grad.detach())
 
-        spec = specs.get(p)
-        holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
+    total: dict[bool, Tensor] = {}  # key: whether the parameters are sharded
+    for (is_sharded, holders, dtype, _), gradients in kinds.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(gradients, norm_type, dtype=wide))
         # ranks that hold the same shard each count an equal part of it
-        values = p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32))
-        power = values.square() if norm_type == 2 else values.abs().pow(norm_type)
-        share = power.sum() / holders
-        key = spec is not None
-        total[key] = total[key] + share if key in total else share
+        share = norms.pow(norm_type).sum() / holders
+        total[is_sharded] = total[is_sharded] + share if is_sharded in total else share
 
     if not total:  # the same on all ranks, which have the same parameters
         return torch.zeros(())
@@ -153,7 +156,7 @@ def gradient_norm(
     sharded = total.get(True, torch.zeros_like(first)).reshape(1)
     full = total.get(False, torch.zeros_like(first))  # the same on every rank: not summed
     summed = group.all_reduce(sharded, NORM_TAG).wait().squeeze(0) + full
-    return summed.sqrt() if norm_type == 2 else summed.pow(1 / norm_type)
+    return summed.pow(1 / norm_type)
 
 
 _NAMED = 3  # maximum number of ranks to name in an error

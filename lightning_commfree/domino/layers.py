@@ -18,12 +18,17 @@ module            a rank's weight       forward, unscheduled          backward, 
 
 `GatheredLinear` and `SplitRowLinear` are for models that are sharded by the plan in their config.
 Some of these models need full activations on every rank.
+
+Under a schedule, the backward pass of a linear layer computes only dx. The gradients of its weight
+and bias are computed later (`weight_gradients`), after the schedule has launched dx's all-reduce.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -52,6 +57,7 @@ class TensorGroup:
         overlap_embedding: whether the embedding leaves its all-reduce to the schedule.
         unsummed: the embedding's partial sum, from the embedding's forward pass until the schedule
             takes it; otherwise None.
+        calls: calls of linear layers in the current `under_schedule`.
     """
 
     def __init__(self, channel: Channel, seed: int = 0) -> None:
@@ -60,6 +66,8 @@ class TensorGroup:
         self.local_logits = False
         self.overlap_embedding = False
         self.unsummed: Tensor | None = None
+        self.calls: list[LinearCall] = []
+        self._casts: dict[Tensor, Tensor] | None = None
         self._own_random = torch.Generator().manual_seed(seed + 1 + channel.rank).get_state()
         self._own_device_random: Tensor | None = None
         self._seed = seed
@@ -79,13 +87,42 @@ class TensorGroup:
         return self.channel.all_reduce(tensor.contiguous(), tag)
 
     @contextmanager
-    def under_schedule(self) -> Iterator[None]:
-        """Context manager in which modules leave their all-reduces to the schedule."""
-        before, self.scheduled = self.scheduled, True
+    def under_schedule(self) -> Iterator[list[LinearCall]]:
+        """Context manager in which modules leave their all-reduces to the schedule.
+
+        They also leave the gradients of linear layers' weights to it: yields the list to which each
+        call of a linear layer is added.
+        """
+        before = self.scheduled, self.calls
+        self.scheduled, self.calls = True, []
+        try:
+            yield self.calls
+        finally:
+            self.scheduled, self.calls = before
+
+    @contextmanager
+    def sharing_casts(self) -> Iterator[None]:
+        """Context manager in which each weight is cast once, which autocast's own cache would do.
+
+        Autocast caches only parameters, and a linear layer under a schedule uses detached ones.
+        """
+        before, self._casts = self._casts, {}
         try:
             yield
         finally:
-            self.scheduled = before
+            self._casts = before
+
+    def autocast(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` in the autocast dtype; autocast must be enabled."""
+        if tensor.dtype == torch.float64:  # autocast leaves it alone
+            return tensor
+        dtype = torch.get_autocast_dtype(tensor.device.type)
+        if self._casts is None or not tensor.is_leaf:
+            return tensor.to(dtype)
+
+        if tensor not in self._casts:
+            self._casts[tensor] = tensor.to(dtype)
+        return self._casts[tensor]
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
@@ -234,6 +271,70 @@ class _Head(torch.autograd.Function):
         return in_flight.wait(), d_weight, None
 
 
+@dataclass(eq=False)
+class LinearCall:
+    """A call of a linear layer under a schedule: y = x w + b.
+
+    Attributes:
+        x: the input, without its graph.
+        weight: w; under autocast, its copy in the autocast dtype.
+        bias: b, like w, or None.
+        transposed: as in `_Linear`.
+        d_y: gradient of the output, once backward has reached it.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool
+    d_y: Tensor | None = None
+
+    def receive(self, d_y: Tensor) -> None:
+        """Keep the gradient of the output."""
+        self.d_y = d_y
+
+
+class _WeightGradients(torch.autograd.Function):
+    """Gradients of the weights and biases of several `LinearCall`s, in a graph apart from x and y.
+
+    Forward returns an empty tensor, from which backward starts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, calls: list[LinearCall], *parameters: Tensor | None) -> Tensor:
+        ctx.calls = calls
+        ctx.save_for_backward(*(call.x for call in calls))
+        return calls[0].x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        found: list[Tensor | None] = [None]
+        for call, x, i in zip(ctx.calls, ctx.saved_tensors, count(1, 2), strict=False):
+            d_weight = d_bias = None
+            if call.d_y is not None:  # the output may be unused
+                d_y, x = call.d_y.flatten(0, -2), x.flatten(0, -2)
+                if ctx.needs_input_grad[i]:
+                    d_weight = x.T @ d_y if call.transposed else d_y.T @ x
+                if ctx.needs_input_grad[i + 1]:
+                    d_bias = d_y.sum(0)
+            found += [d_weight, d_bias]
+        return tuple(found)
+
+
+def weight_gradients(calls: list[LinearCall]) -> Tensor | None:
+    """Return an empty tensor whose backward pass computes the gradients of weights and biases.
+
+    Call this function after the forward pass of the layers. Return None without `calls`.
+    """
+    if not calls:
+        return None
+    parameters = [p for call in calls for p in (call.weight, call.bias)]
+    handle: Tensor = _WeightGradients.apply(calls, *parameters)  # type: ignore[no-untyped-call]
+    for call in calls:
+        del call.x, call.weight, call.bias  # now owned by the graph
+    return handle
+
+
 def spread(x: Tensor, group: TensorGroup) -> Tensor:
     """Return `x` unchanged; backward sums its gradient over the group."""
     spread_x: Tensor = _Spread.apply(x, group)  # type: ignore[no-untyped-call]
@@ -274,9 +375,28 @@ class _Linear(nn.Module):
         self.weight, self.bias = weight, bias
         self.group, self.transposed = group, transposed
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x times the weight, plus `bias` unless it is None."""
-        return F.linear(x, self.weight.T if self.transposed else self.weight, bias)
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x times `weight`, plus `bias` unless it is None.
+
+        Under a schedule, backward leaves the gradients of weight and bias to `weight_gradients`.
+        """
+        group = self.group
+        trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+        learns = trained and x.requires_grad and torch.is_grad_enabled()
+        # a compiler would have to break its graph at the hook
+        if not (learns and group.scheduled) or torch.compiler.is_compiling():
+            return F.linear(x, weight.T if self.transposed else weight, bias)
+
+        if torch.is_autocast_enabled(x.device.type):
+            x, weight = group.autocast(x), group.autocast(weight)
+            bias = None if bias is None else group.autocast(bias)
+        fixed = weight.detach().T if self.transposed else weight.detach()
+        y = F.linear(x, fixed, None if bias is None else bias.detach())
+
+        call = LinearCall(x.detach(), weight, bias, self.transposed)
+        y.register_hook(call.receive)  # type: ignore[no-untyped-call]
+        group.calls.append(call)
+        return y
 
 
 class ColumnLinear(_Linear):
@@ -284,7 +404,8 @@ class ColumnLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, shape (..., out / t)."""
-        return self.product(x if self.group.scheduled else spread(x, self.group), self.bias)
+        x = x if self.group.scheduled else spread(x, self.group)
+        return self.product(x, self.weight, self.bias)
 
 
 class RowLinear(_Linear):
@@ -310,7 +431,7 @@ class RowLinear(_Linear):
 
     def _slices(self, x: Tensor, launch: Callable[[Tensor], None]) -> Tensor:
         for weight in self.weight.tensor_split(self._num_slices, dim=1 if self.transposed else 0):
-            output = F.linear(x, weight.T if self.transposed else weight)
+            output = self.product(x, weight)
             self._computed.append(output)
             launch(output)
         return output  # unused: the schedule concatenates the sums when they land
@@ -320,9 +441,9 @@ class RowLinear(_Linear):
         if self._launch is not None:  # under `split="weight"` or "hybrid"
             return self._slices(x, self._launch)
         if self.group.scheduled:
-            return self.product(x)
+            return self.product(x, self.weight)
 
-        return self.finish(summed(self.product(x), self.group))
+        return self.finish(summed(self.product(x, self.weight), self.group))
 
     def finish(self, total: Tensor) -> Tensor:
         """Add the bias to the all-reduced output."""

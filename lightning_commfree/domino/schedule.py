@@ -15,9 +15,10 @@ The backward pass does the following for each k and each i, both from last to fi
 
 1. *land*: wait for dx of sublayer k + 1 of micro-batch i,
 2. *enter*, backward: compute d(partial) of sublayer k, through the norm and the residual stream,
-3. *body*, backward: compute this rank's dx and the gradients of the weights,
-4. *launch* the all-reduce of dx, which is in flight while the other micro-batches run backward
-   through sublayer k.
+3. *body*, backward: compute this rank's dx,
+4. *launch* the all-reduce of dx, which is in flight during step 5 and while the other micro-batches
+   run backward through sublayer k,
+5. *weights*, backward: compute the gradients of the linear layers' weights.
 
 By itself, autograd would run backward in the reverse order of forward and wait for each all-reduce
 right after launching it. So each micro-sublayer (one sublayer of one micro-batch) has its own
@@ -38,7 +39,13 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_commfree.comm.channel import Pending
-from lightning_commfree.domino.layers import BACKWARD_TAG, FORWARD_TAG, TensorGroup, Trace
+from lightning_commfree.domino.layers import (
+    BACKWARD_TAG,
+    FORWARD_TAG,
+    TensorGroup,
+    Trace,
+    weight_gradients,
+)
 from lightning_commfree.domino.splits import Launch, Split
 from lightning_commfree.domino.sublayers import (
     Arguments,
@@ -121,12 +128,13 @@ class ScheduleRun:
         before: Sublayer | None = None
         for k, sublayer in enumerate(self.sublayers):
             micros: list[MicroSublayer] = []
-            for i, own in enumerate(given[k // per_block]):
-                tensors = self._input_tensors(before, streams[i], in_flight.get(i, []), i)
-                source = MicroInput(sublayer, own, tensors, self._replay(hidden.device))
-                micro, in_flight[i] = self._compute(source, micros, i)
-                streams[i] = micro.entered.detach()  # the graph stays with the micro-sublayer
-                micros.append(micro)
+            with self.group.sharing_casts():
+                for i, own in enumerate(given[k // per_block]):
+                    tensors = self._input_tensors(before, streams[i], in_flight.get(i, []), i)
+                    source = MicroInput(sublayer, own, tensors, self._replay(hidden.device))
+                    micro, in_flight[i] = self._compute(source, micros, i)
+                    streams[i] = micro.entered.detach()  # the graph stays with the micro-sublayer
+                    micros.append(micro)
             self._keep(micros)
             before = sublayer
 
@@ -183,8 +191,9 @@ class ScheduleRun:
         self._trace_event(f"body {direction}", name, i)
         # switching generators copies their states: do it only where dropout uses them
         own = self.group.own_random(device) if micro.sublayer.draws_own() else nullcontext()
-        with record_function(f"body {name} #{i}"), self.group.under_schedule(), own:
+        with record_function(f"body {name} #{i}"), self.group.under_schedule() as calls, own:
             self.split.run(micro, earlier, launch)
+        micro.weights = weight_gradients(calls)
 
     def _keep(self, micros: list[MicroSublayer]) -> None:
         self._inputs.append([micro.source for micro in micros])
@@ -252,9 +261,15 @@ class ScheduleRun:
         name = micro.sublayer.name
         self._trace_event("body backward", name, i)
         gradients = self.split.gradients(micro, d_partial)
-        with record_function(f"body backward {name} #{i}"), self.group.under_schedule():
+        named = record_function(f"body backward {name} #{i}")
+        with named, self.group.under_schedule() as recomputed:
             d_x = micro.backward_body(gradients)
-        return self._launch(d_x, "backward", name, i)
+        in_flight = self._launch(d_x, "backward", name, i)
+
+        self._trace_event("weights backward", name, i)
+        with record_function(f"weights backward {name} #{i}"):
+            micro.backward_weights(recomputed)
+        return in_flight
 
     def _leave(
         self, micro: MicroSublayer, d_stream: Tensor, in_flight: Pending[Tensor], i: int

@@ -13,6 +13,9 @@ are leaves that accumulate gradients, so that the schedule controls when each pa
     entered <- h + finish(y)     h and y are leaves
     normed  <- norm(entered)
     outputs <- body(x)           x is a leaf that equals `normed`
+
+The weights of the body's linear layers have a graph of their own, so that the all-reduce of x's
+gradient can be launched before their gradients are computed.
 """
 
 from __future__ import annotations
@@ -25,7 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.domino.layers import DropoutAfterSum, RowLinear
+from lightning_commfree.domino.layers import (
+    DropoutAfterSum,
+    LinearCall,
+    RowLinear,
+    weight_gradients,
+)
 
 Arguments = dict[str, Any]  # a block's keyword arguments, without the hidden state
 Body = Callable[[Tensor, Arguments], Tensor]
@@ -181,6 +189,8 @@ class MicroSublayer:
         normed: norm(entered), with its graph.
         x: input of the body, a leaf that equals `normed`.
         outputs: the body's outputs, with their graph; set by `Split.run`.
+        weights: tensor whose backward pass computes the gradients of the linear layers' weights
+            (`weight_gradients`); None if all of them are frozen.
         reused: with `split="token"`, the keys and values of this micro-batch, which the attention
             of later micro-batches also reads; set by `Split.run`.
     """
@@ -192,6 +202,7 @@ class MicroSublayer:
         self.normed = self.sublayer.norm(self.entered)
         self.x = leaf(self.normed)
         self.outputs: list[Tensor] = []
+        self.weights: Tensor | None = None
         self.reused: list[ReusedTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
@@ -204,11 +215,25 @@ class MicroSublayer:
         return partial
 
     def backward_body(self, gradients: list[Tensor]) -> Tensor:
-        """Run backward from the gradients of the outputs; return the gradient of `x`."""
+        """Run backward from the gradients of the outputs; return the gradient of `x`.
+
+        The gradients of linear layers' weights are left to `backward_weights`.
+        """
         # in one call, because keys, values and output share the body's graph
         torch.autograd.backward(self.outputs, gradients)
         self.outputs, self.reused = [], []
         return take_gradient(self.x)
+
+    def backward_weights(self, recomputed: list[LinearCall]) -> None:
+        """Compute the gradients of the linear layers' weights and biases.
+
+        `recomputed` contains the linear layers that were called during `backward_body`, because a
+        user checkpoints activations of a module inside the body.
+        """
+        handles = [h for h in (self.weights, weight_gradients(recomputed)) if h is not None]
+        if handles:
+            torch.autograd.backward(handles, [handle.detach() for handle in handles])
+        self.weights = None
 
     def backward_entry(self, d_entered: Tensor, d_normed: Tensor) -> list[Tensor]:
         """Run backward through the norm and the residual sum; return the gradients of h and y.

@@ -1,11 +1,16 @@
-"""Shard a module across the ranks of a replica, unit by unit, with FSDP2's `fully_shard`."""
+"""Shard a module across the ranks of a replica, unit by unit, with FSDP2's `fully_shard`.
+
+With the Trainer's precision "bf16-mixed", parameters are gathered in bf16 (`choose_policies`).
+Gathered in fp32, twice the bytes would be sent, and autocast's bf16 copy of each weight, which
+FSDP2 does not free, would stay in memory from the weight's forward to its backward pass.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from types import MethodType
 from typing import Any
@@ -14,8 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,6 +36,9 @@ from lightning_commfree.model.meta_init import Materializer
 
 # methods of a LightningModule, besides `forward`, that run the model
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+# Gradients are still averaged in fp32, as under DDP with bf16-mixed.
+_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -38,14 +52,19 @@ class FSDPSettings:
         folder_above_bytes: if the parameters exceed this many bytes, a checkpoint is a folder that
             all ranks of the first replica write in parallel to a shared disk (`resume.folders`). If
             None, a checkpoint is always a single file, which rank 0 gathers in host memory.
+        mp_policy: mixed precision of all units, as `fully_shard` takes it. If None, parameters are
+            gathered in bf16 under `precision="bf16-mixed"` (`choose_policies`), and in their own
+            dtype otherwise; `MixedPrecisionPolicy()` gathers them in their own dtype always.
 
     Raises:
-        TypeError: `units` is not a sequence of strings, or `folder_above_bytes` is not a number.
+        TypeError: `units` is not a sequence of strings, `folder_above_bytes` is not a number, or
+            `mp_policy` is not a `MixedPrecisionPolicy`.
         ValueError: `folder_above_bytes` is negative or NaN.
     """
 
     units: Sequence[str] = ()
     folder_above_bytes: float | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.units
@@ -55,6 +74,12 @@ class FSDPSettings:
                 f"`units={self.units!r}` must be a list of class names, such as ['Stage', 'Head']."
             )
         object.__setattr__(self, "units", tuple(self.units))  # YAML passes a list
+        policy: Any = self.mp_policy
+        if not isinstance(policy, MixedPrecisionPolicy | None):
+            raise TypeError(
+                f"`mp_policy={policy!r}` must be a `torch.distributed.fsdp.MixedPrecisionPolicy` or"
+                " None."
+            )
         size: Any = self.folder_above_bytes
         if size is None:
             return
@@ -95,34 +120,78 @@ def refuse_wrapped(strategy: str, module: nn.Module) -> None:
             )
 
 
+Policies = Mapping[str, MixedPrecisionPolicy]  # by name of an FSDP unit; "" is the rest
+
+
+def choose_policies(
+    module: nn.Module, settings: FSDPSettings, bf16_mixed: bool
+) -> dict[str, MixedPrecisionPolicy]:
+    """Return the FSDP units of a module that is not sharded yet, with their mixed precision.
+
+    Each transformer block, or each outermost module of a class in `settings.units`, is a unit, and
+    the rest of the module is another one.
+
+    Args:
+        module: the plain module.
+        settings: the user's settings; its `mp_policy` is used for all units unless it is None.
+        bf16_mixed: whether the Trainer's precision is "bf16-mixed".
+
+    Raises:
+        ValueError: the module has no submodule of one of these classes.
+    """
+    units = settings.units
+    names = [*(outermost(module, units) if units else block_names(module)), ""]
+    if settings.mp_policy is not None or not bf16_mixed:
+        return dict.fromkeys(names, settings.mp_policy or MixedPrecisionPolicy())
+
+    policies = dict.fromkeys(names, _BF16)
+    # the module's own input is a batch, whose targets must keep their precision
+    policies[""] = replace(_BF16, cast_forward_inputs=False)
+    for name in _units_that_keep_their_dtype(module, names):
+        policies[name] = MixedPrecisionPolicy()
+    return policies
+
+
+def _units_that_keep_their_dtype(module: nn.Module, units: Sequence[str]) -> Iterator[str]:
+    for name, child in module.named_modules():
+        # torch's kernels need the scale in the dtype of the running statistics, which are buffers
+        if isinstance(child, _NormBase) and child.running_mean is not None:
+            yield _unit_of(name, units)
+    for name, parameter in module.named_parameters():
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            yield _unit_of(name, units)
+
+
+def _unit_of(name: str, units: Iterable[str]) -> str:
+    """Return the unit of a module or parameter; "" if it is outside all others."""
+    return next((unit for unit in units if unit and f"{name}.".startswith(f"{unit}.")), "")
+
+
 def apply_fsdp(
     module: nn.Module,
     group: dist.ProcessGroup,
     device: torch.device,
+    policies: Policies,
     materializer: Materializer | None = None,
-    units: Collection[str] = (),
 ) -> None:
     """Shard a module's parameters across the ranks of a replica.
 
-    Each transformer block, or each outermost module of a class in `units`, is an FSDP unit, and the
-    rest of the model is another unit. A unit's parameters are gathered for its forward pass and
-    again for its backward pass, after which its gradients are averaged over the replica. Parameters
-    become `DTensor`s. The module remains sharded, so `group` must not be destroyed before the
-    module.
+    A unit's parameters are gathered for its forward pass and again for its backward pass, after
+    which its gradients are averaged over the replica. Parameters become `DTensor`s. The module
+    remains sharded, so `group` must not be destroyed before the module.
 
     Args:
         module: the plain module, on any device; the same on all ranks of the replica.
         group: the process group of the replica.
         device: device for the shards; each unit is moved there before it is sharded.
+        policies: the units and their mixed precision, from `choose_policies`.
         materializer: initializes a module that is on the `meta` device, one unit at a time, so
             that no rank ever holds the full model.
-        units: class names of the modules that become units; if empty, the transformer blocks.
 
     Raises:
-        ValueError: the module has no submodule of one of these classes, or it has a parameter that
-            FSDP2 cannot train.
+        ValueError: the module has a parameter that FSDP2 cannot train.
     """
-    names = outermost(module, units) if units else list(block_names(module))
+    names = [name for name in policies if name]
     _check_parameters(module, names)
     ties = _tied_parameters(module)
     # By default, the outermost unit stays gathered after a forward pass without backward, so the
@@ -134,7 +203,7 @@ def apply_fsdp(
         if materializer is not None:
             materializer.materialize(block)
         if next(block.parameters(), None) is not None:
-            fully_shard(block, **how)
+            fully_shard(block, **how, mp_policy=policies[name])
 
     if materializer is not None:
         materializer.materialize_rest()
@@ -142,7 +211,7 @@ def apply_fsdp(
         for first, *others in ties:
             for owner, name in others:
                 setattr(owner, name, getattr(*first))
-    fully_shard(module, **how)
+    fully_shard(module, **how, mp_policy=policies[""])
     for step in _STEPS:  # FSDP2 would gather the root's parameters only for `forward`
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
@@ -173,8 +242,7 @@ def _check_parameters(module: nn.Module, units: Sequence[str]) -> None:
             if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
                 why = f"has sparse gradients. Use `sparse=False` in its `{type(owner).__name__}`"
                 raise ValueError(f"{_CANNOT_TRAIN} {name!r}, which {why}.")
-            unit = next((unit for unit in units if name.startswith(f"{unit}.")), "")
-            dtypes.setdefault(unit, {}).setdefault(parameter.dtype, name)
+            dtypes.setdefault(_unit_of(name, units), {}).setdefault(parameter.dtype, name)
     for examples in dtypes.values():
         if len(examples) > 1:
             found = " and ".join(f"{name!r} ({dtype})" for dtype, name in examples.items())
@@ -223,22 +291,27 @@ def accumulating(module: nn.Module) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def step_bytes(module: nn.Module) -> tuple[int, int]:
+def step_bytes(module: nn.Module, policies: Policies) -> tuple[int, int]:
     """Return the bytes that this rank sends per step in FSDP2's all-gathers and reduce-scatters.
 
     Parameters are gathered twice, for forward and backward, and the gradients of trained parameters
-    are reduce-scattered once. Frozen units through which no gradient flows are gathered only once
-    but counted twice.
+    are reduce-scattered once, each in the dtype of its unit's policy. Frozen units through which no
+    gradient flows are gathered only once but counted twice.
     """
     gathered = scattered = 0
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         assert isinstance(parameter, DTensor), "`apply_fsdp` must come first"
+        policy = policies[_unit_of(name, policies)]
+        low = policy.param_dtype if parameter.is_floating_point() else None
+        dtype = low or parameter.dtype
+
         # each of n ranks holds ceil(r / n) of a parameter's r rows, with padding
         rows, size = parameter.shape[0], parameter.device_mesh.size()
         numbers = -(-rows // size) * (parameter.numel() // max(rows, 1))
-        sent = all_gather_bytes(numbers * parameter.element_size(), size)
-        gathered += 2 * sent
-        scattered += sent * parameter.requires_grad
+        gathered += 2 * all_gather_bytes(numbers * dtype.itemsize, size)
+        if parameter.requires_grad:
+            reduced = policy.reduce_dtype or dtype
+            scattered += all_gather_bytes(numbers * reduced.itemsize, size)
     return gathered, scattered
 
 

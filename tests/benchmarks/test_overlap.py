@@ -75,7 +75,8 @@ def test_a_toy_run_of_everything_writes_page_and_picture(tmp_path: Path) -> None
     raw, written = tmp_path / "raw.json", tmp_path / "overlap.md"
     few = ["--rates", "1gbit", "--rounds", "2", "--hidden", "64", "--layers", "2"]
     few += ["--mechanism-layers", "2", "--vocabulary", "96", "--shape", "4x64", "--small", "2x8"]
-    few += ["--rows", "none", "none_split", "sync", "batch", "torch", "--latency-us", "1"]
+    few += ["--rows", "none", "none_split", "sync", "unsplit", "batch", "batch_late", "torch"]
+    few += ["--latency-us", "1"]
     where = ["--raw", str(raw), "--page", str(written), "--traces", str(tmp_path / "traces")]
     assert overlap.main([*few, *where, "--timeout", "100"]) == 0
     nodes = json.loads(raw.read_text())["laboratory"]["1gbit"]
@@ -88,6 +89,7 @@ def test_a_toy_run_of_everything_writes_page_and_picture(tmp_path: Path) -> None
     text = written.read_text()
     assert "![One step, node 0 at 1gbit](overlap.png)" in text
     assert "| 1gbit | 2 x 8 | " in text
+    assert text.count('| 1gbit | `"none"` | ') == text.count('| 1gbit | `"batch"` | ') == 1
     assert written.with_suffix(".png").exists()
     measured = raw.read_text()
     assert overlap.main([*few, *where]) == 0  # nothing is missing, so nothing is measured again

@@ -26,17 +26,19 @@ class Clock:
         self.seconds += seconds
 
 
-def step_seconds(name: str, body_s: float, sum_s: float) -> float:
-    """Simulated seconds of a step, with `body_s` per sublayer and `sum_s` per all-reduce."""
+def step_seconds(name: str, body_s: float, sum_s: float, weights_s: float = 0.0) -> float:
+    """Simulated seconds of a step: per sublayer's body, all-reduce, and gradients of weights."""
     clock = Clock()
     channel = SleepingChannel(2, Ledger(), lambda: clock.seconds, clock.advance)
     channel.link = Link(seconds_per_byte=sum_s / HIDDEN_BYTES)
     method = ours(name, TOY.build(), channel)
-    parts = 1 if name == "sync" else 2
+    parts = 2 if name == "batch" else 1
 
     def compute(event: str, sublayer: str, part: int) -> None:
         if event.startswith("body"):
             clock.advance(body_s / parts)
+        elif event.startswith("weights"):
+            clock.advance(weights_s / parts)
 
     assert method.parallel is not None
     method.parallel.trace = compute
@@ -63,3 +65,15 @@ def test_without_noise_the_schedule_hides_all_that_it_can() -> None:
         ALL_REDUCES, step_seconds("sync", 1.0, 1.5), step_seconds("batch", 1.0, 1.5)
     )
     assert hidden < 0.75 * most_hidden(TOY.layers)
+
+
+def test_without_a_split_gradients_of_weights_hide_the_sums_of_backward() -> None:
+    """A sum that is longer than they are does not fit."""
+    loss_s = 3 * 4 * BATCH * TOKENS / HIDDEN_BYTES
+    backward = ALL_REDUCES / 2
+    computing_s = step_seconds("unsplit", 1.0, 0.0, weights_s=1.0)
+    assert computing_s == ALL_REDUCES + backward
+    for sum_s in (0.25, 1.0, 1.5):
+        exposed_s = step_seconds("unsplit", 1.0, sum_s, weights_s=1.0) - computing_s
+        too_long_s = backward * max(sum_s - 1.0, 0.0)
+        assert exposed_s == pytest.approx(sum_s * (backward + 2 + loss_s) + too_long_s)

@@ -23,6 +23,7 @@ from lightning_commfree.domino.schedule import ScheduleRun
 from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel, Question, is_walked
 from tests.domino.models import Case, batch_for, make_for
 from tests.domino.ranks import divide
+from tests.kernels import KernelCount
 
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = [
@@ -117,10 +118,10 @@ class Step:
 
 @contextmanager
 def walking(
-    case: Case, walk: CudaWalk | None = None, channel: Any = InstantChannel
+    case: Case, walk: CudaWalk | None = None, channel: Any = InstantChannel, **more: Any
 ) -> Iterator[Step]:
-    """Simulate a device in the body, with a model of the case on it."""
-    model = make_for(case, **DROPOUT.get(case.kind, {}))
+    """Simulate a device in the body, with a model of the case on it; `more` is for its config."""
+    model = make_for(case, **{**DROPOUT.get(case.kind, {}), **more})
     with walk or CudaWalk() as walk:
         yield Step(walk, case, model, channel)
 
@@ -138,6 +139,20 @@ def test_one_row_with_a_mask_waits_for_the_mask() -> None:
     with walking(MASKED_ROW, CudaWalk({"domino/splits.py is_causal": False})) as step:
         step.take()
     assert step.walk.asked() == EVERY_STEP | ONE_ROW_WITH_A_MASK
+
+
+def test_the_norm_takes_few_kernels_however_many_gradients_there_are() -> None:
+    found = []
+    for layers in (2, 4):
+        case = Case("llama one key head", 2, dtype=F32)
+        with walking(case, num_hidden_layers=layers) as step:
+            step.forward().backward()
+            with KernelCount() as count:
+                gradient_norm(
+                    step.model.parameters(), step.parallel.sharding.specs, step.parallel.group
+                )
+        found.append(sum(count.kernels.values()))
+    assert found[0] == found[1] < 25, "sharded, sharded by several ranks, and full gradients"
 
 
 def test_the_first_batch_is_compared() -> None:

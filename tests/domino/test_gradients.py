@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_commfree.domino import (
     sum_shared,
 )
 from lightning_commfree.domino.gradients import AVERAGE_TAG, NORM_TAG
+from tests.cuda_walk import CPU, InstantChannel
 from tests.domino.models import LAYERS, Case, batch_for, exact_loss, make_for, step
 from tests.domino.ranks import divide, with_channel
 from tests.world import run_ranks
@@ -187,3 +189,20 @@ def test_likely_mistakes_give_another_norm(tmp_path: Any) -> None:
     assert everywhere > 1.01 * norm
     assert nothing == 0
     assert all(torch.equal(norm, other[0]) for other in others)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])
+def test_bf16_gradients_are_summed_in_fp32(norm_type: float) -> None:
+    """A norm in bf16 would be off by up to 2^-9."""
+    parameters = [torch.nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in (3, 500, 7)]
+    for i, p in enumerate(parameters):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).bfloat16()
+    group: Any = SimpleNamespace(channel=InstantChannel(1, device=CPU), rank=0)
+    group.all_reduce = group.channel.all_reduce
+    exact = torch.cat([p.grad.double() for p in parameters if p.grad is not None])
+    norm = gradient_norm(parameters, {}, group, norm_type)
+    assert norm.dtype == torch.float32
+    expected = torch.linalg.vector_norm(exact, norm_type)
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    in_bf16 = torch.linalg.vector_norm(exact.bfloat16(), norm_type)
+    assert abs(in_bf16.double() - expected) > 1e-4 * expected

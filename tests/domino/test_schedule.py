@@ -101,7 +101,7 @@ def test_every_all_reduce_overlaps_with_another_micro_batch(found: Found, case: 
 def test_without_a_split_nothing_overlaps(
     found: Found,
 ) -> None:
-    """The test above can fail."""
+    """The test above can fail. (Gradients of weights do: `test_weight_gradients`.)"""
     for events, _ in found[Case("gpt2", 3, "none", 2, checkpoint=True)]:
         assert idle_flights(events, "backward") == [
             (sublayer, 0) for sublayer in reversed(SUBLAYERS)

@@ -149,6 +149,7 @@ CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"wire_dtype": "fp32"},
     "fp4": {"wire_dtype": "fp4"},
+    "mixed": {"trainer": {"precision": "bf16-mixed"}},
     "topk": {"wire_dtype": "topk"},
     "clipped": {
         "wire_dtype": "fp32",
@@ -164,18 +165,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "trainer": {"precision": "bf16-true"},
     },
 }
-SAVED = ("fp32", "fp4", "topk", "majority")
+SAVED = ("fp32", "fp4", "mixed", "topk", "majority")
 MIDDLE = 10  # a fragment has just left
 
 
 def compare(rank: int, size: int, folder: Path) -> Any:
     played: dict[Any, Any] = {}
     for name, changes in VARIANTS.items():
-        for inside in ("fsdp",) if name == "topk" else ("ddp", "fsdp"):
+        for inside in ("fsdp",) if name in ("mixed", "topk") else ("ddp", "fsdp"):
             place = folder / inside / name if name in SAVED else None
             played[inside, name] = fit(rank, size, place, inside=inside, **changes)
     for name, saved_by, inside in (
         ("fp4", "fsdp", "fsdp"),
+        ("mixed", "fsdp", "fsdp"),
         ("topk", "fsdp", "fsdp"),
         ("majority", "fsdp", "fsdp"),
         ("majority", "ddp", "fsdp"),
@@ -273,7 +275,7 @@ def test_checkpoints_are_those_of_ddp(played: Any, name: str) -> None:
         assert_same(ours["optimizer_states"], ddp["optimizer_states"])
 
 
-@pytest.mark.parametrize("name", ["fp4", "topk", "majority"])
+@pytest.mark.parametrize("name", ["fp4", "mixed", "topk", "majority"])
 def test_a_resume_is_exact(played: Any, name: str) -> None:
     for rank in played[0]:
         straight, resumed = rank["fsdp", name], rank["resumed", name, "fsdp", "fsdp"]

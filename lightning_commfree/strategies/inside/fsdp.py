@@ -22,8 +22,10 @@ from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
     FSDPSettings,
+    Policies,
     accumulating,
     apply_fsdp,
+    choose_policies,
     refuse_wrapped,
     step_bytes,
     why_unavailable,
@@ -69,6 +71,7 @@ class FullyShard(ShardedReplica):
         self._sharded: nn.Module | None = None
         # the channel that `_sharded` uses; kept so that forked workers close its sockets
         self._kept: Channel | None = None
+        self._policies: Policies = {}  # of `_sharded`
         self._step_bytes, self._in_fit = (0, 0), False
 
     @property
@@ -113,8 +116,10 @@ class FullyShard(ShardedReplica):
         else:
             seed = self._start()
             materializer = Materializer(module, seed) if self._was_on_meta else None
+            mixed = strategy.precision_plugin.precision == "bf16-mixed"
+            self._policies = choose_policies(module, self._settings, bf16_mixed=mixed)
             group = channels.within.keep_group()
-            apply_fsdp(module, group, device, materializer, self._settings.units)
+            apply_fsdp(module, group, device, self._policies, materializer)
             self._sharded, self._kept = module, channels.within
             # ranks may have read values from different disks
             if materializer is not None and materializer.reads_folder:
@@ -124,7 +129,8 @@ class FullyShard(ShardedReplica):
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         super().begin(optimizers)
-        self._step_bytes, self._in_fit = step_bytes(self._strategy.module), True
+        self._step_bytes = step_bytes(self._strategy.module, self._policies)
+        self._in_fit = True
 
     @override
     def release(self) -> None:

@@ -142,8 +142,8 @@ def streams(machine: Machine) -> Iterator[Check]:
     staging, spoiled = Staging(), 0
     for i in range(50):
         values = torch.full((2**14 + 4096 * i,), float(i), device=machine.device)
-        if machine.is_gpu and staging._stream is not None:
-            with torch.cuda.stream(staging._stream):  # late, so that memory is reused before
+        for stream in staging._streams.values():
+            with torch.cuda.stream(stream):  # late, so that memory is reused before
                 torch.cuda._sleep(20_000_000)
         wait = staging.stage(lambda values=values: values * 2 + 1, [values])  # type: ignore[misc]
         expected, shape = 2.0 * i + 1, values.shape

@@ -23,7 +23,7 @@ arXiv:2411.16462) averages them periodically.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -421,6 +421,12 @@ def _continues(run: list[_Part], part: _Part, size: int) -> bool:
     fits = part.start + part.values.numel() - run[0].start <= size
     same_dtype = part.momentum.dtype == run[0].momentum.dtype
     return fits and same_dtype and part.position == run[-1].position + 1
+
+
+def warm_up(parameters: Iterable[Tensor]) -> None:
+    """Load the compiled loops or kernels, so that this does not delay the first backward pass."""
+    for dtype, device in {(p.dtype, p.device) for p in parameters}:
+        _loops(torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device))
 
 
 def _loops(momentum: Tensor) -> ModuleType | None:

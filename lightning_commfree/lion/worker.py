@@ -13,8 +13,9 @@ operations process all parameters in a bucket at once. On a CPU, the compiled lo
 that fit into the cache.
 
 For a matrix in a group with "ns_steps" above 0, the vote is the sign of its Newton-Schulz direction
-instead of c (SignMuon, arXiv:2605.16311). This direction takes matrix products, whose rounding may
-differ between devices. Parameters stay identical, because only the result of the vote moves them.
+instead of c (SignMuon, arXiv:2605.16311). This direction takes matrix products, which are in bf16
+on a GPU, so it differs between devices. Parameters stay identical, because only the result of the
+vote moves them.
 
 Momentum buffers are not exchanged and drift apart, unless `average_momenta` (from
 arXiv:2411.16462) averages them periodically.
@@ -214,20 +215,38 @@ def _orthogonalized(member: LionParam, gradient: Tensor) -> Tensor:
     return flat(newton_schulz(momentum * beta + weighted, member.ns_steps))
 
 
+_QUINTIC = (3.4445, -4.7750, 2.0315)  # Muon's coefficients
+
+
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     """Orthogonalize a matrix U S V^T approximately, to U V^T, by Newton-Schulz iterations.
 
     Five steps of Muon's quintic iteration bring every singular value to between 0.7 and 1.2
-    (arXiv:2502.16982, section 2.1).
+    (arXiv:2502.16982, section 2.1). On a GPU, an fp32 matrix is iterated in bf16, as in Muon.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     x: Tensor = matrix.T if tall else matrix  # for a smaller product x @ x.T
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+    if x.device.type == "cuda" and x.dtype == torch.float32:
+        x = _iterate_in_bf16(x, steps)
+    else:
+        a, b, c = _QUINTIC
+        for _ in range(steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
+
+
+def _iterate_in_bf16(x: Tensor, steps: int) -> Tensor:
+    a, b, c = _QUINTIC
+    found = x.bfloat16()
+    for _ in range(steps):
+        gram = found @ found.T
+        # `addmm` rounds once. Sums of two bf16 matrices would cancel to exact zeros, which are
+        # votes of 0: they cost traffic, and an odd number of workers could tie.
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.addmm(found, factor, found, beta=a)
+    return found.to(x.dtype)
 
 
 def _directions(

@@ -98,8 +98,8 @@ def load_kernels(module: str, what: str) -> ModuleType | None:
             text = " ".join(str(error).split())
             why = f"Triton cannot be used ({type(error).__name__}: {text[:_MAX_ERROR]})"
         _log.warning(
-            "%s are slower on this GPU than they could be: they use torch operations, with several"
-            " times the kernel launches and memory traffic (same results), because %s.",
+            "%s are slower on this GPU than they could be: they use torch operations, which read"
+            " and write several times as much memory (same results), because %s.",
             what,
             why,
         )

@@ -169,13 +169,13 @@ def cast_ballot(
     # results of the compiled loops: the count of nonzero directions, then one entry per parameter,
     # which is 1 if a direction is not finite
     totals: Tensor | None = None
-    looped: list[int] = []  # positions of the parameters that the loops process
 
     values = [
         _orthogonalized(member, gradient) if gradient is not None and member.ns_steps else gradient
         for member, gradient in zip(members, _gradients(bucket, members), strict=True)
     ]
     for run in _runs(members, values, bucket.starts):
+        of_run = marks[run[0].position : run[-1].position + 1]
         # a Newton-Schulz direction already contains the momentum
         betas = [0.0 if members[part.position].ns_steps else part.group["betas"][0] for part in run]
         if loops := _loops(run[0].momentum):
@@ -185,7 +185,7 @@ def cast_ballot(
                 nonfinite = totals[1 + part.position :][:1]
                 place = planes, part.start
                 loops.cast(part.momentum, part.values, beta, *place, totals[:1], nonfinite)
-                looped.append(part.position)
+            of_run.bitwise_or_(HAS_GRADIENT)
             continue
 
         directions, by_part = _directions(run, betas, momenta)
@@ -194,15 +194,11 @@ def cast_ballot(
         nonzeros.append(signs[1].sum())
 
         finite = torch.stack(_largest(by_part)) < math.inf  # False for NaN
-        of_run = marks[run[0].position : run[-1].position + 1]
         both = HAS_GRADIENT + NONFINITE  # the latter is subtracted where the values are finite
         of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
 
     if totals is not None:
         nonzeros.append(totals[0])
-        given = torch.zeros(len(members), dtype=torch.uint8)
-        given[looped] = HAS_GRADIENT
-        marks.bitwise_or_(given.to(marks.device, non_blocking=True))
         marks.add_(totals[1:], alpha=NONFINITE)
     write_header(header, flags, bucket.numel, nonzeros, digest)
     return buffer

@@ -13,6 +13,7 @@ What the walk does not see, and what stands there (`tests.cuda_seams`):
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,14 @@ def test_masters_and_wide_parameters_stay_on_the_device(
 ) -> None:
     asked = Worker(monkeypatch, 3, dtype=dtype).run(overlap)
     assert asked == JOIN | EVERY_STEP | THREAD
+
+
+def test_kernels_wait_for_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Worker(monkeypatch, 3)
+    names = ("cast", "update_values", "update_momentum")
+    kernels = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
+    monkeypatch.setattr(worker, "load_kernels", lambda module, what: kernels)
+    assert here.run() == JOIN | EVERY_STEP | THREAD
 
 
 def test_momenta_are_averaged_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

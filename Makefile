@@ -35,7 +35,7 @@ help:
 	@echo "make release      set up, then build wheel and sdist into dist/, and check them and the rendered README"
 	@echo "make newcomer-test  run the documented commands in a fresh clone: demo, two machines, fine-tuning, docs"
 	@echo "make bench        set up, then run the benchmarks that this machine can run, about an hour, and write their pages"
-	@echo "make gpu-check    set up, then check correctness and cost on a GPU, half an hour, and write build/gpu_check.md"
+	@echo "make gpu-check    set up, then check correctness and cost on a GPU, half an hour (call again to continue), and write build/gpu_check.md"
 	@echo "make constraints  resolve constraints.txt again from pyproject.toml (UPGRADE=1: with the newest releases)"
 	@echo "make clean        remove .venv, builds and caches, but not the outputs of recipes"
 
@@ -124,6 +124,7 @@ bench: $(STAMP)
 	echo "make bench: all completed"
 
 # Where there are two or four GPUs, NCCL too; where there is none, what a CPU can play (GPU_ARGS='--stages kernels').
+# The page has all parts so far; a second call continues, and GPU_ARGS=--again starts over.
 gpu-check: $(STAMP)
 	$(PY) -m benchmarks.gpu_check $(GPU_ARGS)
 

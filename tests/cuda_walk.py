@@ -28,6 +28,7 @@ model in bfloat16 instead. `torch.device("cuda")` needs its index here: take `wa
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -63,7 +64,8 @@ class Question(NamedTuple):
     Attributes:
         step: what `CudaWalk.during` was told.
         place: file and function that asks, torch's own left out; without "lightning_commfree/".
-        kind: "value" | "shape" | "copy down" | "copy up" | "wait".
+        kind: "value" | "shape" | "copy down" | "copy up" | "copy up, not pinned" | "wait". The
+            last copy does not wait for the device, but the host takes part in all of it.
     """
 
     step: str
@@ -91,6 +93,7 @@ class CudaWalk(TorchDispatchMode):
         self._answers = dict(answers or {})
         self._step = ""
         self._outer: ExitStack | None = None
+        self._pinned: set[int] = set()  # storages
 
     def __enter__(self) -> CudaWalk:
         with ExitStack() as outer:
@@ -160,7 +163,11 @@ class CudaWalk(TorchDispatchMode):
         if func is aten.record_stream.default:
             return None
         if kwargs.pop("pin_memory", None) or func is aten._pin_memory.default:
-            return _pinned(func, args, kwargs)
+            pinned = _pinned(func, args, kwargs)
+            place = pinned.untyped_storage()._cdata
+            self._pinned.add(place)
+            weakref.finalize(pinned.untyped_storage(), self._pinned.discard, place)
+            return pinned
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         return self._compute(func, args, kwargs, tensors)
 
@@ -183,13 +190,16 @@ class CudaWalk(TorchDispatchMode):
 
     def _ask_of_copy(self, func: Any, args: Any, kwargs: Any) -> None:
         if func is aten.copy_.default:
-            into, source = args[0].device, args[1].device
+            into, source = args[0].device, args[1]
             waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         else:
-            into, source = kwargs.get("device") or args[0].device, args[0].device
+            into, source = kwargs.get("device") or args[0].device, args[0]
             waits = not kwargs.get("non_blocking")
-        if into.type != source.type and waits:
+        if into.type != source.device.type and waits:
             self.ask("copy down" if into.type == "cpu" else "copy up")
+        elif into.type == "cuda" and source.device.type == "cpu" and source.dim():
+            is_pinned = source.untyped_storage()._cdata in self._pinned
+            _ = is_pinned or self.ask("copy up, not pinned")
 
 
 def _place(frame: FrameType | None) -> str:

@@ -8,7 +8,7 @@ for a lower bound.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.exchange import HeaderSummary
-from lightning_commfree.lion import DistributedLion, LionSettings, ballot
+from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary as VoteSummary
 from tests.cuda_seams import memory, no_compiled_loops, tasks_at_once
 from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel
@@ -45,15 +45,56 @@ BOUNDS = {
     # GPT-2 with 124M parameters in 148 tensors and 19 buckets, in every step
     "Lion cast": (Cost(501, 49.6), "floor 8.25 bytes"),
     "Lion step": (Cost(362, 66.5), "floor 20.3 bytes"),
+    "Lion cast, Triton": (Cost(322, 9.4), "floor 8.25 bytes"),
+    "Lion step, Triton": (Cost(317, 20.8), "floor 20.3 bytes"),
+    "Lion cast, Triton, bf16": (Cost(322, 7.4), "floor 6.25 bytes"),
+    "Lion step, Triton, bf16": (
+        Cost(336, 26.8),
+        "floor 24.3 bytes",
+    ),
+}
+LIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", Triton": {"has_triton": True},
+    ", Triton, bf16": {"has_triton": True, "dtype": torch.bfloat16},
 }
 GPT2 = gpt2_shapes(12, 768, 50257, 1024)
 
 
-def counted(count: KernelCount, numel: int) -> Cost:
-    return Cost(count.kernels.total(), round(count.num_bytes.total() / numel, 1))
+def counted(count: KernelCount, numel: int, triton: Kernels | None = None) -> Cost:
+    ours = triton or Kernels()
+    kernels = count.kernels.total() + ours.kernels
+    return Cost(kernels, round((count.num_bytes.total() + ours.num_bytes) / numel, 1))
 
 
-def lion(patch: pytest.MonkeyPatch, shapes: Sequence[tuple[int, ...]]) -> dict[str, Cost]:
+class Kernels:
+    """Stands in for `worker_triton`, and counts what its kernels read and write."""
+
+    def __init__(self) -> None:
+        self.kernels, self.num_bytes = 0, 0.0
+
+    def cast(self, momentum: Tensor, gradient: Tensor, *_: Any) -> None:
+        self._launch(momentum.nbytes, gradient.nbytes, 2 * 2 * momentum.numel() / 8)  # two planes
+
+    def update_values(
+        self, values: Tensor, planes: Tensor, weights: tuple[int, ...], *_: Any
+    ) -> None:
+        self._launch(2 * values.nbytes, len(weights) * values.numel() / 8)
+
+    def update_momentum(self, momentum: Tensor, gradient: Tensor, beta: float) -> None:
+        self._launch(2 * momentum.nbytes, gradient.nbytes)
+
+    def _launch(self, *num_bytes: float) -> None:
+        self.kernels += 1
+        self.num_bytes += sum(num_bytes)
+
+
+def lion(
+    patch: pytest.MonkeyPatch,
+    shapes: Sequence[tuple[int, ...]],
+    has_triton: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> list[Cost]:
     """Return the cost of casting all ballots, and of the step by their results."""
 
     def said(headers: Tensor, count: int) -> VoteSummary:
@@ -64,8 +105,13 @@ def lion(patch: pytest.MonkeyPatch, shapes: Sequence[tuple[int, ...]]) -> dict[s
     patch.setattr(ballot, "summarize_headers", said)
     memory(patch)
     tasks_at_once(patch, walk)
+    made = [Kernels()]
+    if has_triton:
+        patch.setattr(worker, "load_kernels", lambda module, what: made[-1])
     with walk:
-        parameters = [nn.Parameter(torch.empty(shape, device=CUDA)) for shape in shapes]
+        parameters = [
+            nn.Parameter(torch.empty(shape, dtype=dtype, device=CUDA)) for shape in shapes
+        ]
         numel = sum(p.numel() for p in parameters)
         optimizer = DistributedLion(parameters)
         channel, settings = InstantChannel(3, device=CPU), LionSettings(check_drift_every=0)
@@ -75,11 +121,13 @@ def lion(patch: pytest.MonkeyPatch, shapes: Sequence[tuple[int, ...]]) -> dict[s
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()  # makes the momenta
         with KernelCount() as cast:
+            made.append(Kernels())
             for index in range(len(voting.buckets)):
                 voting._launch(index)
         with KernelCount() as step:
+            made.append(Kernels())
             optimizer.step()
-    return {"Lion cast": counted(cast, numel), "Lion step": counted(step, numel)}
+    return [counted(cast, numel, made[-2]), counted(step, numel, made[-1])]
 
 
 def diloco(patch: pytest.MonkeyPatch, tensors: int, width: int) -> dict[str, Cost]:
@@ -112,7 +160,10 @@ def diloco(patch: pytest.MonkeyPatch, tensors: int, width: int) -> dict[str, Cos
 
 
 def test_costs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {**diloco(monkeypatch, 27, 2048), **lion(monkeypatch, GPT2)}
+    found = diloco(monkeypatch, 27, 2048)
+    for name, settings in LIONS.items():
+        cast, step = lion(monkeypatch, GPT2, **settings)
+        found |= {f"Lion cast{name}": cast, f"Lion step{name}": step}
     assert found.keys() == BOUNDS.keys()
     for name, (bound, floor) in BOUNDS.items():
         print(f"{name}: {found[name]}, at most {bound}, {floor}")  # shown where it fails

@@ -66,7 +66,7 @@ def domino(case: Case, walk: RaceWalk, patch: pytest.MonkeyPatch) -> None:
 
 
 Run = Callable[[RaceWalk, pytest.MonkeyPatch], None]
-STAGED, SENT = (WAIT_STREAM, RECORD_STREAM, HOST_WAITS), (HOST_WAITS,)
+STAGED, VOTED = (WAIT_STREAM, RECORD_STREAM, HOST_WAITS), (HOST_WAITS, WAIT_EVENT, RECORD_STREAM)
 LANDED, WITHIN = (*STAGED, WAIT_EVENT), (*STAGED, WAIT_EVENT, NCCL_WAITS)
 # What runs, and the mechanisms that it cannot do without.
 RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
@@ -79,9 +79,9 @@ RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
     "diloco, 2 ranks": (partial(diloco, 2, ranks=2), WITHIN),
     "diloco, 2 ranks, 3 replicas": (partial(diloco, 3, ranks=2), WITHIN),
     "diloco, 2 ranks, outer_device": (partial(diloco, 2, ranks=2, outer_device="cpu"), WITHIN),
-    "lion": (lion, SENT),
-    "lion, average": (partial(lion, vote="average"), SENT),
-    "lion, after backward": (partial(lion, overlap=False), SENT),
+    "lion": (lion, VOTED),
+    "lion, average": (partial(lion, vote="average"), VOTED),
+    "lion, after backward": (partial(lion, overlap=False), VOTED),
     **{f"domino, {case}": (partial(domino, case), (NCCL_WAITS,)) for case in CASES},
 }
 PLANTED = [(name, mechanism) for name, (_, needed) in RUNS.items() for mechanism in needed]

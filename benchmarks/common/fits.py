@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -11,12 +11,16 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from typing_extensions import override
+
+if TYPE_CHECKING:
+    from transformers import GPT2LMHeadModel, PreTrainedModel
 
 
 def gpt2(vocabulary: int, positions: int, layers: int, width: int) -> GPT2LMHeadModel:
     """Return a GPT-2 with four heads and random weights, the same at every call."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(

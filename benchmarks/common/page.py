@@ -11,9 +11,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from recipes.training.provenance import DIRTY, lines_of
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -92,6 +89,9 @@ def draw_bars(
         groups: values by group and bar. A bar missing from a group leaves a gap.
         logarithmic: use a logarithmic axis.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     bars = list(dict.fromkeys(bar for values in groups.values() for bar in values))
     width = 0.8 / max(len(bars), 1)
     figure = Figure(figsize=(8, 4), layout="constrained")

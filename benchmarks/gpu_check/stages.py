@@ -66,10 +66,40 @@ def at_most(what: str, value: float, bound: float, note: str = "", judged: bool 
 # -- one process
 
 
+def triton(machine: Machine) -> Iterator[Check]:
+    """Lion's Triton kernels compile for this GPU, and their results equal those of torch."""
+    from lightning_commfree.lion import worker_triton
+
+    start = time.perf_counter()
+    worker_triton.try_out(machine.device)
+    note = f"{time.perf_counter() - start:.1f} s"
+    yield Check("Lion's Triton kernels, compared with torch", "equal", "equal", True, note)
+
+
+# The test files with GPU tests that import nothing but torch, numpy, Lightning and pytest's own: to
+# collect all of tests/ takes a minute, and needs what the recipes need.
+GPU_TESTS = (
+    "tests/comm/test_bits.py",
+    "tests/comm/test_digest.py",
+    "tests/diloco/test_fragment_exchange.py",
+    "tests/diloco/test_wire.py",
+    "tests/lion/test_optimizer.py",
+    "tests/lion/test_worker.py",
+    "tests/lion/test_worker_numba.py",
+)
+# pytest's options without `--strict-config`, which refuses the options of plugins that are missing
+PYTEST = ("-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider")
+
+
 def tests(machine: Machine) -> Iterator[Check]:
     """`pytest -m gpu`: bits, hashes, codes, means and votes have the CPU's bits."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS.parent)
+    done = subprocess.run(
+        [sys.executable, *PYTEST, "-m", "gpu", *GPU_TESTS],
+        capture_output=True,
+        text=True,
+        cwd=BENCHMARKS.parent,
+        timeout=300,
+    )
     yield Check("`pytest -m gpu`", _last_line(done.stdout), "all pass", done.returncode == 0)
 
 
@@ -142,8 +172,8 @@ def streams(machine: Machine) -> Iterator[Check]:
     staging, spoiled = Staging(), 0
     for i in range(50):
         values = torch.full((2**14 + 4096 * i,), float(i), device=machine.device)
-        if machine.is_gpu and staging._stream is not None:
-            with torch.cuda.stream(staging._stream):  # late, so that memory is reused before
+        for stream in staging._streams.values():
+            with torch.cuda.stream(stream):  # late, so that memory is reused before
                 torch.cuda._sleep(20_000_000)
         wait = staging.stage(lambda values=values: values * 2 + 1, [values])  # type: ignore[misc]
         expected, shape = 2.0 * i + 1, values.shape
@@ -187,7 +217,7 @@ def fit(
     plan: Plan,
     env: Mapping[str, str] | None = None,
     wrapper: Sequence[str] = (),
-    timeout_s: float = 600.0,
+    timeout_s: float = 300.0,
 ) -> Fit:
     """Run the processes of a plan."""
     folder = Path(tempfile.mkdtemp(prefix="gpu_check_"))
@@ -269,25 +299,31 @@ def resume(machine: Machine) -> Iterator[Check]:
 
 def deaths(machine: Machine) -> Iterator[Check]:
     """A rank kills itself; the other one ends soon and names it."""
-    for kind in (kind for kind in ("diloco", "lion", "domino") if kind in machine.kinds):
-        ended = fit(Plan(kind, machine.device, steps=10**6, dies_at=5), timeout_s=300)
+    for kind in machine.kinds:
+        ended = fit(Plan(kind, machine.device, steps=10**6, dies_at=5))
         seconds, is_named = ended.seconds_after, "rank 1 is gone" in ended.outputs[0]
         yield at_most(f"{kind}: seconds until the other rank ends", seconds, 60)
         yield Check(f"{kind}: the error names rank 1", "yes" if is_named else "no", "yes", is_named)
 
 
 def races(machine: Machine) -> Iterator[Check]:
-    """Data races, by torch's CUDA sanitizer; faults, by NVIDIA's compute-sanitizer."""
+    """Data races, by torch's CUDA sanitizer."""
     for kind in ("diloco", "lion"):
         plan = Plan(kind, "cuda", ranks=1, steps=16)
         found = fit(plan, {"TORCH_CUDA_SANITIZER": "1"})
         number = "CSAN detected" in found.outputs[0]
         yield at_most(f"{kind}: data races", number, 0) if found.completed else _failed(kind, found)
-    if shutil.which("compute-sanitizer"):
-        plan = Plan("diloco", "cuda", ranks=1, steps=10, width=32, layers=1)
-        found = fit(plan, wrapper=["compute-sanitizer", "--error-exitcode=9"], timeout_s=900)
-        [summary] = re.findall("ERROR SUMMARY: .*", found.outputs[0])[-1:] or ["no summary"]
-        yield Check("diloco: compute-sanitizer", summary, "0 errors", ": 0 errors" in summary)
+
+
+def memcheck(machine: Machine) -> Iterator[Check]:
+    """Faults of memory, by NVIDIA's compute-sanitizer; may take a quarter of an hour."""
+    if not shutil.which("compute-sanitizer"):
+        yield Check("diloco: compute-sanitizer", "not installed", "0 errors", None)
+        return
+    plan = Plan("diloco", "cuda", ranks=1, steps=10, width=32, layers=1)
+    found = fit(plan, wrapper=["compute-sanitizer", "--error-exitcode=9"], timeout_s=900)
+    [summary] = re.findall("ERROR SUMMARY: .*", found.outputs[0])[-1:] or ["no summary"]
+    yield Check("diloco: compute-sanitizer", summary, "0 errors", ": 0 errors" in summary)
 
 
 def waits(machine: Machine) -> Iterator[Check]:
@@ -328,7 +364,7 @@ def overhead(machine: Machine) -> Iterator[Check]:
     numel = sum(value.numel() for value in plain["state"].values())
     # times the step, and bytes per parameter above plain
     bounds = {"diloco": (1.02, 12), "diloco, outer_device": (1.05, 4), "lion": (1.05, 0)}
-    for kind in (kind for kind in bounds if kind in machine.kinds):
+    for kind in machine.kinds:
         found, (slower, larger) = fit(make(kind)), bounds[kind]
         if not found.completed:
             yield _failed(kind, found)
@@ -349,7 +385,7 @@ def nccl(machine: Machine) -> Iterator[Check]:
             yield Check(what, f"{here} GPUs here", "completes", None)
             continue
         plan = Plan(kind, "cuda", ranks=1, gpus=gpus, backend="nccl", steps=100)
-        found = fit(plan, timeout_s=300)
+        found = fit(plan)
         yield Check(what, "yes", "completes", True) if found.completed else _failed(what, found)
 
 
@@ -373,10 +409,18 @@ def _last_line(text: str) -> str:
 
 
 Stage = Callable[[Machine], Iterator[Check]]
+# most telling first
 STAGES: dict[str, Stage] = {
     stage.__name__: stage
     for stage in (
-        tests, kernels, lion, streams, fits, resume, deaths, races, waits, overhead, nccl
+        triton, kernels, streams, lion, overhead, fits, waits, deaths, resume, tests, races,
+        memcheck, nccl,
     )
 }  # fmt: skip
-NEED_A_GPU = {"tests", "races", "waits", "nccl"}
+NEED_A_GPU = {"triton", "waits", "tests", "races", "memcheck", "nccl"}
+# for a kind of fit, each of these is a part of its own
+PER_KIND = {
+    "overhead": ("diloco", "diloco, outer_device", "lion"),
+    "fits": FITS,
+    "deaths": ("diloco", "lion", "domino"),
+}

@@ -93,13 +93,13 @@ class Background:
 
 
 class Staging:
-    """Side CUDA stream for encoding, decoding and copies.
+    """Side CUDA stream, one per device, for encoding, decoding and copies.
 
     For tensors on other devices, work runs immediately in the calling thread.
     """
 
     def __init__(self, peers: PeerWatch | None = None) -> None:
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._peers = peers
 
     @contextmanager
@@ -175,9 +175,9 @@ class Staging:
         return on_current_stream
 
     def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        if self._stream is None:  # created on first use: CUDA does not survive a fork
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._stream
+        if device not in self._streams:  # created on first use: CUDA does not survive a fork
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
 
 
 def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Callable[[], None]]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 _log = logging.getLogger(__name__)
+_MAX_ERROR = 400  # characters of an error in a log message
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,8 +91,17 @@ def load_kernels(module: str, what: str) -> ModuleType | None:
         kernels = import_module(module)
         kernels.try_out()
     except Exception as error:  # noqa: BLE001 - as above
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "triton"):
-            text = "Triton cannot be used (%s: %s): %s use torch operations, which are slower."
-            _log.warning(text, type(error).__name__, error, what)
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            why = "Triton is not installed (pip install triton)"
+        else:
+            # an error of the compiler shows the kernel's source, over many lines
+            text = " ".join(str(error).split())
+            why = f"Triton cannot be used ({type(error).__name__}: {text[:_MAX_ERROR]})"
+        _log.warning(
+            "%s are slower on this GPU than they could be: they use torch operations, which read"
+            " and write several times as much memory (same results), because %s.",
+            what,
+            why,
+        )
         return None
     return kernels

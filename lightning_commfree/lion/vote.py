@@ -41,10 +41,6 @@ class PackedDelta(NamedTuple):
     weights: tuple[int, ...]  # one per plane
     offset: int  # 1 for a majority, n for an average
 
-    def to(self, device: torch.device) -> PackedDelta:
-        """Return the same Delta on `device`; the planes are copied only if they are elsewhere."""
-        return self._replace(planes=self.planes.to(device, non_blocking=True))
-
     def read(self, start: int, out: Tensor, factor: float = 1.0) -> Tensor:
         """Unpack N consecutive values of Delta, times `factor`, into `out`; return `out`.
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commfree.comm.background import Background, on_host, to_host
+from lightning_commfree.comm.background import Background, Staging, on_host, to_host
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
@@ -57,9 +57,18 @@ from lightning_commfree.lion.worker import (
     hyperparameters,
     momentum_bytes,
     take_step,
+    warm_up,
 )
 
 WAIT_TAG = "vote"
+
+
+class LandedVote(NamedTuple):
+    """Result of a vote, and its planes on their way to the parameters' device."""
+
+    result: VoteResult
+    # makes the current stream wait for the planes and returns them; nothing if the step is rejected
+    upload: Callable[[], tuple[Tensor, ...]]
 
 
 class BallotInFlight(NamedTuple):
@@ -67,7 +76,7 @@ class BallotInFlight(NamedTuple):
 
     members: list[LionParam]
     ballot: Ballot
-    pending: Pending[VoteResult]
+    pending: Pending[LandedVote]
     gradients: list[tuple[Tensor | None, int]]  # at launch, with `_version` counters
 
 
@@ -135,6 +144,7 @@ class Voting:
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._counted_from = (self.step, self._sent())  # where `bits_per_parameter` starts counting
+        warm_up(self._bucket_of)
 
     # -- a step
 
@@ -155,7 +165,8 @@ class Voting:
             vote.check_gradients(flight)
 
         # get all results before applying any, so that a rejected step leaves the model unchanged
-        results = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
+        landed = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
+        results = [vote.result for vote in landed]
         summaries = [result.summary for result in results]
         raises = self.settings.nonfinite == "raise"
         refused = any(summary.refuses(raises) for summary in summaries)
@@ -164,9 +175,9 @@ class Voting:
         if refused:
             raise self._refusal(results)
 
-        for vote, flight, result in zip(self._votes, flights, results, strict=True):
-            vote.apply(flight, result)
-            self.abstentions += len(result.summary.abstaining)
+        for vote, flight, each in zip(self._votes, flights, landed, strict=True):
+            vote.apply(flight, each)
+            self.abstentions += len(each.result.summary.abstaining)
         self.step += 1
 
         every = self.settings.momentum_sync_every
@@ -386,7 +397,7 @@ class BucketVote:
             head = header_bytes(len(self.bucket.parameters))
             ballot = Ballot(host[:head], *host[head:].view(2, -1))
 
-            task = partial(self._exchange_ballot, ballot, wait_for_host)
+            task = partial(self._exchange_ballot, ballot, wait_for_host, background.staging)
             alone = self._view.size == 1 and self._node is None  # nothing is sent
             pending = (
                 Pending(task)
@@ -408,27 +419,38 @@ class BucketVote:
                     " Pass `overlap=False`."
                 )
 
-    def land(self, flight: BallotInFlight) -> VoteResult:
+    def land(self, flight: BallotInFlight) -> LandedVote:
         """Wait for the result of the vote, without applying it."""
         with record_function(f"land vote #{self.bucket.index}"):
             return flight.pending.wait()
 
-    def apply(self, flight: BallotInFlight, result: VoteResult) -> None:
+    def apply(self, flight: BallotInFlight, landed: LandedVote) -> None:
         """Update the bucket's parameters and this worker's momentum buffers with the result."""
-        summary, delta = result
+        summary, delta = landed.result
         assert delta is not None, "a refused bucket has raised"
         abstained = self._view.rank in summary.abstaining
 
         with record_function(f"apply vote #{self.bucket.index}"):
-            on_device = delta.to(self.bucket.parameters[0].device)
+            (planes,) = landed.upload()
+            on_device = delta._replace(planes=planes)
             take_step(self.bucket, flight.members, on_device, summary.with_gradient, abstained)
         self.latest = PackedVote(self._valid, flight.ballot, delta)
 
     # -- inside
 
-    def _exchange_ballot(self, ballot: Ballot, wait_for_host: Callable[[], None]) -> VoteResult:
+    def _exchange_ballot(
+        self, ballot: Ballot, wait_for_host: Callable[[], None], staging: Staging
+    ) -> LandedVote:
+        """Exchange a ballot, and start uploading the result from pinned memory.
+
+        On CUDA, a copy from other memory would block the training thread.
+        """
         wait_for_host()
-        return self._exchange.run(ballot, refuse_faults=self._settings.nonfinite == "raise")
+        result = self._exchange.run(ballot, refuse_faults=self._settings.nonfinite == "raise")
+        if result.delta is None:
+            return LandedVote(result, lambda: ())
+        device = self.bucket.parameters[0].device
+        return LandedVote(result, staging.upload(result.delta.planes, device, lambda up: (up,)))
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         gradients = (parameter.grad for parameter in self.bucket.parameters)

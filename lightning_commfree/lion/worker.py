@@ -13,8 +13,9 @@ operations process all parameters in a bucket at once. On a CPU, the compiled lo
 that fit into the cache.
 
 For a matrix in a group with "ns_steps" above 0, the vote is the sign of its Newton-Schulz direction
-instead of c (SignMuon, arXiv:2605.16311). This direction takes matrix products, whose rounding may
-differ between devices. Parameters stay identical, because only the result of the vote moves them.
+instead of c (SignMuon, arXiv:2605.16311). This direction takes matrix products, which are in bf16
+on a GPU, so it differs between devices. Parameters stay identical, because only the result of the
+vote moves them.
 
 Momentum buffers are not exchanged and drift apart, unless `average_momenta` (from
 arXiv:2411.16462) averages them periodically.
@@ -23,7 +24,7 @@ arXiv:2411.16462) averages them periodically.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -177,13 +178,13 @@ def cast_ballot(
     # results of the compiled loops: the count of nonzero directions, then one entry per parameter,
     # which is 1 if a direction is not finite
     totals: Tensor | None = None
-    looped: list[int] = []  # positions of the parameters that the loops process
 
     values = [
         _orthogonalized(member, gradient) if gradient is not None and member.ns_steps else gradient
         for member, gradient in zip(members, _gradients(bucket, members), strict=True)
     ]
     for run in _runs(members, values, bucket.starts):
+        of_run = marks[run[0].position : run[-1].position + 1]
         # a Newton-Schulz direction already contains the momentum
         betas = [0.0 if members[part.position].ns_steps else part.group["betas"][0] for part in run]
         if loops := _loops(run[0].momentum):
@@ -193,7 +194,7 @@ def cast_ballot(
                 nonfinite = totals[1 + part.position :][:1]
                 place = planes, part.start
                 loops.cast(part.momentum, part.values, beta, *place, totals[:1], nonfinite)
-                looped.append(part.position)
+            of_run.bitwise_or_(HAS_GRADIENT)
             continue
 
         directions, by_part = _directions(run, betas, momenta)
@@ -202,15 +203,11 @@ def cast_ballot(
         nonzeros.append(signs[1].sum())
 
         finite = torch.stack(_largest(by_part)) < math.inf  # False for NaN
-        of_run = marks[run[0].position : run[-1].position + 1]
         both = HAS_GRADIENT + NONFINITE  # the latter is subtracted where the values are finite
         of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
 
     if totals is not None:
         nonzeros.append(totals[0])
-        given = torch.zeros(len(members), dtype=torch.uint8)
-        given[looped] = HAS_GRADIENT
-        marks.bitwise_or_(given.to(marks.device, non_blocking=True))
         marks.add_(totals[1:], alpha=NONFINITE)
     write_header(header, flags, bucket.numel, nonzeros, digest)
     return buffer
@@ -223,20 +220,38 @@ def _orthogonalized(member: LionParam, gradient: Tensor) -> Tensor:
     return flat(newton_schulz(momentum * beta + weighted, member.ns_steps))
 
 
+_QUINTIC = (3.4445, -4.7750, 2.0315)  # Muon's coefficients
+
+
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     """Orthogonalize a matrix U S V^T approximately, to U V^T, by Newton-Schulz iterations.
 
     Five steps of Muon's quintic iteration bring every singular value to between 0.7 and 1.2
-    (arXiv:2502.16982, section 2.1).
+    (arXiv:2502.16982, section 2.1). On a GPU, an fp32 matrix is iterated in bf16, as in Muon.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     x: Tensor = matrix.T if tall else matrix  # for a smaller product x @ x.T
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+    if x.device.type == "cuda" and x.dtype == torch.float32:
+        x = _iterate_in_bf16(x, steps)
+    else:
+        a, b, c = _QUINTIC
+        for _ in range(steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
     return x.T if tall else x
+
+
+def _iterate_in_bf16(x: Tensor, steps: int) -> Tensor:
+    a, b, c = _QUINTIC
+    found = x.bfloat16()
+    for _ in range(steps):
+        gram = found @ found.T
+        # `addmm` rounds once. Sums of two bf16 matrices would cancel to exact zeros, which are
+        # votes of 0: they cost traffic, and an odd number of workers could tie.
+        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.addmm(found, factor, found, beta=a)
+    return found.to(x.dtype)
 
 
 def _directions(
@@ -432,6 +447,12 @@ def _continues(run: list[_Part], part: _Part, size: int) -> bool:
     fits = part.start + part.values.numel() - run[0].start <= size
     same_dtype = part.momentum.dtype == run[0].momentum.dtype
     return fits and same_dtype and part.position == run[-1].position + 1
+
+
+def warm_up(parameters: Iterable[Tensor]) -> None:
+    """Load the compiled loops or kernels, so that this does not delay the first backward pass."""
+    for dtype, device in {(p.dtype, p.device) for p in parameters}:
+        _loops(torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=device))
 
 
 def _loops(momentum: Tensor) -> ModuleType | None:

@@ -1,15 +1,20 @@
 """Triton kernels for a worker's arithmetic on a GPU, bit-identical to the torch operations.
 
-Each kernel makes a single pass over memory; torch makes one per operation. The kernels support fp32
-only. The functions have the same names and arguments as in `worker_numba`.
+Each kernel makes a single pass over memory; torch makes one per operation. Momentum buffers and
+parameter values are fp32; gradients may have any floating-point dtype, and are converted as they
+are read. The functions have the same names and arguments as in `worker_numba`.
 
 Each product and each sum is rounded to fp32: `enable_fp_fusion` is off, so that the compiler emits
 no fused multiply-add. `try_out` compares the kernels with torch on the GPU before they are used.
+
+Triton evaluates the annotations of a kernel's arguments, and refuses any global name that is not a
+module or part of Triton: `Any` would not compile. So arguments are annotated with `tl.tensor`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +42,7 @@ def cast(
     # one thread writes each byte: the 8 values in a byte are `planes.shape[1]` apart
     bytes_used = min(momentum.numel(), planes.shape[1])
     sizes = start, momentum.numel(), planes.shape[1]
-    tensors = gradient.float(), momentum, planes, nonzeros, nonfinite
+    tensors = gradient, momentum, planes, nonzeros, nonfinite
     _launch(_cast, bytes_used, *tensors, *sizes, beta, 1 - beta)
 
 
@@ -60,28 +65,36 @@ def update_values(
 def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
     """Update a momentum buffer in place: m <- b2 * m + (1 - b2) * g."""
     numel = momentum.numel()
-    _launch(_update_momentum, numel, momentum, gradient.float(), numel, beta, 1 - beta)
+    _launch(_update_momentum, numel, momentum, gradient, numel, beta, 1 - beta)
 
 
 def try_out(device: str = "cuda") -> None:
-    """Run every kernel once, and compare the results with those of torch operations.
+    """Run every kernel, and compare the results with those of torch operations.
 
     Raises:
         RuntimeError: a result differs.
     """
-    numel, beta, keep, lr = 5000, 0.9, 0.97, 0.013
-    x, m, g = torch.randn(3, numel, device=device)
-    directions = m * beta + g * (1 - beta)
-    expected, planes = torch.zeros(2, 2, 632, dtype=torch.uint8, device=device)
+    # A CPU generator of its own: the fit's random numbers, which a resume may just have restored,
+    # must not depend on whether the kernels are used.
+    draw = partial(torch.randn, 5000, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        x, momentum = draw().to(device), draw().to(device)
+        _compare_with_torch(x, momentum, draw().to(device, dtype))
+
+
+def _compare_with_torch(x: Tensor, momentum: Tensor, gradient: Tensor) -> None:
+    beta, keep, lr = 0.9, 0.97, 0.013
+    directions = momentum * beta + gradient.float() * (1 - beta)
+    expected, planes = torch.zeros(2, 2, 632, dtype=torch.uint8, device=x.device)
     pack_bits_part(torch.stack([directions > 0, directions != 0]), 0, expected)
-    nonzeros, nonfinite = torch.zeros(2, 1, dtype=torch.int64, device=device)
-    cast(m, g, beta, planes, 0, nonzeros, nonfinite)
+    nonzeros, nonfinite = torch.zeros(2, 1, dtype=torch.int64, device=x.device)
+    cast(momentum, gradient, beta, planes, 0, nonzeros, nonfinite)
 
     delta = PackedDelta(planes, (2, 4), 3)
     moved = x * keep - delta.read(0, torch.empty_like(x)) * lr
     update_values(x, *delta, 0, keep, lr)
-    update_momentum(m, g, beta)
-    found, wanted = (planes, x, m), (expected, moved, directions)
+    update_momentum(momentum, gradient, beta)
+    found, wanted = (planes, x, momentum), (expected, moved, directions)
     if not all(map(torch.equal, found, wanted)) or int(nonfinite):
         raise RuntimeError("its results differ from those of torch")
 
@@ -95,16 +108,16 @@ def _launch(kernel: Any, numel: int, first: Tensor, *arguments: Any) -> None:
 
 @jit
 def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
-    gradient: Any,
-    momentum: Any,
-    planes: Any,
-    nonzeros: Any,
-    nonfinite: Any,
-    start: Any,
-    numel: Any,
-    row_bytes: Any,
-    beta: Any,
-    share: Any,
+    gradient: tl.tensor,
+    momentum: tl.tensor,
+    planes: tl.tensor,
+    nonzeros: tl.tensor,
+    nonfinite: tl.tensor,
+    start: tl.tensor,
+    numel: tl.tensor,
+    row_bytes: tl.tensor,
+    beta: tl.tensor,
+    share: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -119,7 +132,7 @@ def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
     for row in range(0, numel, row_bytes):
         mask = inside & (row + place < numel)
         m = tl.load(momentum + row + place, mask=mask, other=0.0)
-        g = tl.load(gradient + row + place, mask=mask, other=0.0)
+        g = tl.load(gradient + row + place, mask=mask, other=0.0).to(tl.float32)
         c = m * beta + g * share
         bit = ((start + row + place) // row_bytes).to(tl.int32)
         voted = (c != 0.0).to(tl.int32)
@@ -136,16 +149,16 @@ def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
 
 @jit
 def _update_values(  # noqa: PLR0913 - as above
-    values: Any,
-    planes: Any,
-    start: Any,
-    numel: Any,
-    row_bytes: Any,
-    digits: Any,
-    exponents: Any,
-    offset: Any,
-    keep: Any,
-    lr: Any,
+    values: tl.tensor,
+    planes: tl.tensor,
+    start: tl.tensor,
+    numel: tl.tensor,
+    row_bytes: tl.tensor,
+    digits: tl.tensor,
+    exponents: tl.tensor,
+    offset: tl.tensor,
+    keep: tl.tensor,
+    lr: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -163,15 +176,15 @@ def _update_values(  # noqa: PLR0913 - as above
 
 @jit
 def _update_momentum(
-    momentum: Any,
-    gradient: Any,
-    numel: Any,
-    beta: Any,
-    share: Any,
+    momentum: tl.tensor,
+    gradient: tl.tensor,
+    numel: tl.tensor,
+    beta: tl.tensor,
+    share: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < numel
     m = tl.load(momentum + place, mask=mask, other=0.0)
-    g = tl.load(gradient + place, mask=mask, other=0.0)
+    g = tl.load(gradient + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(momentum + place, m * beta + g * share, mask=mask)

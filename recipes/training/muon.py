@@ -17,7 +17,12 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from recipes.configuration.ranges import Fraction, FractionBelowOne
-from recipes.training.optimizer import decay_groups, hidden_matrices, warmup_cosine
+from recipes.training.optimizer import (
+    decay_groups,
+    fuse_on_cuda,
+    hidden_matrices,
+    warmup_cosine,
+)
 
 
 class MuonAdamW(Optimizer):
@@ -70,7 +75,7 @@ class MuonAdamW(Optimizer):
             weight_decay=weight_decay,
             adjust_lr_fn="match_rms_adamw",
         )
-        adamw = AdamW(others, lr=lr, betas=betas, weight_decay=weight_decay)
+        adamw = fuse_on_cuda(AdamW(others, lr=lr, betas=betas, weight_decay=weight_decay))
         super().__init__([*muon.param_groups, *adamw.param_groups], adamw.defaults)
         self._parts: tuple[Optimizer, Optimizer] = (muon, adamw)
 

@@ -40,7 +40,7 @@ def adamw_cosine(
     warmup_steps: NonNegativeInt | None = None,
     final_lr_fraction: Fraction = 0.1,
 ) -> OptimizerLRSchedulerConfig:
-    """Create AdamW and its schedule, as returned by `configure_optimizers`.
+    """Create AdamW, fused on CUDA, and its schedule, as returned by `configure_optimizers`.
 
     Args:
         module: whose trainable parameters to optimize.
@@ -55,7 +55,7 @@ def adamw_cosine(
         ValueError: from `warmup_cosine`.
     """
     groups = decay_groups(module.parameters(), weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]))
+    optimizer = fuse_on_cuda(torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1])))
     return warmup_cosine(optimizer, total_steps, warmup_steps, final_lr_fraction)
 
 
@@ -124,6 +124,20 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     outside = {p for end in ends for p in end.parameters()}
     trained = [p for p in module.parameters() if p.requires_grad and p.ndim == 2]
     return [p for p in trained if p not in outside]
+
+
+def fuse_on_cuda(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
+    """Let AdamW take fused steps if all its parameters are on CUDA devices; return it.
+
+    A fused step reads and writes 28 bytes per parameter, torch's default on CUDA 56.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if parameters and all(p.device.type == "cuda" for p in parameters):
+        # Not by the constructor's `fused`: it also lets the step unscale fp16 gradients, and before
+        # such a step Lightning refuses to clip gradients, in bf16 too.
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return optimizer
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -28,8 +28,15 @@ def lines_of(command: str, ignore: Sequence[str] = ()) -> list[str]:
         f"- commit: `{_commit(ignore)}`",
         f"- hardware: {_processor()}, {os.cpu_count()} cores, {gpu}",
         f"- versions: Python {platform.python_version()}, "
-        + ", ".join(f"{package} {version(package)}" for package in packages),
+        + ", ".join(f"{package} {_version(package)}" for package in packages),
     ]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _commit(ignore: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commfree.comm import background as module
-from lightning_commfree.comm.background import Background, to_host
+from lightning_commfree.comm.background import Background, Staging, to_host
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.liveness import PeerLostError
 from tests.comm.watches import fall_silent, watches
@@ -157,3 +157,13 @@ class Groups(list[Any]):
 
     def items(self) -> Any:
         return self
+
+
+def test_every_device_has_its_own_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results of a model on two devices would else arrive on the second without an order."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    staging = Staging()
+    devices = [torch.device("cuda", index) for index in (0, 1, 0)]
+    first, second, again = (staging._side_stream(device) for device in devices)
+    assert [first.device, second.device] == devices[:2]
+    assert again is first

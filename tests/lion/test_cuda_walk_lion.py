@@ -13,13 +13,14 @@ What the walk does not see, and what stands there (`tests.cuda_seams`):
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.background import to_host
+from lightning_commfree.comm.background import Staging, to_host
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
@@ -148,6 +149,14 @@ def test_masters_and_wide_parameters_stay_on_the_device(
     assert asked == JOIN | EVERY_STEP | THREAD
 
 
+def test_kernels_wait_for_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Worker(monkeypatch, 3)
+    names = ("cast", "update_values", "update_momentum")
+    kernels = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
+    monkeypatch.setattr(worker, "load_kernels", lambda module, what: kernels)
+    assert here.run() == JOIN | EVERY_STEP | THREAD
+
+
 def test_momenta_are_averaged_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Worker(monkeypatch, 3).run(momentum_sync_every=2)
     assert asked == JOIN | EVERY_STEP | THREAD | MOMENTUM_SYNC
@@ -199,11 +208,11 @@ def test_votes_are_counted_where_they_are(workers: int, name: str, tied: bool, z
 @pytest.mark.parametrize("workers", [1, 3, 200])
 @pytest.mark.parametrize("rule", [Majority(), Average()])
 def test_delta_is_read_on_the_device(rule: Rule, workers: int) -> None:
-    """It comes out of host memory without anybody waiting; 200 workers need wider sums."""
+    """Nobody waits; 200 workers need wider sums."""
     weights = rule.weights(workers, zeros=True)
     with CudaWalk() as walk:
-        planes = torch.empty(len(weights), 64, dtype=torch.uint8)
-        delta = PackedDelta(planes, weights, rule.offset(workers)).to(CUDA)
+        planes = torch.empty(len(weights), 64, dtype=torch.uint8, device=CUDA)
+        delta = PackedDelta(planes, weights, rule.offset(workers))
         assert is_walked(delta.read(7, torch.empty(300, device=CUDA)))
     assert walk.questions == []
 
@@ -233,7 +242,8 @@ def test_a_bucket_takes_few_kernels(
         with KernelCount() as cast:
             to_host(cast_ballot(bucket, members, valid, 0, 0))
         with KernelCount() as step:
-            delta = PackedDelta(planes, (2, 1), 1).to(CUDA)
+            uploaded = planes.pin_memory().to(CUDA, non_blocking=True)
+            delta = PackedDelta(uploaded, (2, 1), 1)
             take_step(bucket, members, delta, (True,) * tensors, abstained=False)
     assert (cast.kernels + step.kernels).total() <= 50, (cast.kernels, step.kernels)
 
@@ -261,6 +271,6 @@ def test_a_planted_item_is_seen(
 
 
 def test_a_result_left_in_host_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PackedDelta, "to", lambda delta, device: delta)
+    monkeypatch.setattr(Staging, "upload", lambda _, host, device, work: lambda: work(host))
     with pytest.raises(RuntimeError, match=r"cuda:1.*cpu|cpu and cuda:1"):
         Worker(monkeypatch, 2).run()

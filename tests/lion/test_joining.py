@@ -14,10 +14,12 @@ from torch import nn
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.lion import DistributedLion, LionSettings
+from lightning_commfree.lion import DistributedLion, LionSettings, worker
 from tests.lion import training
 from tests.lion.threads import in_threads
 from tests.lion.training import Worker, play
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def by_rank(channel: Any, parameter: nn.Parameter) -> None:
@@ -127,3 +129,14 @@ def test_a_state_that_is_loaded_after_joining_is_voted_with() -> None:
 
     twin = play(3, 7)
     in_threads(3, worker)
+
+
+def test_what_computes_the_steps_is_loaded_on_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing numba or compiling kernels within the first backward would delay all workers."""
+    asked = []
+    monkeypatch.setattr(worker, "_loops", lambda momentum: asked.append(momentum.dtype))
+    parameters = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in DTYPES]
+    named = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+    alone = View.of(Channel([0], 0, Ledger()))
+    DistributedLion(parameters).join(named, alone, LionSettings())
+    assert set(asked) == {torch.float32, torch.float64}

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.lion import DistributedLion, LionSettings
-from lightning_commfree.lion.worker import newton_schulz
+from lightning_commfree.lion.worker import _iterate_in_bf16, newton_schulz
+from tests.cuda_walk import CudaWalk
 from tests.lion import training
 from tests.lion.training import Run, Worker, assert_same, assert_same_steps, play
 from tests.world import run_ranks
@@ -66,6 +68,40 @@ def test_newton_schulz_brings_singular_values_near_one(shape: tuple[int, int]) -
     assert float(s.max()) < 1.3
     exact = torch.linalg.svd(matrix, full_matrices=False)
     torch.testing.assert_close(u @ v, exact[0] @ exact[2], rtol=0, atol=1e-4)
+
+
+class Products(TorchDispatchMode):
+    """Collects the dtypes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in func.name():
+            self.dtypes.add(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "products"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float64)]
+)
+def test_on_a_gpu_products_are_in_bf16(dtype: torch.dtype, products: torch.dtype) -> None:
+    with CudaWalk() as walk, Products() as found:
+        result = newton_schulz(torch.empty(20, 8, device=walk.device, dtype=dtype), 5)
+    assert (result.shape, result.dtype) == ((20, 8), dtype)
+    assert found.dtypes == {products}
+    assert walk.questions == []
+
+
+def test_iterations_in_bf16_vote_as_those_in_fp32() -> None:
+    """Without a vote of 0: sums that are rounded one by one have 154 here, and differ in 0.7 %."""
+    matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+    exact, found = newton_schulz(matrix, 5), _iterate_in_bf16(matrix / matrix.norm(), 5)
+    assert found.dtype == torch.float32
+    assert found.count_nonzero() == matrix.numel()
+    assert float((found.sign() != exact.sign()).float().mean()) < 0.005
+    assert float(torch.linalg.matrix_norm(found, 2)) < 1.3
 
 
 def test_a_bf16_matrix_votes_in_fp32_and_a_zero_gradient_moves_nothing() -> None:

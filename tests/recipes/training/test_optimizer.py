@@ -3,9 +3,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
+from recipes.training.muon import muon_cosine
 from recipes.training.optimizer import adamw_cosine, lion_betas, lion_cosine
+from tests.cuda_walk import CudaWalk
+from tests.kernels import KernelCount
 
 FACTORIES = pytest.mark.parametrize("factory", [adamw_cosine, lion_cosine])
 
@@ -46,6 +51,46 @@ def test_matrices_decay_and_nothing_else_does(factory) -> None:
     assert [p is module["embedding"].weight for p in decays["params"]] == [True]
     assert spared["weight_decay"] == 0.0
     assert len(spared["params"]) == 3, "the norm's two, the linear layer's bias; none is frozen"
+
+
+def takes_fused_steps(optimizer: torch.optim.Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    with KernelCount() as count:
+        optimizer.step()
+    divides = any("addcdiv" in kernel for kernel in count.kernels)  # AdamW in several kernels
+    assert divides != ("aten::_fused_adamw_" in count.kernels)
+    return not divides
+
+
+def test_adamw_is_fused_where_all_parameters_are_on_cuda() -> None:
+    module = nn.ModuleDict({"matrix": nn.Linear(4, 4, bias=False), "norm": nn.LayerNorm(4)})
+    groups = adamw_cosine(module, 10)["optimizer"].param_groups
+    assert [group["fused"] for group in groups] == [None, None], "as ever on a CPU"
+    with CudaWalk() as walk:
+        walk.on_cuda(module["norm"])
+        assert not takes_fused_steps(adamw_cosine(module, 10)["optimizer"]), "some on a CPU"
+        walk.on_cuda(module)
+        assert takes_fused_steps(adamw_cosine(module, 10)["optimizer"])
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
+def test_adamw_beside_muon_is_fused_too() -> None:
+    with CudaWalk() as walk:
+        module = walk.on_cuda(nn.ModuleList([nn.Linear(4, 4), nn.Embedding(3, 4)]))
+        assert takes_fused_steps(muon_cosine(module, 10)["optimizer"])
+
+
+def test_lightning_clips_the_gradients_of_a_fused_adamw() -> None:
+    """As `trainer=gpu` does, in bf16; before a step that unscales gradients itself it refuses."""
+    precision = MixedPrecision("bf16-mixed", "cuda")
+    with CudaWalk() as walk:
+        module = walk.on_cuda(nn.Linear(4, 4))
+        precision.clip_gradients(adamw_cosine(module, 10)["optimizer"], 1.0)
+        by_constructor = torch.optim.AdamW(module.parameters(), fused=True)
+        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+            precision.clip_gradients(by_constructor, 1.0)
 
 
 @pytest.mark.parametrize(

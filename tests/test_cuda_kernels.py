@@ -48,10 +48,8 @@ BOUNDS = {
     "Lion cast, Triton": (Cost(322, 9.4), "floor 8.25 bytes"),
     "Lion step, Triton": (Cost(317, 20.8), "floor 20.3 bytes"),
     "Lion cast, Triton, bf16": (Cost(322, 7.4), "floor 6.25 bytes"),
-    "Lion step, Triton, bf16": (
-        Cost(336, 26.8),
-        "floor 24.3 bytes",
-    ),
+    # of which 148 kernels and 6 bytes look for values that hooks have changed
+    "Lion step, Triton, bf16": (Cost(484, 32.8), "floor 30.3 bytes"),
 }
 LIONS: dict[str, dict[str, Any]] = {
     "": {},
@@ -80,6 +78,9 @@ class Kernels:
         self, values: Tensor, planes: Tensor, weights: tuple[int, ...], *_: Any
     ) -> None:
         self._launch(2 * values.nbytes, len(weights) * values.numel() / 8)
+
+    def follow(self, master: Tensor, values: Tensor) -> None:
+        self._launch(master.nbytes, values.nbytes)  # it writes only what has changed
 
     def update_momentum(self, momentum: Tensor, gradient: Tensor, beta: float) -> None:
         self._launch(2 * momentum.nbytes, gradient.nbytes)

@@ -71,10 +71,10 @@ class Header(NamedTuple):
     @property
     def words(self) -> tuple[Tensor | int, ...]:
         """The header as it is sent: three int64 words."""
-        flags = self.stop * _STOP + self.nonfinite * _NONFINITE + self.drifted * _DRIFTED
+        flags = self.stop * _STOP + self.drifted * _DRIFTED + (self.joined << _JOINED_SHIFT)
         missed = (self.missed % (1 << _MISSED_BITS)) << _MISSED_SHIFT
         step = self.step + missed + ((self.weight - 1) << _WEIGHT_SHIFT)
-        return flags + (self.joined << _JOINED_SHIFT), step, self.digest
+        return flags + self.nonfinite * _NONFINITE, step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return the tensors that a message is built from on the device of `values`.

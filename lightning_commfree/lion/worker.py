@@ -93,6 +93,12 @@ def update_masters(states: Sequence[State], tensors: Sequence[Tensor]) -> None:
     `tensors` are this rank's tensors or shards; those without a master copy are skipped.
     """
     pairs = [(s["master"], p) for s, p in zip(states, tensors, strict=True) if "master" in s]
+    loops = _loops(pairs[0][0]) if pairs else None
+    in_bf16 = all(p.dtype == torch.bfloat16 for _, p in pairs)
+    if loops is not None and hasattr(loops, "follow") and in_bf16:
+        for master, p in pairs:
+            loops.follow(master.view(-1), flat(p))
+        return
     for dtype in {p.dtype for _, p in pairs}:  # a few kernels, whatever the number of parameters
         masters = [master for master, p in pairs if p.dtype == dtype]
         now = torch.cat([flat(p) for _, p in pairs if p.dtype == dtype])

@@ -62,6 +62,11 @@ def update_values(
     _launch(_update_values, values.numel(), values, planes, *sizes, keep, lr)
 
 
+def follow(master: Tensor, values: Tensor) -> None:
+    """Take over bf16 values that other code has changed: those the master does not round to."""
+    _launch(_follow, master.numel(), master, values, master.numel())
+
+
 def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
     """Update a momentum buffer in place: m <- b2 * m + (1 - b2) * g."""
     numel = momentum.numel()
@@ -80,6 +85,11 @@ def try_out(device: str = "cuda") -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x, momentum = draw().to(device), draw().to(device)
         _compare_with_torch(x, momentum, draw().to(device, dtype))
+    master, values = draw().to(device), draw().to(device, torch.bfloat16)
+    values[::2] = master[::2].bfloat16()
+    expected = torch.where(master.bfloat16() == values, master, values.float())
+    follow(master, values)
+    _check([master], [expected])
 
 
 def _compare_with_torch(x: Tensor, momentum: Tensor, gradient: Tensor) -> None:
@@ -94,8 +104,12 @@ def _compare_with_torch(x: Tensor, momentum: Tensor, gradient: Tensor) -> None:
     moved = x * keep - delta.read(0, torch.empty_like(x)) * lr
     update_values(x, *delta, 0, keep, lr)
     update_momentum(momentum, gradient, beta)
-    found, wanted = (planes, x, momentum), (expected, moved, directions)
-    if not all(map(torch.equal, found, wanted)) or int(nonfinite):
+    nothing = torch.zeros_like(nonfinite)
+    _check((planes, x, momentum, nonfinite), (expected, moved, directions, nothing))
+
+
+def _check(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    if not all(map(torch.equal, found, expected)):
         raise RuntimeError("its results differ from those of torch")
 
 
@@ -172,6 +186,23 @@ def _update_values(  # noqa: PLR0913 - as above
     delta = tl.div_rn(total.to(tl.float32), (tl.zeros((BLOCK,), tl.int32) + offset).to(tl.float32))
     x = tl.load(values + place, mask=mask, other=0.0)
     tl.store(values + place, x * keep - delta * lr, mask=mask)
+
+
+@jit
+def _follow(
+    master: tl.tensor,
+    values: tl.tensor,
+    numel: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < numel
+    m = tl.load(master + place, mask=mask, other=0.0)
+    x = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
+    # to the nearest bf16, ties to even; Triton's interpreter would cut the lower bits off
+    bits = m.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    tl.store(master + place, x, mask=mask & (rounded.to(tl.float32, bitcast=True) != x))
 
 
 @jit

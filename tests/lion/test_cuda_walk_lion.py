@@ -151,7 +151,7 @@ def test_masters_and_wide_parameters_stay_on_the_device(
 
 def test_kernels_wait_for_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Worker(monkeypatch, 3)
-    names = ("cast", "update_values", "update_momentum")
+    names = ("cast", "update_values", "follow", "update_momentum")
     kernels = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
     monkeypatch.setattr(worker, "load_kernels", lambda module, what: kernels)
     assert here.run() == JOIN | EVERY_STEP | THREAD
@@ -245,7 +245,8 @@ def test_a_bucket_takes_few_kernels(
             uploaded = planes.pin_memory().to(CUDA, non_blocking=True)
             delta = PackedDelta(uploaded, (2, 1), 1)
             take_step(bucket, members, delta, (True,) * tensors, abstained=False)
-    assert (cast.kernels + step.kernels).total() <= 50, (cast.kernels, step.kernels)
+    most = 50 if dtype == exact else 56  # master copies follow what hooks have changed
+    assert (cast.kernels + step.kernels).total() <= most, (cast.kernels, step.kernels)
 
 
 # The tests above can fail.

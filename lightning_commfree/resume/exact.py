@@ -15,6 +15,7 @@ A rank's own state has these entries (`ExactResume._state`):
     "optimizers", "precision", "tensors"   only if each replica has its own weights
     "inside"                               the layout's state (`Inside.state_dict`)
     "gradients", "schedulers"              partially accumulated gradients; schedulers
+    "changes"                              settings that hooks have changed (`changes`)
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
     "shared"                               only on ranks whose shards differ from rank 0's
     "lost"                                 messages about state that could not be saved
@@ -49,6 +50,7 @@ from lightning_commfree.lightning_internals import (
 )
 from lightning_commfree.model.replication import differ_from_first
 from lightning_commfree.model.shards import is_shard, local_tensor
+from lightning_commfree.resume.changes import HookChanges
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.copies import drop_copy, find_checkpoint, send
 from lightning_commfree.resume.data_position import (
@@ -60,7 +62,7 @@ from lightning_commfree.resume.data_position import (
 )
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
-from lightning_commfree.resume.loops import restore_loops
+from lightning_commfree.resume.loops import restore_loops, unknown_callbacks
 from lightning_commfree.resume.rank_files import (
     Owner,
     RankFiles,
@@ -72,6 +74,10 @@ from lightning_commfree.resume.rank_files import (
 
 KEY = "lightning_commfree"  # key of the additional entry in a checkpoint
 TAG = "save"  # ledger tag
+RESTORED = (
+    "weights, optimizers, schedulers, the strategy's state, random numbers and the position in the"
+    " data"
+)
 _ENTRY = {"ranks", "token", "folder", "algorithm", "fingerprint", "shared", "own"}
 
 State = dict[str, Any]
@@ -137,6 +143,7 @@ class _Fit:
     algorithm: Resumable
     inside: Any  # a `strategies.contracts.Inside`
     tensors: OwnTensors
+    changes: HookChanges
 
 
 class Save:
@@ -311,7 +318,7 @@ class ExactResume:
         `restore_position` restores them instead.
         """
         tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
-        self._fit = _Fit(trainer, algorithm, inside, tensors)
+        self._fit = _Fit(trainer, algorithm, inside, tensors, HookChanges(trainer))
         if self._save is not None:
             self._restore_own(self._fit, self._save)
 
@@ -332,19 +339,35 @@ class ExactResume:
         if "random" not in own:
             restore_loops(fit.trainer)
             return bool(own)
-        lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
-        lost += self._strategy.not_restored()
+        # before the loops, which count steps by it
+        lost = [*own["lost"], *fit.changes.load_state_dict(own["changes"])]
+        not_restored, unknown = restore_data_position(fit.trainer, self._epoch_start, own)
+        lost += not_restored + self._strategy.not_restored()
         hide_resume_warning(fit.trainer, self._strategy.patches)
         for name, gradient in own.get("gradients", {}).items():
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
-        if lost:
-            rank_zero_warn(f"Training was not resumed exactly: {'; '.join(lost)}.")
-        if self._complete and not any(self._ranks.all_flags(bool(lost))):
-            rank_zero_info(
-                "Training was resumed exactly: all ranks continue as if the fit had not stopped."
-            )
+        self._report(lost, unknown + unknown_callbacks(fit.trainer))
         return True
+
+    def _report(self, lost: list[str], unknown: list[str]) -> None:
+        """Tell the user what the resume has restored; collective.
+
+        Args:
+            lost: messages about state that this rank could not restore.
+            unknown: descriptions of objects whose state may be incomplete.
+        """
+        flags = self._ranks.all_flags(bool(lost)) if self._complete else []
+        if any(flags) and not lost:
+            lost = [f"rank {flags.index(True)} could not restore all of its state"]
+        names = ", ".join(dict.fromkeys(unknown))
+        unverified = f" Not verified, because only you know its state: {names}." if names else ""
+        if lost:
+            rank_zero_warn(f"Training was not resumed exactly: {'; '.join(lost)}.{unverified}")
+        elif self._complete and unverified:
+            rank_zero_info(f"Restored on all ranks: {RESTORED}.{unverified}")
+        elif self._complete:
+            rank_zero_info(f"Resumed exactly: {RESTORED} are restored on all ranks.")
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
         """Restore as much of this rank's own state as possible before Lightning's own restore.
@@ -438,6 +461,7 @@ class ExactResume:
             "inside": fit.inside.state_dict(),
             "gradients": half_accumulated(trainer),
             "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
+            "changes": fit.changes.state_dict(),
             **data_state(trainer, checkpoint, self._epoch_start),
         }
         own["lost"] = not_saved(trainer, checkpoint, own)

@@ -15,7 +15,7 @@ A rank's own state has these entries (`ExactResume._state`):
     "optimizers", "precision", "tensors"   only if each replica has its own weights
     "inside"                               the layout's state (`Inside.state_dict`)
     "gradients", "schedulers"              partially accumulated gradients; schedulers
-    "changes"                              settings that hooks have changed (`changes`)
+    "changes", "dtypes"                    settings that hooks have changed; parameters' dtypes
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
     "shared"                               only on ranks whose shards differ from rank 0's
     "lost"                                 messages about state that could not be saved
@@ -310,6 +310,15 @@ class ExactResume:
         if self._fit is not None:
             self._restore_own(self._fit, save)
 
+    @staticmethod
+    def saved_dtypes(checkpoint: Mapping[str, Any]) -> list[str]:
+        """Return the dtypes that the parameters had when a checkpoint was saved, as strings.
+
+        The weights in it may have other dtypes: `WeightAveraging` replaces them by its averages.
+        """
+        found: list[str] = checkpoint.get(KEY, {}).get("own", {}).get("dtypes", [])
+        return found
+
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
         """Prepare to save and restore a fit's state; collective.
 
@@ -462,6 +471,7 @@ class ExactResume:
             "gradients": half_accumulated(trainer),
             "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
             "changes": fit.changes.state_dict(),
+            "dtypes": sorted({str(p.dtype) for p in trainer.lightning_module.parameters()}),
             **data_state(trainer, checkpoint, self._epoch_start),
         }
         own["lost"] = not_saved(trainer, checkpoint, own)

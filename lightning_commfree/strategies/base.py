@@ -476,7 +476,7 @@ class ReplicaStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         shards = self.inside.with_optimizer_shards(checkpoint)
         super().load_optimizer_state_dict(shards)
-        dtypes = {getattr(one, "dtype", None) for one in checkpoint["state_dict"].values()}
+        dtypes = self._resume.saved_dtypes(checkpoint)
         restore_dtypes(self.optimizers, shards["optimizer_states"], dtypes)
 
     @override

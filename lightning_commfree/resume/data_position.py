@@ -358,8 +358,9 @@ def restore_data_position(
     set_random_state(own["random"], trainer.strategy.root_device)
     if not set_order(own["epoch_start"]["now"], loaders):
         texts.append(_OTHER_LOADERS)
-    batches = moment.batches if at_batch else 0
-    unknown = [unknown_parts(loader, batches, moment.epoch) for loader in loaders]
+    # an epoch of which only the end is left is over for the loaders
+    batches, epoch = (moment.batches, moment.epoch) if at_batch else (0, moment.epoch + 1)
+    unknown = [unknown_parts(loader, batches, epoch) for loader in loaders]
     return texts, [*chain.from_iterable(unknown)]
 
 

@@ -82,7 +82,7 @@ def parts_of(loader: object) -> list[Any]:
 
 
 def private_generators(loader: object) -> list[str]:
-    """Return the class names of a loader's parts that have a generator of Python or numpy.
+    """Return the class names of a loader and its parts that have a generator of Python or numpy.
 
     Checkpoints do not contain these generators. The result omits parts with `set_epoch`, which
     derive their order from the epoch, and data sets that only worker processes read.
@@ -90,7 +90,7 @@ def private_generators(loader: object) -> list[str]:
     in_workers = [getattr(loader, "dataset", None)] if getattr(loader, "num_workers", 0) else []
     names = [
         type(part).__name__
-        for part in parts_of(loader)
+        for part in [loader, *parts_of(loader)]
         if not (hasattr(part, "set_epoch") or any(part is one for one in in_workers))
         and any(map(_is_private, getattr(part, "__dict__", {}).values()))
     ]
@@ -138,7 +138,7 @@ def _kinds(keepers: Iterable[object]) -> list[bool]:
 
 def _keepers(loader: object) -> list[Any]:
     """Return a loader's parts with an epoch, then its generators, without duplicates."""
-    parts = parts_of(loader)
+    parts = [*([loader] if replays(loader) else []), *parts_of(loader)]
     epochs = [
         part
         for part in parts

@@ -130,9 +130,13 @@ def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_h
         count_step(trainer)
 
 
-# hooks of which a resumed fit does not run the rest: it goes on with what comes after them
-_NOT_REPEATED = {"on_train_batch_end": "batch", "on_validation_end": "validation"}
-_NOT_REPEATED |= {"on_train_epoch_end": "epoch"}
+# Hooks after which a resumed fit continues, without running the rest of them: what they end, and
+# where a module can put code that training depends on.
+_NOT_REPEATED = {
+    "on_train_batch_end": ("batch", "`training_step` or `optimizer_step`"),
+    "on_validation_end": ("validation", "`on_validation_epoch_end`"),
+    "on_train_epoch_end": ("epoch", "`on_train_epoch_start`"),
+}
 
 
 def skipped_hooks(trainer: pl.Trainer) -> list[str]:
@@ -144,7 +148,8 @@ def skipped_hooks(trainer: pl.Trainer) -> list[str]:
     hook, saver = _running_hook(trainer)
     if hook not in _NOT_REPEATED:
         return []
-    when = f"does not run for the last {_NOT_REPEATED[hook]} before the save"
+    last, instead = _NOT_REPEATED[hook]
+    when = f"does not run for the last {last} before the save"
     texts = [
         f"`{type(callback).__name__}.{hook}` {when}, because the callback that saves comes before"
         " it. Derive that one from `Checkpoint`: Lightning runs such callbacks last"
@@ -154,8 +159,7 @@ def skipped_hooks(trainer: pl.Trainer) -> list[str]:
     if _module_is_after(saver, hook) and is_overridden(hook, module, pl.LightningModule):
         texts.append(
             f"`{type(module).__name__}.{hook}` {when}: a callback saved in its own `{hook}`, which"
-            " runs before the module's. Put code that training depends on into `training_step` or"
-            " `optimizer_step`"
+            f" runs before the module's. Put code that training depends on into {instead}"
         )
     return texts
 
@@ -164,20 +168,19 @@ def _running_hook(trainer: pl.Trainer) -> tuple[str, Any]:
     """Return the name of the hook that is running, and the callback or module that runs it.
 
     Both are found in the stack, because Lightning does not record which callback is running. If
-    neither is found, the name is "", or in `on_train_batch_end` the callback is None.
+    they are not found there, the name is "", or in `on_train_batch_end` the callback is None.
     """
     found: tuple[str, Any] = ("", None)
     frame = inspect.currentframe()
     owners = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
     while frame is not None:  # the outermost one, in case a hook calls another one
-        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
-        if name.startswith("on_") and any(owner is one for one in owners):
-            found = name, owner
+        name = frame.f_code.co_name
+        if name.startswith("on_") and any(frame.f_locals.get("self") is one for one in owners):
+            found = name, frame.f_locals["self"]
         frame = frame.f_back
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    if found[1] is None and batch.started == batch.processed == batch.completed + 1:
-        return "on_train_batch_end", None
-    return found
+    in_batch_end = batch.started == batch.processed == batch.completed + 1
+    return ("on_train_batch_end", None) if in_batch_end and found[0] not in _NOT_REPEATED else found
 
 
 def _callbacks_after(trainer: pl.Trainer, saver: Any, hook: str) -> list[Any]:

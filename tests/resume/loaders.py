@@ -99,6 +99,26 @@ class Noise(Dataset[Any]):
         return x + torch.randn(3, generator=self.numbers), y
 
 
+class ByEpoch:
+    """A loader without a state whose epoch somebody has to set, and with random numbers."""
+
+    def __init__(self, rows: Any, batch: int) -> None:
+        self.rows, self.batch, self.epoch = rows, batch, 0
+        self.numbers = torch.Generator().manual_seed(4)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.batch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.epoch))
+        for some in order.view(-1, self.batch):
+            x, y = self.rows[some]
+            yield x + torch.randn(3, generator=self.numbers), y
+
+
 class SetsEpoch(pl.Callback):
     """Sets epochs, as users do where Lightning does not: twice the epoch, to be hard to guess."""
 

@@ -9,7 +9,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+)
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -24,6 +29,7 @@ from lightning_commfree import DistributedLion, DistributedLionStrategy, Streami
 from lightning_commfree.resume.loader_parts import unknown_parts
 from tests.resume.loaders import (
     Batches,
+    ByEpoch,
     Counting,
     Harder,
     Noise,
@@ -142,7 +148,8 @@ def of_batches(batches: Any) -> Any:
 
 
 def with_set_epoch(data: Any) -> Any:
-    return DataLoader(data, BATCH), SetsEpoch(data)
+    made = data if isinstance(data, ByEpoch) else DataLoader(data, BATCH)
+    return made, SetsEpoch(data)
 
 
 OWN = {"use_distributed_sampler": False}
@@ -165,8 +172,10 @@ LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "epoch of the batches": (lambda: of_batches(Batches(ROWS, BATCH)), OWN),
     "epochs that are counted": (lambda: of_batches(Counting(ROWS, BATCH)), OWN),
     "epoch of the data": (lambda: with_set_epoch(Harder(dataset(ROWS))), OWN),
+    "epoch of the loader": (lambda: with_set_epoch(ByEpoch(dataset(ROWS), BATCH)), OWN),
     "workers": (lambda: augmented(shuffle=True), OWN),
 }
+FOR_LION = ("stateful", "two", "epoch of the batches")  # the strategies share their restore
 AFTER = (1, BATCHES + 2)
 
 
@@ -217,12 +226,13 @@ def wrong(found: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("optimizer", ["AdamW", "lion"])
 def test_every_kind_of_loader_goes_on_where_it_was(optimizer: str, tmp_path: Path) -> None:
     """At the end of an epoch a stateful loader is at its end, and would train no batch."""
+    some = LOADERS if optimizer != "lion" else {name: LOADERS[name] for name in FOR_LION}
 
     def play(rank: int, size: int) -> Any:
-        return resumes(rank, size, tmp_path / "saves", LOADERS, optimizer=optimizer)
+        return resumes(rank, size, tmp_path / "saves", some, optimizer=optimizer)
 
     (found,) = run_ranks(play, 1, tmp_path)
-    assert len(found) == 4 * len(LOADERS)
+    assert len(found) == 4 * len(some)
     assert not wrong(found)
     assert not [said for _, said in found.values() if not said.startswith("Restored on all ranks")]
 
@@ -274,7 +284,7 @@ def test_another_accumulation_is_kept_and_named(tmp_path: Path) -> None:
     assert "not resumed exactly: `accumulate_grad_batches` was 2 and is 4" in said
 
 
-@pytest.mark.parametrize("optimizer", ["NAdam", "ASGD", "AdamW", "lion"])
+@pytest.mark.parametrize("optimizer", ["NAdam", "ASGD"])
 def test_optimizer_states_are_not_rounded_to_bf16(optimizer: str, tmp_path: Path) -> None:
     """NAdam's `mu_product` and ASGD's `eta` have 32 bits, whatever the parameters have."""
     cases = {optimizer: (lambda: plain(shuffle=True), {"precision": "bf16-true"})}
@@ -303,6 +313,31 @@ def test_a_hook_that_runs_after_the_save_is_named(saver_is_last: bool, tmp_path:
     lost = "not resumed exactly: `Average.on_train_batch_end` does not run for the last batch"
     assert (lost in said) == (not saver_is_last)
     assert "callback `Average`" in said
+
+
+class SavesLast(Saves, Checkpoint):
+    """Lightning runs it after all others."""
+
+
+@pytest.mark.parametrize("saver", [Saves, SavesLast])
+def test_an_epochs_end_that_comes_after_the_save_is_named(
+    saver: type[Saves], tmp_path: Path
+) -> None:
+    """Lightning calls `EarlyStopping` after the module, wherever it stands among the callbacks."""
+
+    def end(path: Path | None) -> str:
+        stops = EarlyStopping("loss", strict=False, check_on_train_epoch_end=True)
+        callbacks = [stops, saver(tmp_path / "saves")]
+        on = {"callbacks": callbacks, "enable_checkpointing": True}
+        return fit(plain(), None, ckpt_path=path, **on)[2]
+
+    def play(rank: int, size: int) -> str:
+        end(None)
+        return end(tmp_path / "saves" / f"end{BATCHES}.ckpt")
+
+    (said,) = run_ranks(play, 1, tmp_path)
+    lost = "`EarlyStopping.on_train_epoch_end` does not run for the last epoch before the save"
+    assert (lost in said) == (saver is Saves)
 
 
 def test_random_numbers_of_persistent_workers_are_named_after_an_epoch(tmp_path: Path) -> None:
@@ -363,6 +398,7 @@ def test_parts_of_unknown_authors_are_named() -> None:
     assert of(num_workers=1, persistent_workers=True) == [
         "random numbers and other state of persistent workers"
     ]
+    assert of(num_workers=1, in_order=False) == ["the order of a loader with `in_order=False`"]
     assert of(batch_size=ROWS) == [
         "the order of `DataLoader`, which started again within the epoch"
     ]

@@ -6,7 +6,7 @@ target network in BYOL or DQN) is not trained: the module's own code updates it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,26 +24,3 @@ def trained_parameters(
     held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
     in_optimizer = {name: p for name, p in named.items() if p in held} or named
     return {name: p for name, p in in_optimizer.items() if p.requires_grad}
-
-
-class Freezing:
-    """Records which parameters hooks freeze or unfreeze during a fit, for a resume.
-
-    Create it when the fit begins.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._at_begin = self._flags()
-
-    def changed(self) -> dict[str, bool]:
-        """Return `requires_grad` of the parameters for which it has changed since the fit began."""
-        return {n: now for n, now in self._flags().items() if now != self._at_begin.get(n, now)}
-
-    def restore(self, changed: Mapping[str, bool]) -> None:
-        """Repeat the changes that `changed` returned in an earlier fit."""
-        for name, parameter in self._module.named_parameters():
-            parameter.requires_grad_(changed.get(name, parameter.requires_grad))
-
-    def _flags(self) -> dict[str, bool]:
-        return {name: p.requires_grad for name, p in self._module.named_parameters()}

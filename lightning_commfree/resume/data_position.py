@@ -7,7 +7,8 @@ epoch's first batch.
 A shuffling loader draws from the global random number generator or from its own
 (`DataLoader(generator=...)`). Without worker processes, it draws when its first batch is read. With
 workers, it draws when its iterator is created, which also seeds the workers. `EpochStart` records
-the RNG state at both points, and a resumed fit restores it at both points.
+the RNG state at both points, and a resumed fit restores it at both points. It treats an epoch that
+was set on a sampler or a data set in the same way (`loader_parts`).
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import math
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, cast
 
 import torch
 from lightning_utilities.core.imports import module_available
 from torch import Tensor
-from torch.utils.data import Sampler
 
 from lightning_commfree.host import CombinedLoader, pl
 from lightning_commfree.lightning_internals import (
@@ -34,10 +34,19 @@ from lightning_commfree.lightning_internals import (
     set_last_reload,
     take_loader_states,
 )
+from lightning_commfree.resume.loader_parts import (
+    OrderState,
+    length_of,
+    order_state,
+    private_generators,
+    replays,
+    set_order,
+    unknown_parts,
+)
 from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks, start_in_epoch
 from lightning_commfree.resume.rank_files import plain_or_none
 
-# "random": the host's RNG state; "generators": the states of the loaders' own generators
+# "random": the host's RNG state; "order": the `order_state` of every loader
 GeneratorStates = dict[str, Any]
 
 
@@ -77,51 +86,14 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["device"].cpu(), device)
 
 
-def loader_generators(loaders: Iterable[object]) -> list[torch.Generator]:
-    """Return the loaders' own random number generators, without duplicates."""
-    # generators of samplers are not included: a sampler may have other state, too
-    given = (getattr(loader, "generator", None) for loader in loaders)
-    return list(dict.fromkeys(one for one in given if isinstance(one, torch.Generator)))
-
-
-def samplers_with_generators(loader: object) -> list[str]:
-    """Return the class names of a loader's samplers that have their own random number generator.
-
-    Checkpoints do not contain these generators. The result omits samplers that share the loader's
-    generator, which is saved, and samplers with `set_epoch`, which derive their order from the
-    epoch.
-    """
-    given = getattr(loader, "generator", None)
-    found: list[str] = []
-    samplers: list[Any] = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    for sampler in samplers:  # the list grows: wrapped samplers are appended
-        own = getattr(sampler, "__dict__", {})
-        # Lightning's distributed sampler keeps the user's sampler in its `dataset`
-        inside = getattr(own.get("dataset"), "__dict__", {})
-        for value in (*own.values(), *inside.values()):
-            if isinstance(value, Sampler) and not any(value is one for one in samplers):
-                samplers.append(value)
-        private = [value for value in own.values() if _is_generator(value) and value is not given]
-        if private and not hasattr(sampler, "set_epoch"):
-            found.append(type(sampler).__name__)
-    return list(dict.fromkeys(found))
-
-
-def _is_generator(value: object) -> bool:
-    kind = type(value)
-    return isinstance(value, torch.Generator | random.Random) or (
-        kind.__module__.startswith("numpy.random") and hasattr(value, "shuffle")
-    )
-
-
-def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
-    """Restore the global RNG state (on the CPU) and the states of the loaders' own generators.
+def set_generator_states(state: GeneratorStates | None, loaders: Sequence[object]) -> None:
+    """Restore the global RNG state (on the CPU), and the loaders' own generators and epochs.
 
     If `state` is None, nothing is restored.
     """
     if state is not None:
         set_random_state(state["random"], torch.device("cpu"))
-        set_generators(state["generators"], loaders)
+        set_order(state["order"], loaders)
 
 
 def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
@@ -134,17 +106,6 @@ def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
             sampler: Any = getattr(owner, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-
-
-def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
-    """Restore the states of the loaders' own generators.
-
-    If the loaders now have more or fewer generators than `states`, nothing is restored.
-    """
-    generators = loader_generators(loaders)
-    if len(generators) == len(states):  # otherwise, the loaders have changed since the save
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 class EpochStart:
@@ -172,15 +133,17 @@ class EpochStart:
         self.batch: GeneratorStates | None = None
         # the states when a training loader was last prepared
         self._host: dict[str, Any] | None = None
-        self._prepared: dict[torch.Generator, Tensor] = {}
+        self._prepared: list[tuple[Any, OrderState]] = []
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         prepare, begin = strategy.process_dataloader, loop.on_run_start
 
         def record_and_prepare(loader: object) -> object:
-            if trainer.training:  # not for a validation loader
-                self._host = random_state(torch.device("cpu"))
-                self._prepared |= {own: own.get_state() for own in loader_generators([loader])}
-            return prepare(loader)
+            if not trainer.training:  # a validation loader
+                return prepare(loader)
+            self._host, order = random_state(torch.device("cpu")), order_state(loader)
+            prepared = prepare(loader)
+            self._prepared.append((prepared, order))
+            return prepared
 
         def record_and_begin(fetcher: Any) -> None:
             before, made = self._now(), fetcher.iterator
@@ -196,18 +159,19 @@ class EpochStart:
                 return
             self.iterator = before if is_new else self._when_prepared()
             self.batch = self._now()
+            self._prepared = []  # loaders may have been replaced
 
         patches.put(strategy, "process_dataloader", record_and_prepare)
         patches.put(loop, "on_run_start", record_and_begin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the RNG states recorded for this epoch, and the generators' current states.
+        """Return the RNG states recorded for this epoch, and the loaders' current states.
 
         "iterator" and "batch" contain the recorded states, or None if they have not been recorded
-        yet. "now" contains the current states of the loaders' own generators.
+        yet. "now" contains the current states of the loaders' own generators, and their epochs.
         """
         iterator = self._when_prepared() if self.iterator is None else self.iterator
-        return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
+        return {"iterator": iterator, "batch": self.batch, "now": self._now()["order"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
         """Restore the recorded states.
@@ -218,17 +182,18 @@ class EpochStart:
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
     def _now(self) -> GeneratorStates:
-        own = loader_generators(training_loaders(self._trainer))
-        states = [generator.get_state() for generator in own]
-        return {"random": random_state(torch.device("cpu")), "generators": states}
+        order = [*map(order_state, training_loaders(self._trainer))]
+        return {"random": random_state(torch.device("cpu")), "order": order}
 
     def _when_prepared(self) -> GeneratorStates | None:
-        """Return the RNG state recorded when the loaders were prepared; None if they were not."""
+        """Return the state recorded when the loaders were prepared; None if they were not."""
         if self._host is None:
             return None
-        generators = loader_generators(training_loaders(self._trainer))
-        states = [self._prepared.get(own, own.get_state()) for own in generators]
-        return {"random": self._host, "generators": states}
+        order = [
+            next((order for one, order in self._prepared if one is loader), order_state(loader))
+            for loader in training_loaders(self._trainer)
+        ]
+        return {"random": self._host, "order": order}
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
@@ -286,7 +251,7 @@ def not_saved(
             f"the epoch's values of {', '.join(map(repr, names))} {EPOCH_METRICS}, because"
             " Lightning does not save metrics"
         )
-    return texts + _skipped_schedulers(trainer)
+    return texts + skipped_hooks(trainer) + _skipped_schedulers(trainer)
 
 
 def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
@@ -330,15 +295,22 @@ def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
 
 
 _OTHER_ORDER = (
-    "the training data may be in a different order: `{}` has its own random number generator, which"
-    " is not saved. Pass the same generator to the loader (`DataLoader(generator=...)`), or use a"
-    " loader with a `state_dict`"
+    "the training data may be different, or in a different order: `{}` has its own random number"
+    " generator, which is not saved. Use a `torch.Generator`, or a loader with a `state_dict`"
+)
+_UNKNOWN_POSITION = (
+    "training data with neither a length nor a `state_dict` starts with its first batch. Implement"
+    " `state_dict` and `load_state_dict` in the loader"
+)
+_OTHER_LOADERS = (
+    "the training loaders have other samplers, generators or epochs than at the save, so their"
+    " data may be in a different order"
 )
 
 
 def restore_data_position(
     trainer: pl.Trainer, epoch_start: EpochStart, own: Mapping[str, Any]
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Restore the loops, the loaders and the RNG state, right before training starts.
 
     1. If the checkpoint was saved in the middle of an epoch: regenerate the epoch's order from the
@@ -347,7 +319,7 @@ def restore_data_position(
     2. If it was saved at the end of an epoch, or after its last batch: restore the RNG state.
        Lightning then creates the next epoch's iterator, which uses it.
 
-    Loaders with a `state_dict` restore their own position.
+    Loaders with a `state_dict` restore their own position, unless `replays` says otherwise.
 
     Args:
         trainer: the Trainer that resumes the fit.
@@ -355,7 +327,8 @@ def restore_data_position(
         own: this rank's own state, with the entries from `data_state`.
 
     Returns:
-        Messages about state that could not be restored.
+        Messages about state that could not be restored, and descriptions of loaders, samplers and
+        data sets whose state may be incomplete.
     """
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
@@ -365,27 +338,56 @@ def restore_data_position(
         latest = moment.epoch if moment.begun or opened else max(moment.epoch - 1, 0)
         set_last_reload(trainer, latest // every * every)
     set_epoch(moment.epoch, loaders)
-    set_random_state(own["random"], trainer.strategy.root_device)
 
+    at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
     # Lightning does not load these itself if it considers the epoch finished
     later = take_loader_states(trainer)
     states = own["loaders"] or later
     if states:
         stateful = [loader for loader in loaders if hasattr(loader, "load_state_dict")]
         for loader, state in zip(stateful, states, strict=True):
-            loader.load_state_dict(state)
+            if not replays(loader):
+                _load_loader(loader, state, at_end=not at_batch)
 
-    texts = skipped_hooks(trainer, moment)
-    for loader in loaders:
-        if not hasattr(loader, "load_state_dict"):
-            texts += map(_OTHER_ORDER.format, samplers_with_generators(loader))
-    at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
+    texts: list[str] = []
+    for loader in filter(replays, loaders):
+        texts += map(_OTHER_ORDER.format, private_generators(loader))
     if at_batch and MID_EPOCH.works(trainer):
         epoch_start.load_state_dict(own["epoch_start"], begun=moment.begun)
         texts += _restore_iterator(trainer, moment, bool(states), own["ahead"] or [], epoch_start)
-        set_random_state(own["random"], trainer.strategy.root_device)
-    set_generators(own["epoch_start"]["now"], loaders)
-    return texts
+    set_random_state(own["random"], trainer.strategy.root_device)
+    if not set_order(own["epoch_start"]["now"], loaders):
+        texts.append(_OTHER_LOADERS)
+    # an epoch of which only the end is left is over for the loaders
+    batches, epoch = (moment.batches, moment.epoch) if at_batch else (0, moment.epoch + 1)
+    unknown = [unknown_parts(loader, batches, epoch) for loader in loaders]
+    return texts, [*chain.from_iterable(unknown)]
+
+
+def _load_loader(loader: Any, state: Any, at_end: bool) -> None:
+    """Load a loader's state; `at_end`: the state of an epoch's end."""
+    loader.load_state_dict(state)
+    # Some loaders go on where their state was saved, and yield nothing before they begin the next
+    # epoch. Others begin it at once: give them back the batch that finding out has cost.
+    if at_end and next(iter(loader), None) is not None:
+        loader.load_state_dict(state)
+
+
+class _Placed:
+    """Wrapper of a loader that is at its position already: yields placeholders for `count` batches.
+
+    Then, and if it starts again within the epoch, it yields the loader's batches.
+    """
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader, self._count = loader, count
+
+    def __iter__(self) -> Iterator[Any]:
+        count, self._count = self._count, 0
+        return chain(repeat(None, count), iter(self._loader))
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 def _restore_iterator(
@@ -396,30 +398,32 @@ def _restore_iterator(
     Return messages about loaders whose position cannot be restored.
     """
     fetcher, loaders = data_fetcher(trainer), training_loaders(trainer)
-    if any(hasattr(loader, "load_state_dict") for loader in loaders):
-        if ahead:
-            fetcher.iterator = iter(fetcher.combined_loader)  # `iter(fetcher)` would read ahead
-            fetcher.reset()
-            fetcher.batches = [*ahead]
-        elif loaded:
-            iter(fetcher)
-        return []
-    if fetcher.length is None:
-        unknown = (
-            "the training data has neither a length nor a `state_dict`, so the fit starts with its"
-            " first batch. Implement `state_dict` and `load_state_dict` in the loader"
-        )
-        return [unknown] if moment.batches else []
+    over = fetcher.length is None  # then a loader without a length and a state starts over
+    lost = [over and replays(one) and math.isinf(length_of(one)) for one in loaders]
+    again = [replays(one) and not is_lost for one, is_lost in zip(loaders, lost, strict=True)]
+    texts = [_UNKNOWN_POSITION] if any(lost) and moment.batches else []
+    if not (loaded or any(again)):
+        return texts
 
-    for loader in loaders:
-        if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
-            loader._iterator = None  # its persistent workers were seeded before this restore
+    for loader in (one for one, is_read in zip(loaders, again, strict=True) if is_read):
+        # its persistent workers were seeded before this restore, or Lightning has loaded its state
+        stale = moment.epoch == 0 or hasattr(loader, "load_state_dict")
+        if stale and getattr(loader, "_iterator", None) is not None:
+            loader._iterator = None
+    combined, count = fetcher.combined_loader, moment.batches + len(ahead)
     set_generator_states(epoch_start.iterator, loaders)
-    iter(fetcher)
+    combined.flattened = [
+        one if is_read else _Placed(one, count) for one, is_read in zip(loaders, again, strict=True)
+    ]
+    fetcher.iterator = iter(combined)  # `iter(fetcher)` would read ahead
+    combined.flattened = loaders
+    fetcher.reset()
     set_generator_states(epoch_start.batch, loaders)
-    for _ in range(moment.batches):
+    for _ in range(count):
         next(fetcher.iterator)  # not `next(fetcher)`: Lightning has already restored its counters
-    return []
+    if fetcher.length is None and hasattr(fetcher, "batches"):
+        fetcher.batches = [*ahead] or [next(fetcher.iterator)]
+    return texts
 
 
 # -- joining a fit that other replicas have already started

@@ -14,8 +14,8 @@ A rank's own state has these entries (`ExactResume._state`):
     "algorithm"                            the algorithm's state: local weights, in-flight fragments
     "optimizers", "precision", "tensors"   only if each replica has its own weights
     "inside"                               the layout's state (`Inside.state_dict`)
-    "freezing"                             `requires_grad` of parameters that hooks have changed
     "gradients", "schedulers"              partially accumulated gradients; schedulers
+    "changes", "dtypes"                    settings that hooks have changed; parameters' dtypes
     "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
     "shared"                               only on ranks whose shards differ from rank 0's
     "lost"                                 messages about state that could not be saved
@@ -55,7 +55,7 @@ from lightning_commfree.lightning_internals import (
 )
 from lightning_commfree.model.replication import differ_from_first
 from lightning_commfree.model.shards import is_shard, local_tensor
-from lightning_commfree.model.trained import Freezing
+from lightning_commfree.resume.changes import FitChanges
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.copies import drop_copy, find_checkpoint, send
 from lightning_commfree.resume.data_position import (
@@ -68,7 +68,7 @@ from lightning_commfree.resume.data_position import (
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
 from lightning_commfree.resume.hook_changes import HookChanges
-from lightning_commfree.resume.loops import restore_loops
+from lightning_commfree.resume.loops import restore_loops, unknown_callbacks
 from lightning_commfree.resume.rank_files import (
     Owner,
     RankFiles,
@@ -80,6 +80,10 @@ from lightning_commfree.resume.rank_files import (
 
 KEY = "lightning_commfree"  # key of the additional entry in a checkpoint
 TAG = "save"  # ledger tag
+RESTORED = (
+    "weights, optimizers, schedulers, the strategy's state, random numbers and the position in the"
+    " data"
+)
 _ENTRY = {"ranks", "token", "folder", "algorithm", "fingerprint", "shared", "own"}
 
 State = dict[str, Any]
@@ -150,7 +154,7 @@ class _Fit:
     algorithm: Resumable
     inside: Any  # a `strategies.contracts.Inside`
     tensors: OwnTensors
-    freezing: Freezing
+    changes: FitChanges
 
 
 class Save:
@@ -338,6 +342,15 @@ class ExactResume:
         """Return whether an `on_load_checkpoint` hook has changed an entry of the checkpoint."""
         return self._changes is not None and entry in self._changes
 
+    @staticmethod
+    def saved_dtypes(checkpoint: Mapping[str, Any]) -> list[str]:
+        """Return the dtypes that the parameters had when a checkpoint was saved, as strings.
+
+        The weights in it may have other dtypes: `WeightAveraging` replaces them by its averages.
+        """
+        found: list[str] = checkpoint.get(KEY, {}).get("own", {}).get("dtypes", [])
+        return found
+
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
         """Prepare to save and restore a fit's state; collective.
 
@@ -346,8 +359,7 @@ class ExactResume:
         `before_optimizers` and `restore_position` restore them instead.
         """
         tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
-        freezing = Freezing(trainer.lightning_module)
-        self._fit = _Fit(trainer, algorithm, inside, tensors, freezing)
+        self._fit = _Fit(trainer, algorithm, inside, tensors, FitChanges(trainer))
         self.before_optimizers()
 
     def before_optimizers(self) -> None:
@@ -375,19 +387,35 @@ class ExactResume:
         if "random" not in own:
             restore_loops(fit.trainer)
             return "algorithm" in own
-        lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
-        lost += self._strategy.not_restored()
+        # before the loops, which count steps by it
+        lost = [*own["lost"], *fit.changes.load_state_dict(own["changes"])]
+        not_restored, unknown = restore_data_position(fit.trainer, self._epoch_start, own)
+        lost += not_restored + self._strategy.not_restored()
         hide_resume_warning(fit.trainer, self._strategy.patches)
         for name, gradient in own.get("gradients", {}).items():
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
-        if lost:
-            rank_zero_warn(f"Training was not resumed exactly: {'; '.join(lost)}.")
-        if self._complete and not any(self._ranks.all_flags(bool(lost))):
-            rank_zero_info(
-                "Training was resumed exactly: all ranks continue as if the fit had not stopped."
-            )
+        self._report(lost, unknown + unknown_callbacks(fit.trainer))
         return "algorithm" in own
+
+    def _report(self, lost: list[str], unknown: list[str]) -> None:
+        """Tell the user what the resume has restored; collective.
+
+        Args:
+            lost: messages about state that this rank could not restore.
+            unknown: descriptions of objects whose state may be incomplete.
+        """
+        flags = self._ranks.all_flags(bool(lost)) if self._complete else []
+        if any(flags) and not lost:
+            lost = [f"rank {flags.index(True)} could not restore all of its state"]
+        names = ", ".join(dict.fromkeys(unknown))
+        unverified = f" Not verified, because only you know its state: {names}." if names else ""
+        if lost:
+            rank_zero_warn(f"Training was not resumed exactly: {'; '.join(lost)}.{unverified}")
+        elif self._complete and unverified:
+            rank_zero_info(f"Restored on all ranks: {RESTORED}.{unverified}")
+        elif self._complete:
+            rank_zero_info(f"Resumed exactly: {RESTORED} are restored on all ranks.")
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
         """Restore as much of this rank's own state as possible before Lightning's own restore.
@@ -464,7 +492,6 @@ class ExactResume:
             fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
         if "inside" in own:
             fit.inside.load_state_dict(own["inside"])
-        fit.freezing.restore(own.get("freezing", {}))
 
     @property
     def _precision_entry(self) -> str:
@@ -524,9 +551,10 @@ class ExactResume:
         own: State = {
             "algorithm": algorithm_own,
             "inside": fit.inside.state_dict(),
-            "freezing": fit.freezing.changed(),
             "gradients": half_accumulated(trainer),
             "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
+            "changes": fit.changes.state_dict(),
+            "dtypes": sorted({str(p.dtype) for p in trainer.lightning_module.parameters()}),
             **data_state(trainer, checkpoint, self._epoch_start),
         }
         own["lost"] = not_saved(trainer, checkpoint, own)

@@ -19,9 +19,10 @@ within an epoch                      epoch as finished
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
-from lightning_commfree.host import is_overridden, pl
+from lightning_commfree.host import callbacks, is_overridden, pl
 from lightning_commfree.lightning_internals import (
     MID_EPOCH,
     accumulates,
@@ -31,6 +32,7 @@ from lightning_commfree.lightning_internals import (
     set_step,
     validate_first,
 )
+from lightning_commfree.resume.loader_parts import is_known, name_of
 
 
 class Moment(NamedTuple):
@@ -128,13 +130,95 @@ def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_h
         count_step(trainer)
 
 
-def skipped_hooks(trainer: pl.Trainer, moment: Moment) -> list[str]:
-    """Return messages about hooks that ran after the save but will not run after a resume."""
-    texts, module = [], trainer.lightning_module
-    if moment.in_hook and is_overridden("on_train_batch_end", module, pl.LightningModule):
+# Hooks after which a resumed fit continues, without running the rest of them: what they end, and
+# where a module can put code that training depends on.
+_NOT_REPEATED = {
+    "on_train_batch_end": ("batch", "`training_step` or `optimizer_step`"),
+    "on_validation_end": ("validation", "`on_validation_epoch_end`"),
+    "on_train_epoch_end": ("epoch", "`on_train_epoch_start`"),
+}
+
+
+def skipped_hooks(trainer: pl.Trainer) -> list[str]:
+    """Return messages about hooks that would not run after a resume from a save made now.
+
+    Lightning runs a hook of all callbacks in their order, then of the module. If a callback saves
+    in the hook, those after it have not run it yet, and a resumed fit continues after the hook.
+    """
+    hook, saver = _running_hook(trainer)
+    if hook not in _NOT_REPEATED:
+        return []
+    last, instead = _NOT_REPEATED[hook]
+    when = f"does not run for the last {last} before the save"
+    texts = [
+        f"`{type(callback).__name__}.{hook}` {when}, because the callback that saves comes before"
+        " it. Derive that one from `Checkpoint`: Lightning runs such callbacks last"
+        for callback in _callbacks_after(trainer, saver, hook)
+    ]
+    module = trainer.lightning_module
+    if _module_is_after(saver, hook) and is_overridden(hook, module, pl.LightningModule):
         texts.append(
-            f"`{type(module).__name__}.on_train_batch_end` does not run for the last batch before"
-            " the save: a callback saved in its own `on_train_batch_end`, which runs before the"
-            " module's. Put code that training depends on into `training_step` or `optimizer_step`"
+            f"`{type(module).__name__}.{hook}` {when}: a callback saved in its own `{hook}`, which"
+            f" runs before the module's. Put code that training depends on into {instead}"
         )
     return texts
+
+
+def _running_hook(trainer: pl.Trainer) -> tuple[str, Any]:
+    """Return the name of the hook that is running, and the callback or module that runs it.
+
+    Both are found in the stack, because Lightning does not record which callback is running. If
+    they are not found there, the name is "", or in `on_train_batch_end` the callback is None.
+    """
+    found: tuple[str, Any] = ("", None)
+    frame = inspect.currentframe()
+    owners = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+    while frame is not None:  # the outermost one, in case a hook calls another one
+        name = frame.f_code.co_name
+        if name.startswith("on_") and any(frame.f_locals.get("self") is one for one in owners):
+            found = name, frame.f_locals["self"]
+        frame = frame.f_back
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    in_batch_end = batch.started == batch.processed == batch.completed + 1
+    return ("on_train_batch_end", None) if in_batch_end and found[0] not in _NOT_REPEATED else found
+
+
+def _callbacks_after(trainer: pl.Trainer, saver: Any, hook: str) -> list[Any]:
+    """Return the callbacks that run a hook after the callback `saver` and may have state."""
+    every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    if hook == "on_train_epoch_end":
+        every = sorted(every, key=_monitors)
+    if saver is trainer.lightning_module:
+        every = [one for one in every if hook == "on_train_epoch_end" and _monitors(one)]
+    elif saver is not None:
+        place = next(i for i, one in enumerate(every) if one is saver)
+        every = every[place + 1 :]
+    return [one for one in every if is_overridden(hook, one, pl.Callback) and _has_state(one)]
+
+
+def _monitors(callback: Any) -> bool:
+    """Return whether Lightning runs a callback's `on_train_epoch_end` after the module's."""
+    return isinstance(callback, callbacks.EarlyStopping | callbacks.Checkpoint)
+
+
+def _module_is_after(saver: Any, hook: str) -> bool:
+    is_callback = saver is None or isinstance(saver, pl.Callback)
+    return is_callback and not (hook == "on_train_epoch_end" and _monitors(saver))
+
+
+def _has_state(callback: Any) -> bool:
+    """Return whether a callback may have state; progress bars, monitors and clocks have none."""
+    if not is_known(callback) or isinstance(callback, callbacks.LambdaCallback):
+        return True
+    is_idle = isinstance(callback, callbacks.Checkpoint | callbacks.Timer)
+    return is_overridden("state_dict", callback, pl.Callback) and not is_idle
+
+
+def unknown_callbacks(trainer: pl.Trainer) -> list[str]:
+    """Return descriptions of callbacks whose state may be incomplete: those of other packages."""
+    every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [
+        f"callback {name_of(one)}"
+        for one in every
+        if not is_known(one) or isinstance(one, callbacks.LambdaCallback)
+    ]

@@ -44,6 +44,7 @@ from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, verified_reading
+from lightning_commfree.resume.optimizers import restore_dtypes
 from lightning_commfree.strategies.checks import check_ddp_kwargs
 from lightning_commfree.strategies.clock import Clock
 from lightning_commfree.strategies.contracts import Between, Inside
@@ -471,7 +472,10 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._resume.before_optimizers()
-        super().load_optimizer_state_dict(self.inside.with_optimizer_shards(checkpoint))
+        shards = self.inside.with_optimizer_shards(checkpoint)
+        super().load_optimizer_state_dict(shards)
+        dtypes = self._resume.saved_dtypes(checkpoint)
+        restore_dtypes(self.optimizers, shards["optimizer_states"], dtypes)
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:

@@ -1,7 +1,8 @@
 """Resumes of random configurations: each is exact to the bit, or says that it is not.
 
 A seed draws strategy, layout, wire, precision, loader, callbacks and more. Its fit saves in the
-middle and continues; another fit resumes from the save. Everything at their ends is compared. As a
+middle and continues; another fit resumes from the save. Everything at their ends is compared. Seeds
+from 1000 on draw loaders, callbacks and optimizers whose state is easily lost, besides. As a
 script it runs many seeds and appends one line of JSON per seed to a file, where it continues:
 
     python -m tests.resume.random_resumes --seeds 0-299 --out results.jsonl
@@ -22,6 +23,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -41,13 +44,24 @@ from lightning_commfree import (
 )
 from lightning_commfree.model.shards import local_tensor, map_nested
 from lightning_commfree.resume.data_position import EPOCH_METRICS
+from tests.resume.loaders import Batches, Harder, Noise, SetsEpoch, Stateful
 from tests.strategies import causal_lm
 from tests.strategies.models import Drawn, Tiny, dataset, quiet_trainer
-from tests.strategies.saved import resume_warnings
+from tests.strategies.saved import resume_words
 from tests.world import run_ranks
 
 BATCH, EPOCHS = 2, 2
 LIMIT_S = 150  # a rank that takes longer is killed: a hang
+MORE = 1000  # the first seed that draws from `draw_more`, too
+# what a resume cannot know to be complete, and is
+COMPLETE = {
+    "callback `Ema`",
+    "callback `SetsEpoch`",
+    "data set `Harder`",
+    "data set `Stream`",
+    "loader `Drawn`",
+    "sampler `Batches`",
+}
 
 
 class Case(NamedTuple):
@@ -72,6 +86,13 @@ class Case(NamedTuple):
     layer: str  # "dropout", "batch norm" or "plain"
     validate_every: int  # batches; 0: at the end of an epoch
     epoch_metric: bool  # log a mean over the epoch
+    saves_first: bool = False  # before the other callbacks
+    schedule: int = 1  # `accumulate_grad_batches` from the second epoch on
+
+    @property
+    def own_shares(self) -> bool:
+        """Whether the loader takes a rank's share itself."""
+        return self.loader in ("epochs of batches", "two")
 
     @property
     def is_lm(self) -> bool:
@@ -141,7 +162,24 @@ def draw(seed: int) -> Case:
     )
     if strategy == "diloco":  # last, so that the rest of a seed stays as it was
         settings["wire_dtype"] = pick([settings["wire_dtype"], "int2", "topk"])
-    return case
+    return case if seed < MORE else draw_more(case, chance)
+
+
+def draw_more(case: Case, chance: random.Random) -> Case:
+    """Replace parts of a case with loaders, callbacks and optimizers whose state is easily lost."""
+    pick = chance.choice
+    loaders = ["stateful", "epochs of batches", "epochs of data"]
+    loaders += [] if case.is_lm else ["two", "persistent", "noise"]
+    optimizer = pick([case.optimizer, "nadam", "nadam"])
+    precision = pick([case.precision, "bf16-true"]) if optimizer == "nadam" else case.precision
+    case = case._replace(
+        loader=pick([case.loader, *loaders]),
+        optimizer=optimizer,
+        precision=precision,
+        saves_first=pick([True, False, False]),
+        schedule=pick([1, 2, 3]),
+    )
+    return case if case.schedule == 1 else case._replace(accumulate=1)
 
 
 # -- a fit
@@ -170,6 +208,8 @@ class Configured(pl.LightningModule):
         torch.manual_seed(100 + replica)
 
     def training_step(self, batch: Any, i: int) -> Tensor:
+        if self.case.loader == "two":
+            batch = [sum(columns) for columns in zip(*batch, strict=True)]
         loss: Tensor = super().training_step(batch, i)
         if self.case.epoch_metric:
             self.log("epoch_loss", loss.detach(), on_step=False, on_epoch=True, batch_size=BATCH)
@@ -179,6 +219,7 @@ class Configured(pl.LightningModule):
         kinds = {
             "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3),
             "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9),
+            "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=1e-3),
         }
         if self.case.strategy == "lion":
             kinds = dict.fromkeys(kinds, lambda p: DistributedLion(p, lr=0.02, weight_decay=0.1))
@@ -221,18 +262,35 @@ def loader(case: Case, rank: int) -> Any:
     share = rank // case.size if case.is_lm else rank
     rows = case.batches * BATCH * shares
     data: Any = causal_lm.words(rows) if case.is_lm else dataset(rows)
+    drawn = Drawn(partial(draw_rows, data), case.batches, seed=share)
     if case.loader == "stream with state":
-
-        def some(numbers: torch.Generator) -> Any:
-            rows = torch.randint(0, len(data), (BATCH,), generator=numbers)
-            return [column[rows] for column in data.tensors]
-
-        return Drawn(some, case.batches, seed=share)
+        return drawn
     if case.loader == "stream":
         data = Stream(data, share, shares)
-    return DataLoader(
-        data, BATCH, shuffle=case.loader == "shuffle", num_workers=case.workers, drop_last=True
+    if case.loader == "epochs of batches":
+        batches = Batches(rows, BATCH, share, shares)
+        return DataLoader(data, batch_sampler=batches, num_workers=case.workers)
+    if case.loader == "epochs of data":
+        data = Harder(data)
+    stays = case.loader == "persistent"
+    if stays or case.loader == "noise":
+        data = Noise(data)
+    shuffled = DataLoader if case.loader != "stateful" else Stateful
+    kwargs: dict[str, Any] = {"persistent_workers": True} if stays else {}
+    made = shuffled(
+        data,
+        BATCH,
+        shuffle=case.loader not in ("plain", "stream"),
+        num_workers=2 if stays else case.workers,
+        drop_last=True,
+        **kwargs,
     )
+    return made if case.loader != "two" else CombinedLoader([drawn, made], "max_size_cycle")
+
+
+def draw_rows(data: Any, numbers: torch.Generator) -> Any:
+    rows = torch.randint(0, len(data), (BATCH,), generator=numbers)
+    return [column[rows] for column in data.tensors]
 
 
 class Saves(pl.Callback):
@@ -244,6 +302,9 @@ class Saves(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.fit_loop.total_batch_idx + 1 == self.after:
             trainer.save_checkpoint(self.path)
+
+
+Saves.__module__ = "lightning_commfree"  # a class that is known to have no state
 
 
 class Ema(pl.Callback):
@@ -287,6 +348,8 @@ def callbacks_of(case: Case, folder: Path) -> list[pl.Callback]:
         found.append(
             callbacks.EarlyStopping("val_loss", patience=1, check_on_train_epoch_end=False)
         )
+    if case.schedule > 1:
+        found.append(callbacks.GradientAccumulationScheduler({0: 1, 1: case.schedule}))
     if "rates" in case.callbacks:
         found.append(callbacks.LearningRateMonitor())
     averaging = getattr(callbacks, "EMAWeightAveraging", None)  # Lightning 2.6 and later
@@ -297,7 +360,10 @@ def callbacks_of(case: Case, folder: Path) -> list[pl.Callback]:
 
 def fit(case: Case, rank: int, folder: Path, name: str, path: Path, resumes: bool) -> Any:
     """Train to the end; return what is there then, by name, and what a resume said of itself."""
-    used = callbacks_of(case, folder / name)
+    used, data = callbacks_of(case, folder / name), loader(case, rank)
+    saver = Saves(path, -1 if resumes else case.save_at)
+    if case.loader in ("epochs of batches", "epochs of data"):
+        used.append(SetsEpoch(data.batch_sampler if case.own_shares else data.dataset))
     precision: dict[str, Any] = {"precision": case.precision}
     if case.precision == "16-mixed":  # by name it would be bf16 on a CPU
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
@@ -307,7 +373,7 @@ def fit(case: Case, rank: int, folder: Path, name: str, path: Path, resumes: boo
         strategy=strategy_of(case),
         devices=case.ranks,
         max_epochs=EPOCHS,
-        callbacks=[*used, Saves(path, -1 if resumes else case.save_at)],
+        callbacks=[saver, *used] if case.saves_first else [*used, saver],
         accumulate_grad_batches=case.accumulate,
         check_val_every_n_epoch=None if case.validate_every else 1,
         val_check_interval=case.validate_every or None,
@@ -316,15 +382,16 @@ def fit(case: Case, rank: int, folder: Path, name: str, path: Path, resumes: boo
         logger=CSVLogger(folder / name) if "rates" in case.callbacks else False,
         log_every_n_steps=1,
         num_sanity_val_steps=0,
+        use_distributed_sampler=not case.own_shares,
         **precision,
         **clip,
     )
     torch.manual_seed(1000 + case.seed + 17 * resumes)  # of another process
     module = LM(case) if case.is_lm else Net(case)
     validation = causal_lm.loader(16, BATCH) if case.is_lm else DataLoader(dataset(16), BATCH)
-    with resume_warnings() as said, warnings.catch_warnings():
+    with resume_words() as said, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, loader(case, rank), validation, ckpt_path=path if resumes else None)
+        trainer.fit(module, data, validation, ckpt_path=path if resumes else None)
     end = {
         "weights": module.state_dict(),
         "optimizers": [one.state_dict() for one in trainer.optimizers],
@@ -402,16 +469,26 @@ def resume(case: Case, rank: int, folder: Path) -> Result:
         signal.alarm(0)
     # Lightning does not restore what was last logged before the save
     saved["metrics"] = {name: saved["metrics"][name] for name in resumed["metrics"]}
-    if said and "; " not in said[0] and EPOCH_METRICS in said[0]:
+    said, named = _split(said)
+    if said and "; " not in said and EPOCH_METRICS in said:
         # it says nothing of anything else
         for end in (saved, resumed):
             end["metrics"].pop("epoch_loss", None)
-        if difference := first_difference(saved, resumed):
+        if (difference := first_difference(saved, resumed)) and named <= COMPLETE:
             return Result("SILENT", difference)
     difference = first_difference(saved, resumed)
-    if said:
-        return Result("said not to be", f"{difference or 'no difference'}; {said[0]}"[:600])
+    if said or not named <= COMPLETE:
+        return Result("said not to be", f"{difference or 'no difference'}; {said}{named}"[:600])
     return Result("SILENT", difference) if difference else Result("exact", "")
+
+
+def _split(said: list[str]) -> tuple[str, set[str]]:
+    """Return what a resume says is not exact, and what it says it could not verify."""
+    (text,) = said
+    text, _, names = text.partition(" Not verified, because only you know its state: ")
+    named = set(names.removesuffix(".").split(", ")) - {""}
+    good = text.startswith("Restored on all ranks" if named else "Resumed exactly")
+    return "" if good else text, named
 
 
 def play(rank: int, size: int, folder: Path, seeds: list[int]) -> list[Result]:

@@ -25,7 +25,7 @@ from tests.world import run_ranks
 
 SAVED, STEPS = 5, 8
 HEAD = "head.weight"
-OPTIMIZER, EXACT = "optimizer_states", "Training was resumed exactly"
+OPTIMIZER, EXACT = "optimizer_states", "Resumed exactly"
 
 Edit = Callable[[dict[str, Any]], object]
 

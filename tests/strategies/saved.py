@@ -37,3 +37,11 @@ def resume_warnings() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
         yield said
+
+
+@contextmanager
+def resume_words() -> Iterator[list[str]]:
+    """Collect all that a resume says, also what it restored, on every rank."""
+    with resume_warnings() as said, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_commfree.resume.exact.rank_zero_info", said.append)
+        yield said

@@ -110,7 +110,7 @@ def fit(name: str, *callbacks: pl.Callback, module: Any = None, **kwargs: Any) -
         strategy=strategy(name),
         devices=SIZE,
         max_steps=STEPS,
-        callbacks=[*callbacks, trace],
+        callbacks=[trace, *callbacks],  # a callback that saves comes last
     )
     data = causal_lm.words(40) if domino else dataset(40)
     error, said = "", []

@@ -1,0 +1,187 @@
+"""The parts of a training loader that determine which data it yields, and in which order.
+
+=========================================  ========================================================
+part                                       what a resume does with it
+=========================================  ========================================================
+a `torch.Generator` of the loader, its     restores its state
+samplers or its data set
+an integer `epoch` of these                restores it, with `set_epoch` if there is one
+a random number generator of Python or     names it as lost (`private_generators`)
+numpy
+other state of classes that are neither    names the class (`unknown_parts`): nobody but its author
+torch's nor Lightning's                    knows whether it is complete
+=========================================  ========================================================
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+# packages whose classes have no state beyond what a resume restores
+_KNOWN = {
+    "builtins",
+    "lightning",
+    "lightning_commfree",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torch",
+    "torchdata",
+}
+_PARTS = ("sampler", "batch_sampler", "dataset")
+
+OrderState = list[Any]  # of one loader: its epochs (int), and the states of its generators (Tensor)
+
+
+def is_known(part: object) -> bool:
+    """Return whether an object's class is one of torch, torchdata, Lightning or this library."""
+    return type(part).__module__.partition(".")[0] in _KNOWN
+
+
+def name_of(part: object) -> str:
+    """Return an object's class name in backticks, for messages."""
+    return f"`{type(part).__name__}`"
+
+
+def replays(loader: object) -> bool:
+    """Return whether a resume reads a loader's batches again instead of loading its state.
+
+    This includes torchdata's `StatefulDataLoader`, unless its data set or a sampler has a state of
+    its own. Its state alone is not enough: it contains neither the order that Lightning's
+    distributed sampler has drawn nor random numbers, and at the end of an epoch it yields nothing.
+    """
+    if not hasattr(loader, "load_state_dict"):
+        return True
+    has_state = any(hasattr(part, "load_state_dict") for part in parts_of(loader))
+    streams = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    return isinstance(loader, DataLoader) and is_known(loader) and not (has_state or streams)
+
+
+def parts_of(loader: object) -> list[Any]:
+    """Return a loader's samplers and data set, and those that they wrap."""
+    parts: list[Any] = [getattr(loader, name, None) for name in _PARTS]
+    for part in parts:  # the list grows: wrapped parts are appended
+        inside = getattr(part, "__dict__", {})
+        wrapped = [
+            value
+            for name, value in inside.items()
+            # Lightning's distributed sampler keeps the user's sampler in its `dataset`
+            if isinstance(value, Sampler | Dataset) or name.lstrip("_") in _PARTS
+        ]
+        several = inside.get("datasets")  # of a `ConcatDataset`
+        wrapped += several if isinstance(several, list) else []
+        for new in wrapped:
+            if not any(new is old for old in parts):
+                parts.append(new)
+    return [part for part in parts if part is not None]
+
+
+def private_generators(loader: object) -> list[str]:
+    """Return the class names of a loader and its parts that have a generator of Python or numpy.
+
+    Checkpoints do not contain these generators. The result omits parts with `set_epoch`, which
+    derive their order from the epoch, and data sets that only worker processes read.
+    """
+    in_workers = [getattr(loader, "dataset", None)] if getattr(loader, "num_workers", 0) else []
+    names = [
+        type(part).__name__
+        for part in [loader, *parts_of(loader)]
+        if not (hasattr(part, "set_epoch") or any(part is one for one in in_workers))
+        and any(map(_is_private, getattr(part, "__dict__", {}).values()))
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _is_private(value: object) -> bool:
+    is_numpys = type(value).__module__.startswith("numpy.random") and hasattr(value, "shuffle")
+    return isinstance(value, random.Random) or is_numpys
+
+
+def order_state(loader: object) -> OrderState:
+    """Return the states of a loader's generators and its epochs."""
+    return [
+        one.get_state() if isinstance(one, torch.Generator) else int(one.epoch)
+        for one in _keepers(loader)
+    ]
+
+
+def set_order(states: Sequence[OrderState], loaders: Sequence[object]) -> bool:
+    """Restore the states that `order_state` returned for the loaders.
+
+    Returns:
+        Whether the loaders still have the parts to which the states belong. If not, nothing is
+        restored.
+    """
+    keepers = [_keepers(loader) for loader in loaders]
+    if [*map(_kinds, keepers)] != [[isinstance(one, Tensor) for one in some] for some in states]:
+        return False
+    for some, its_states in zip(keepers, states, strict=True):
+        for one, state in zip(some, its_states, strict=True):
+            if isinstance(one, torch.Generator):
+                one.set_state(state)
+            elif one.epoch != state:
+                if hasattr(one, "set_epoch"):
+                    one.set_epoch(state)
+                if "epoch" in getattr(one, "__dict__", {}):
+                    one.epoch = state
+    return True
+
+
+def _kinds(keepers: Iterable[object]) -> list[bool]:
+    return [isinstance(one, torch.Generator) for one in keepers]
+
+
+def _keepers(loader: object) -> list[Any]:
+    """Return a loader's parts with an epoch, then its generators, without duplicates."""
+    parts = [*([loader] if replays(loader) else []), *parts_of(loader)]
+    epochs = [
+        part
+        for part in parts
+        if type(getattr(part, "epoch", None)) is int
+        and (hasattr(part, "set_epoch") or "epoch" in getattr(part, "__dict__", {}))
+    ]
+    values = [getattr(loader, "generator", None)]
+    values += [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+    # `set_epoch` may seed a generator, so generators come last
+    return [*epochs, *dict.fromkeys(one for one in values if isinstance(one, torch.Generator))]
+
+
+def unknown_parts(loader: object, batches: int, epoch: int) -> list[str]:
+    """Return descriptions of what a resume cannot know about a loader.
+
+    Args:
+        loader: a training loader.
+        batches: the number of batches of this epoch that have been trained on.
+        epoch: the number of epochs that are over.
+    """
+    found = [] if is_known(loader) and replays(loader) else [f"loader {name_of(loader)}"]
+    for part in parts_of(loader):
+        if is_known(part):
+            continue
+        if not hasattr(part, "__getitem__"):
+            found.append(f"sampler {name_of(part)}")
+        elif isinstance(part, IterableDataset) or any(
+            hasattr(part, name) for name in ("set_epoch", "epoch", "load_state_dict")
+        ):
+            found.append(f"data set {name_of(part)}")
+    if getattr(loader, "num_workers", 0):
+        if getattr(loader, "persistent_workers", False) and epoch:
+            found.append("random numbers and other state of persistent workers")
+        if not getattr(loader, "in_order", True):
+            found.append("the order of a loader with `in_order=False`")
+    if batches > length_of(loader):
+        found.append(f"the order of {name_of(loader)}, which started again within the epoch")
+    return found
+
+
+def length_of(loader: Any) -> float:
+    """Return the number of a loader's batches, or infinity if it is unknown."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return float("inf")

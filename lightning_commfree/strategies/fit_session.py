@@ -8,7 +8,7 @@ step (`lockstep`), or share a model and communicate on every batch (`domino_tp`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -74,6 +74,7 @@ class FitSession(Generic[B]):
         stopping.sigterm.stops_after = self.stops_after
         loop = trainer.fit_loop.epoch_loop.val_loop
         patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
+        patches.put(trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint))
 
     def begin(self, resumed: bool) -> None:
         """Set the step count, and start agreeing on stops and counting traffic for the summary.
@@ -150,11 +151,7 @@ class FitSession(Generic[B]):
             return
         self._stopping.step_begins()
         # the ranks of a replica exchange gradients inside the `with` block
-        within = self._channels.within.size > 1
-        named = (
-            self._world.peers.naming_lost("gradients", computing=True) if within else nullcontext()
-        )
-        with self.between.stepping(), named:
+        with self.between.stepping(), self._ranks.guarded("gradients"):
             yield
         if not self.clock.tick(optimizer):  # no optimizer has stepped in this batch
             return
@@ -182,7 +179,14 @@ class FitSession(Generic[B]):
         """
         return self.clock.steps + 2
 
+    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Run `save`, the Trainer's own method, on all ranks after the same step."""
+        self._stopping.meet("saves a checkpoint")
+        save(*args, **kwargs)
+
     def _start_validation(self, start: Callable[[], None]) -> None:
+        if not self._trainer.sanity_checking:
+            self._stopping.meet("starts a validation")
         # Lightning calls the strategy's own hook too late: the hooks of callbacks and module run
         # before it, and may swap averaged weights in, and out again before `validation_ends`
         self.validation_begins()
@@ -215,6 +219,10 @@ class FitSession(Generic[B]):
     def fit_ends(self) -> None:
         """Hook for subclasses that runs after the last training step."""
 
+    def requeue(self) -> None:
+        """Requeue the SLURM job after its signal has stopped all ranks."""
+        self._stopping.sigterm.requeue()
+
     def end(self) -> None:
         """Release the algorithm's resources, even after a failed fit."""
         self.log.close()
@@ -243,6 +251,10 @@ class OutsideOfFit(FitSession[Any]):
 
     @override
     def validation_ends(self) -> None:
+        pass
+
+    @override
+    def requeue(self) -> None:
         pass
 
     @override

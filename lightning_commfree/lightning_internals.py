@@ -10,7 +10,8 @@ several functions wrap the same method, the one applied last is outermost:
 =============================== ===================================================================
 method                          wrappers, innermost first
 =============================== ===================================================================
-trainer.save_checkpoint         agree to stop, then swap in the shared weights (`local_weights`)
+trainer.save_checkpoint         check that all ranks save after the same step (`fit_session`); agree
+                                to stop, then swap in the shared weights (`local_weights`)
 fit_loop.setup_data             use the same number of batches on all ranks (`stopping`)
 epoch_loop.on_run_start         record the RNG state (`resume.data_position`); defer stop requests
                                 and check the first batch (`stopping`)
@@ -218,16 +219,22 @@ def _exists(trainer: pl.Trainer | None, name: str) -> bool:
 
 def handle_signals(
     trainer: pl.Trainer, patches: Patches, sigterm: Callable[..., None], slurm: Callable[..., None]
-) -> None:
+) -> Callable[..., None]:
     """Replace Lightning's SIGTERM and SLURM handlers, and disable its SIGTERM broadcast.
 
     Lightning otherwise broadcasts on every batch whether a rank has received SIGTERM.
+
+    Returns:
+        Lightning's own SLURM handler, which saves a checkpoint on all ranks and requeues the job.
     """
-    if SIGTERM.works(trainer):
-        connector = trainer._signal_connector
-        patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-        patches.put(connector, "_sigterm_notifier_fn", sigterm)
-        patches.put(connector, "_slurm_sigusr_handler_fn", slurm)
+    if not SIGTERM.works(trainer):
+        return lambda *_: None
+    connector = trainer._signal_connector
+    save_and_requeue: Callable[..., None] = connector._slurm_sigusr_handler_fn
+    patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+    patches.put(connector, "_sigterm_notifier_fn", sigterm)
+    patches.put(connector, "_slurm_sigusr_handler_fn", slurm)
+    return save_and_requeue
 
 
 def set_sigterm_received(trainer: pl.Trainer) -> None:

@@ -29,7 +29,7 @@ from lightning_commfree.comm.ledger import (
     ring_all_reduce_bytes,
 )
 from lightning_commfree.comm.liveness import TAG as PEERS_TAG
-from lightning_commfree.comm.liveness import PeerMonitor, PeerWatch, job_store
+from lightning_commfree.comm.liveness import Guard, PeerMonitor, PeerWatch, job_store
 from lightning_commfree.comm.sockets import CloseOnFork
 
 T = TypeVar("T")
@@ -84,6 +84,7 @@ class Channel:
         rank: index of this process among the sorted `ranks`, not its global rank.
         group: the process group, for libraries that communicate on it; None for a single rank.
         peers: detects lost ranks while this rank waits for a collective.
+        interrupted: whether `interrupt` has made the groups unusable.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Channel:
         self.device = device or torch.device("cpu")
         self.group, self._downward = group, downward
         self.peers = PeerWatch(self.ranks, rank)  # `open` replaces it with one that has a heartbeat
-        self._owns_monitor = self._keeps_group = False
+        self._owns_monitor = self._keeps_group = self.interrupted = False
         self._sockets = CloseOnFork()
         assert (group is None) == (self.size == 1), "several ranks need a process group"
 
@@ -224,8 +225,28 @@ class Channel:
         self._keeps_group = True
         return self.group
 
-    def close(self) -> None:
-        """Destroy the process groups; pending results are lost."""
+    def guard(self) -> Guard:
+        """Return a guard for a block in which another library uses this channel's group."""
+        me = self.ranks[self.rank]
+        return Guard([rank for rank in self.ranks if rank != me], self.interrupt)
+
+    def interrupt(self) -> None:
+        """Make this rank's collectives on this channel's groups fail, because a peer has left."""
+        self.interrupted = True
+        if self.device.type == "cuda":
+            abort_nccl()
+        else:
+            self._sockets.disconnect()  # the peers' collectives fail as well
+
+    def close(self, failed: bool = False) -> None:
+        """Destroy the process groups; pending results are lost.
+
+        `failed` is whether an error has ended the fit on this rank. Other ranks may then wait for
+        it in a collective on a group that is kept open (`keep_group`). They notice that it has
+        left, but without heartbeats, the group becomes unusable here.
+        """
+        if failed and self._keeps_group and self.peers.monitor is None:
+            self.interrupt()
         # close the heartbeat first, so that a peer whose connection breaks can read that this rank
         # has left
         self.peers.close(self._owns_monitor)

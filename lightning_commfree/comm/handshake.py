@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,6 +47,18 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
         f"The ranks of this job do not agree: {'; '.join(differences[:_SHOWN])}{more}. Start every"
         " rank with the same settings, the same model and the same versions of the code."
     )
+
+
+def common_entries(channel: Channel, entries: Sequence[str]) -> set[str]:
+    """Return the entries that are in the lists of all ranks; collective.
+
+    If the lists are the same, each rank sends only a 32-byte hash.
+    """
+    text = json.dumps(entries)
+    digests = _gather(channel, hashlib.sha256(text.encode()).digest())
+    if all(digest == digests[0] for digest in digests):
+        return set(entries)
+    return set.intersection(*(set(json.loads(one)) for one in gather_texts(channel, text)))
 
 
 def gather_texts(channel: Channel, text: str) -> list[str]:

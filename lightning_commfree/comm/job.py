@@ -161,11 +161,11 @@ class ReplicaChannels:
         )
         return cls(world, between, fast(inside, inner))
 
-    def close(self) -> None:
-        """Close the channels and destroy their process groups."""
+    def close(self, failed: bool = False) -> None:
+        """Close the channels and destroy their process groups; see `Channel.close`."""
         # close `world` last: that ends the heartbeat, and this rank then counts as having left
         for channel in dict.fromkeys((self.between, self.within, self.world)):
-            channel.close()
+            channel.close(failed)
 
 
 @contextmanager

@@ -47,8 +47,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -110,6 +111,21 @@ class Status(NamedTuple):
     published: Any  # a value published through `PeerWatch.publish`
 
 
+@dataclass(eq=False)
+class Guard:
+    """Ends collectives that another library runs, such as FSDP's, if a peer leaves.
+
+    The training thread blocks in such a collective and reads no heartbeats, so the heartbeat thread
+    calls `interrupt`.
+    """
+
+    ranks: Collection[int]  # the peers whose leaving makes the collectives hang
+    interrupt: Callable[[], None]  # makes the collectives fail
+    start_s: float = field(default_factory=time.monotonic)
+    suspects: bool = False  # whether a peer was found to have left
+    fired: bool = False
+
+
 class PeerMonitor:
     """Publishes this process's heartbeat and reads the other ranks' heartbeats, on its own thread.
 
@@ -126,6 +142,7 @@ class PeerMonitor:
         self.store_error = ""  # set once the store is no longer reachable
         self.published: Callable[[], Any] = str  # returns the value published with heartbeats
         self.launched: list[int] = []
+        self.guard: Guard | None = None  # of the block that the training thread is in
         self._store, self._keys = store, {rank: _key(self.token)}
         self._verdict_key = ""
         self._announced: Verdict = {}  # the verdict from this rank
@@ -249,16 +266,39 @@ class PeerMonitor:
                 if self._store_left():
                     self.read_all()
                     self._read()  # all ranks, one last time: the store may exit at any moment
+                    self._check_guard(final=True)
                     return
+                self._check_guard()
                 self._wake.wait(HEARTBEAT_SECONDS)
                 self._wake.clear()
                 self._write()
             self._write()
         except (RuntimeError, ValueError, TypeError) as error:  # broken store or unreadable values
             self.store_error = str(error).partition("\n")[0][:_REASON_CHARACTERS]
+            self._check_guard(final=True)
         finally:
             with self._has_read:
                 self._has_read.notify_all()
+
+    def _check_guard(self, final: bool = False) -> None:
+        """Interrupt the training thread's collectives if they cannot succeed any more.
+
+        `final` is whether the heartbeat thread is about to end.
+        """
+        guard = self.guard
+        if guard is None or guard.fired or time.monotonic() - guard.start_s < SUSPECT_SECONDS:
+            if not final or guard is None or guard.fired:
+                return
+            time.sleep(SUSPECT_SECONDS)
+        self.read_all()
+        left = any(self.statuses[rank].left for rank in guard.ranks if rank in self.statuses)
+        if not (left or self.verdict or self.store_error) or self.guard is not guard:
+            return
+        # not at once: the collective may have succeeded, and the training thread be about to go on
+        if guard.suspects or final:
+            guard.fired = True
+            guard.interrupt()
+        guard.suspects = True
 
     def _write(self) -> None:
         self._beat += 1
@@ -345,19 +385,49 @@ class PeerWatch:
             yield
 
     @contextmanager
-    def naming_lost(self, tag: str, computing: bool = False) -> Iterator[None]:
+    def naming_lost(
+        self, tag: str, computing: bool = False, guard: Guard | None = None
+    ) -> Iterator[None]:
         """Context manager that names the lost ranks if a collective in its block fails.
 
         Set `computing` if the block can also fail for other reasons, as a training step can. If no
-        rank is lost, the block's error is then raised unchanged.
+        rank is lost, the block's error is then raised unchanged. With a `guard`, collectives that
+        would hang fail instead.
 
         Raises:
             PeerLostError: the block raised a `RuntimeError`, or a rank was already lost.
             AgreedError: another rank announced an error that all ranks must raise (`agreed`).
         """
         self.check(tag)
-        with self._explain_errors(tag, computing):
+        with self._explain_errors(tag, computing), self._guarded(guard):
             yield
+
+    @contextmanager
+    def _guarded(self, guard: Guard | None) -> Iterator[None]:
+        """Context manager in which the heartbeat thread watches over `guard`.
+
+        Raises:
+            _StopWaitingError: the thread has interrupted the block's collectives.
+        """
+        monitor = self.monitor
+        if guard is None or monitor is None:
+            yield
+            return
+        if found := self._departed_ranks(r for r in guard.ranks if r in monitor.statuses):
+            raise _StopWaitingError("a rank has left", found)
+        before, monitor.guard = monitor.guard, guard
+        cause = "the block was interrupted"
+        try:
+            yield
+        except RuntimeError as error:
+            if not guard.fired or isinstance(error, PeerLostError | AgreedError):
+                raise
+            cause = str(error)
+        finally:
+            monitor.guard = before
+        if guard.fired:  # interrupted NCCL collectives raise no error
+            found = self._departed_ranks(guard.ranks) or monitor.without_store()
+            raise _StopWaitingError(cause, monitor.verdict or found)
 
     def wait(self, works: Sequence[dist.Work], tag: str) -> None:
         """Block until all `works`, the parts of one exchange, are done.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.model.blocks import block_names
+from lightning_commfree.model.replication import persistent_buffers
 from lightning_commfree.model.shards import local_tensor
 from lightning_commfree.model.trained import trained_parameters
 
@@ -92,9 +93,7 @@ def has_blocks(module: nn.Module) -> bool:
 def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that replicas average, by name: all persistent floating-point buffers."""
     # integers are counters, and non-persistent buffers are tables rebuilt from the config
-    saved = set(module.state_dict(keep_vars=True))
-    buffers = module.named_buffers()
-    return {name: b for name, b in buffers if name in saved and b.is_floating_point()}
+    return {name: b for name, b in persistent_buffers(module).items() if b.is_floating_point()}
 
 
 def _inside(name: str, module_name: str) -> bool:

@@ -93,7 +93,8 @@ class FrozenParameters:
             return
 
         def average() -> list[tuple[Tensor, Tensor]]:
-            check_agreement(channel, {**fingerprint, "frozen parameters": repr(list(tensors))})
+            shapes = {f"shape of {name}": str(list(t.shape)) for name, t in tensors.items()}
+            check_agreement(channel, {**fingerprint, **shapes})
             found = [digest(tensor.contiguous()).to(channel.device) for tensor in tensors.values()]
             hashes_MT = channel.all_gather(torch.stack(found), TAG).wait()
             differ_T = (hashes_MT != hashes_MT[0]).any(dim=0).tolist()

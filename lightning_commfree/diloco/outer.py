@@ -19,6 +19,7 @@ from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.settings import OuterOptimizerFactory, make_outer_optimizer
+from lightning_commfree.model.replication import AveragedBuffers
 from lightning_commfree.model.shards import is_shard, local_tensor
 
 WITHIN_TAG = "replica"
@@ -181,6 +182,7 @@ class OuterFragment:
         device: device of the global copy and the outer optimizer's state; host memory is pinned if
             the parameters are on a CUDA device. If None, the device of the parameters.
         error_feedback: whether to keep the codec's rounding error for the next outer gradient.
+        buffers: all averaged buffers of the module; by default, those of the fragment.
 
     Attributes:
         global_copy: fp32, shape (S,): this rank's values in the order of `ShardLayout`.
@@ -206,8 +208,10 @@ class OuterFragment:
         within: Channel | None = None,
         device: str | None = None,
         error_feedback: bool = False,
+        buffers: AveragedBuffers | None = None,
     ) -> None:
         self._module, self.fragment = module, fragment
+        self._buffers = buffers or AveragedBuffers(module, fragment.buffers)
         self.within = within or Channel([0], 0, Ledger())
         named = [_tensor(module, name) for name in (*fragment.parameters, *fragment.buffers)]
         are_shards, split = [is_shard(tensor) for tensor in named], len(fragment.parameters)
@@ -241,8 +245,9 @@ class OuterFragment:
     def local(self) -> list[Tensor]:
         """The local copy: the module's own tensors, parameters before buffers."""
         # not cached, because a module may replace a buffer, and a parameter's `.data` may change
-        names = [*self.fragment.parameters, *self.fragment.buffers]
-        return [self._own(_tensor(self._module, name)) for name in names]
+        parameters = [_tensor(self._module, name) for name in self.fragment.parameters]
+        buffers = self._buffers.tensors(self.fragment.buffers)
+        return [self._own(tensor) for tensor in (*parameters, *buffers)]
 
     # -- the local copy
 

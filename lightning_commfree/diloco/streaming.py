@@ -65,6 +65,7 @@ from lightning_commfree.diloco.nonfinite import (
 from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen, OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings, default_outer_optimizer
+from lightning_commfree.model.replication import AveragedBuffers
 from lightning_commfree.model.trained import trained_parameters
 from lightning_commfree.model.weight_swap import WeightSwap
 
@@ -111,6 +112,7 @@ class StreamingDiLoCo:
     Attributes:
         step: number of inner steps taken, including those skipped by a gradient scaler.
         fragments: one `OuterFragment` per fragment; those added during the fit are last.
+        buffers: the averaged buffers of all fragments.
         schedule: the steps at which fragments launch and land.
         view: the current replicas.
         flights: in-flight fragments, by index, in order of launch.
@@ -144,6 +146,7 @@ class StreamingDiLoCo:
         self._module, self._membership, self._within = module, membership, within
         self.step = 0
         self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
+        self.buffers = AveragedBuffers(module, [b for one in fragments for b in one.buffers])
         self.fragments = [self._outer_fragment(fragment) for fragment in fragments]
         self.weight_swap = WeightSwap(self.fragments)
         self.optimizers: Sequence[Optimizer] = ()
@@ -485,7 +488,9 @@ class StreamingDiLoCo:
             replicas = self._membership.view().size
             factory = default_outer_optimizer(replicas, self.settings.sync_every)
         device, feedback = self.settings.outer_device, self.codec.error_feedback > 0
-        return OuterFragment(self._module, fragment, factory, self._within, device, feedback)
+        return OuterFragment(
+            self._module, fragment, factory, self._within, device, feedback, self.buffers
+        )
 
     def _check_all_in_fragments(self) -> None:
         """Raise a `RuntimeError` if a trained parameter is in no fragment."""
@@ -591,6 +596,10 @@ class StreamingDiLoCo:
         rule = self.settings.nonfinite
         refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
 
+    def averaged_buffers(self) -> AveragedBuffers:
+        """Return the buffers that are averaged with their fragments."""
+        return self.buffers
+
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state that is identical across replicas, and this replica's own state.
 
@@ -602,6 +611,7 @@ class StreamingDiLoCo:
         shared = {
             "step": self.step,
             "joined": self._joined,
+            "own_buffers": sorted(self.buffers.own),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
         }
         own = {
@@ -627,6 +637,7 @@ class StreamingDiLoCo:
         assert not self.weight_swap.swapped_in, "states are loaded into the local weights"
         assert not self.flights, "load a state before the first step"
         self.step = shared["step"]
+        self.buffers.keep_own(shared["own_buffers"])
 
         for names, offset in shared["joined"]:
             self._join(names, offset)
@@ -714,5 +725,6 @@ class StreamingDiLoCo:
         return {
             **self.settings.fingerprint(),
             "fragments": repr([list(one.fragment.parameters) for one in at_begin]),
+            "buffers": self.buffers.describe(),
             "outer_optimizer": f"{type(optimizer).__name__} {defaults}{scheduled}",
         }

@@ -121,6 +121,9 @@ class GradientMean:
         split = {name: chosen[name] for name in ("split", "num_micro_batches")}
         return {"tensor_parallel_size": str(size), **split}
 
+    def averaged_buffers(self) -> None:
+        """Return None: only gradients are averaged."""
+
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return two empty dicts; each rank's state is in `ShardedModule.own_state`."""
         return {}, {}

@@ -284,27 +284,34 @@ class ShardedModule:
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
         """Return the module's full state in CPU memory, or {} if `keep` is False; collective."""
-        # by address: the tensors in a state dict are not the parameters themselves
-        specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
-        gathered: dict[int, Tensor] = {}  # tied parameters are gathered once
-
-        state = self._module.state_dict()
-        for name, value in list(state.items()):
-            if isinstance(value, Tensor) and value.data_ptr() in specs:
-                address = value.data_ptr()
-                if address not in gathered:
-                    gathered[address] = gather_to_host(value, specs[address], self._channel, keep)
-                state[name] = gathered[address]
+        gathered: dict[Any, Tensor] = {}  # tied parameters are gathered once
+        state, specs = self._module.state_dict(), self.specs
+        for name, parameter in self._parameters_in(state).items():
+            value = state[name]
+            key = parameter, value.dtype
+            if key not in gathered:
+                gathered[key] = gather_to_host(value, specs[parameter], self._channel, keep)
+            state[name] = gathered[key]
         return state if keep else {}
 
     def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a full state with sharded parameters replaced by this rank's shards."""
-        own = self._module.state_dict(keep_vars=True)
-        specs, rank = self.specs, self._channel.rank
+        own, specs, rank = self._parameters_in(state), self.specs, self._channel.rank
         return {
-            name: specs[own[name]].shard(value, rank) if own.get(name) in specs else value
+            name: specs[own[name]].shard(value, rank) if name in own else value
             for name, value in state.items()
         }
+
+    def _parameters_in(self, state: Mapping[str, Any]) -> dict[str, nn.Parameter]:
+        """Return the sharded parameters in a module's `state_dict`, by their names there."""
+        # The module's own `state_dict` may rename parameters, or copy them. Without copies, their
+        # addresses tell which they are.
+        by_address = {p.data_ptr(): p for p in self.specs}
+        found = dict(self._module.named_parameters(remove_duplicate=False))
+        for name, value in self._module.state_dict().items():
+            if isinstance(value, Tensor) and value.data_ptr() in by_address:
+                found[name] = by_address[value.data_ptr()]
+        return {n: found[n] for n in state if n in found and found[n] in self.specs}
 
     def own_state(self) -> dict[str, Any]:
         """Return the state that differs between ranks: RNG state and `auto_split` timings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,11 +20,7 @@ from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import mean_momenta
-from lightning_commfree.model.replication import (
-    averaged_buffers,
-    common_buffers,
-    digests_of_all,
-)
+from lightning_commfree.model.replication import AveragedBuffers, digests_of_all, means_of
 
 
 def agree_on_parameters(
@@ -85,6 +82,7 @@ class VotingSession:
         stream_ended: whether any worker's data stream ended at the last step; the same on all
             ranks.
         lions: the optimizers.
+        buffers: the buffers that all ranks average.
         votings: one `Voting` per optimizer.
 
     Raises:
@@ -105,6 +103,7 @@ class VotingSession:
         self._module, self.lions, self._settings = module, optimizers, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
+        self.buffers = AveragedBuffers(module)
         self._averaged = self._trainable()  # names of the parameters that DDP averages in a node
         self.stream_ended = False
         self.votings = [self._join(i) for i, _ in enumerate(optimizers)]
@@ -206,7 +205,17 @@ class VotingSession:
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average the persistent floating-point buffers over all ranks; collective."""
-        for buffer, mean in averaged_buffers(self._module, self._channels.world, BUFFERS_TAG):
+        world = self._channels.world
+
+        def gather(mine: Sequence[int]) -> list[list[int]]:
+            flags = torch.tensor(mine, dtype=torch.uint8, device=world.device)
+            found: list[list[int]] = world.all_gather(flags, BUFFERS_TAG).wait().tolist()
+            return found
+
+        text = self.buffers.agree(gather)
+        if text and world.rank == 0:
+            warnings.warn(text, stacklevel=2)
+        for buffer, mean in means_of(self.buffers.tensors(), world, BUFFERS_TAG):
             buffer.copy_(mean)
 
     def fingerprint(self) -> dict[str, str]:
@@ -216,30 +225,35 @@ class VotingSession:
         """
         return self._settings.fingerprint()
 
+    def averaged_buffers(self) -> AveragedBuffers:
+        """Return the buffers that all ranks average."""
+        return self.buffers
+
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the voting state, which all workers share, and this rank's own state; collective.
 
         If buffers differ between ranks, the own state contains this rank's buffers, because the
         model weights in the checkpoint contain only the means over all ranks.
         """
-        buffers = common_buffers(self._module)
-        digests = digests_of_all(self._channels.world, buffers, BUFFERS_TAG)
+        averaged = self.buffers.averaged
+        buffers = dict(zip(averaged, self.buffers.tensors(averaged), strict=True))
+        digests = digests_of_all(self._channels.world, list(buffers.values()), BUFFERS_TAG)
         own = {"buffers": buffers} if bool((digests != digests[0]).any()) else {}
-        return {"votings": [voting.state_dict() for voting in self.votings]}, own
+        votings = [voting.state_dict() for voting in self.votings]
+        return {"votings": votings, "own_buffers": sorted(self.buffers.own)}, own
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Restore a state returned by `state_dict`."""
-        saved = (own or {}).get("buffers", [])
-        for buffer, values in zip(common_buffers(self._module), saved, strict=False):
-            buffer.detach().copy_(values)
+        self.buffers.keep_own(shared["own_buffers"])
+        for name, values in (own or {}).get("buffers", {}).items():
+            self._module.get_buffer(name).detach().copy_(values)
         for voting, state in zip(self.votings, shared["votings"], strict=True):
             voting.load_state_dict(state)
 
     def overwrites(self, shared: object, own: dict[str, Any]) -> set[str]:
         """Return the names of the module's tensors that `load_state_dict` would overwrite."""
         del shared
-        restored = {id(buffer) for buffer in common_buffers(self._module) if "buffers" in own}
-        return {name for name, one in self._module.named_buffers() if id(one) in restored}
+        return set(own.get("buffers", {}))
 
     def adopt(
         self,

@@ -196,7 +196,11 @@ def apply_fsdp(
     ties = _tied_parameters(module)
     # By default, the outermost unit stays gathered after a forward pass without backward, so the
     # training step after a validation would use the validation's weights.
-    how: dict[str, Any] = {"mesh": DeviceMesh.from_group(group, device.type)}
+    # The name tells the meshes of several fits apart. torch caches the results of operations on
+    # `DTensor`s by mesh, and tensors of this fit would otherwise use the group of an earlier fit.
+    names_of_axes = (f"replica_{group.group_name}",)
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=names_of_axes)
+    how: dict[str, Any] = {"mesh": mesh}
     how["reshard_after_forward"] = True
     for name in names:
         block = module.get_submodule(name)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.model.replication import persistent_buffers
+
 _SINGLE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_BYTES = 1 << 16  # at the start of a file: the names, shapes and offsets of its tensors
 
@@ -133,9 +135,10 @@ class SavedWeights:
 def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
     """Map each parameter and persistent buffer to its names; a tied tensor has several."""
     found: dict[Tensor, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            found.setdefault(tensor, []).append(name)
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = persistent_buffers(model, remove_duplicate=False).items()
+    for name, tensor in (*parameters, *buffers):
+        found.setdefault(tensor, []).append(name)
     return found
 
 

@@ -115,30 +115,118 @@ def _describe(module: nn.Module) -> dict[str, str]:
     }
 
 
-def common_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the buffers that replicas average: persistent, floating-point and not empty.
+def persistent_buffers(module: nn.Module, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Return a module's persistent buffers by name, like `named_buffers`.
 
-    Checkpoints contain the means of these buffers.
+    It does not call `module.state_dict`, which users override, often without arguments, to leave
+    tensors out of checkpoints.
     """
-    kept = module.state_dict(keep_vars=True)
-    return [
-        buffer
-        for name, buffer in module.named_buffers()
-        if buffer.is_floating_point() and buffer.numel() and name in kept
-    ]
+    owners = dict(module.named_modules(remove_duplicate=remove_duplicate))
+    found = {}
+    for name, buffer in module.named_buffers(remove_duplicate=remove_duplicate):
+        owner, _, own_name = name.rpartition(".")
+        if own_name not in getattr(owners[owner], "_non_persistent_buffers_set", ()):
+            found[name] = buffer
+    return found
 
 
-def averaged_buffers(
-    module: nn.Module, channel: Channel, tag: str
+class AveragedBuffers:
+    """Persistent floating-point buffers that replicas average.
+
+    The set is fixed when this object is created, so that all messages have the same size on all
+    ranks. A module may later replace a buffer by one of another shape or dtype (a memory bank that
+    grows) or remove it, perhaps on one rank only. Such a buffer is no longer averaged: every rank
+    keeps its own, as under DDP, and a *stand-in* with its last averaged values takes its place.
+
+    Args:
+        module: the module; names, shapes and dtypes must be the same on all ranks.
+        names: names of the buffers; by default, all persistent floating-point buffers.
+
+    Attributes:
+        own: names of the buffers that are no longer averaged, as agreed by all ranks.
+    """
+
+    def __init__(self, module: nn.Module, names: Iterable[str] | None = None) -> None:
+        self._module = module
+        found = persistent_buffers(module)
+        if names is None:
+            names = [name for name, buffer in found.items() if buffer.is_floating_point()]
+        self._last = {name: found[name].detach() for name in names}
+        self.own: set[str] = set()
+
+    @property
+    def averaged(self) -> list[str]:
+        """Names of the buffers that are still averaged."""
+        return [name for name in self._last if name not in self.own]
+
+    def tensors(self, names: Iterable[str] | None = None) -> list[Tensor]:
+        """Return the buffers, or some of them, or their stand-ins; their shapes never change."""
+        chosen = list(self._last if names is None else names)
+        for name in chosen:
+            # not cached: a module may replace a buffer by one of the same shape
+            if name not in self.own and (current := self._current(name)) is not None:
+                self._last[name] = current
+        return [self._last[name] for name in chosen]
+
+    def describe(self) -> str:
+        """Return a text with the buffers' names, original shapes and dtypes."""
+        return ", ".join(f"{n} {list(b.shape)} {b.dtype}" for n, b in self._last.items())
+
+    def replaced(self) -> list[bool]:
+        """Return, for each buffer, whether this rank's module has replaced or removed it."""
+        return [name in self.own or self._current(name) is None for name in self._last]
+
+    def keep_own(self, names: Iterable[str]) -> None:
+        """Stop averaging buffers; the module keeps its own."""
+        for name in self._last.keys() & set(names):
+            self._last[name] = self._last[name].clone()  # the module's own may still be unchanged
+            self.own.add(name)
+
+    def agree(self, gather: Callable[[Sequence[int]], list[list[int]]]) -> str:
+        """Stop averaging the buffers that any rank has replaced; collective.
+
+        `gather` takes one integer per buffer and returns the lists of all ranks. Returns a warning
+        for the user, which is empty if no rank has replaced another buffer since the last call.
+        """
+        if not self._last:
+            return ""
+        rows = gather([int(one) for one in self.replaced()])
+        found = {
+            name: [rank for rank, row in enumerate(rows) if row[i]]
+            for i, name in enumerate(self._last)
+            if name not in self.own and any(row[i] for row in rows)
+        }
+        self.keep_own(found)
+        if not found:
+            return ""
+        where = [f"{name!r} (on rank {', '.join(map(str, r))})" for name, r in found.items()]
+        return (
+            f"These buffers changed their shape or dtype during the fit: {', '.join(where)}. From"
+            " now on, they are not averaged over the ranks: each rank keeps its own, and a"
+            " checkpoint's `state_dict` contains rank 0's, as under DDP. If they need no averaging,"
+            " register them with `persistent=False`."
+        )
+
+    def _current(self, name: str) -> Tensor | None:
+        """Return the module's buffer if it still has its original shape and dtype."""
+        owner, _, own_name = name.rpartition(".")
+        buffer = getattr(self._module.get_submodule(owner), own_name, None)
+        last = self._last[name]
+        if isinstance(buffer, Tensor) and (buffer.shape, buffer.dtype) == (last.shape, last.dtype):
+            return buffer.detach()
+        return None
+
+
+def means_of(
+    buffers: Sequence[Tensor], channel: Channel, tag: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (buffer, mean) for each persistent floating-point buffer of a module; collective.
+    """Yield (buffer, mean) for each floating-point buffer; collective.
 
-    The means are over the channel's ranks. Values are summed in rank order, in fp32 or wider, so
-    the means are bit-identical on all ranks. A value that is the same on all ranks is yielded
-    unchanged, even if the sum would overflow.
+    Shapes and dtypes must be the same on all ranks. Values are summed in rank order, in fp32 or
+    wider, so the means are bit-identical on all ranks. A value that is the same on all ranks is
+    yielded unchanged, even if the sum would overflow.
     """
-    buffers = common_buffers(module)
-    if not buffers:
+    if not sum(buffer.numel() for buffer in buffers):
         return
 
     # `cat` promotes to the widest dtype; this empty fp32 tensor makes that at least fp32

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.model.replication import AveragedBuffers
 
 
 class SharedPart(Protocol):
@@ -57,19 +58,16 @@ class SharedCopy:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        kept = module.state_dict()
-        self.names = (
-            [name for name, p in module.named_parameters() if p.requires_grad],
-            [n for n, b in module.named_buffers() if b.is_floating_point() and n in kept],
-        )
+        self._buffers = AveragedBuffers(module)
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        self.names = trained, self._buffers.averaged
         self._shared = [tensor.clone() for tensor in self.local]
 
     @property
     def local(self) -> list[Tensor]:
         """The module's own tensors, parameters before buffers."""
         parameters = map(self._module.get_parameter, self.names[0])
-        buffers = map(self._module.get_buffer, self.names[1])
-        return [tensor.detach() for tensor in (*parameters, *buffers)]
+        return [tensor.detach() for tensor in (*parameters, *self._buffers.tensors())]
 
     def outer(self) -> list[Tensor]:
         """Return the shared values in the order of `local`; do not modify them."""
@@ -253,7 +251,9 @@ class OuterView:
 
     def buffers(self) -> Iterator[Tensor]:
         """Yield the buffers, with shared values where they exist; do not modify them."""
-        return (self._values.get(name, own) for name, own in self._module.named_buffers())
+        for name, own in self._module.named_buffers():
+            shared = self._values.get(name, own)
+            yield shared if shared.shape == own.shape else own  # see `AveragedBuffers`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -12,7 +12,8 @@ A checkpoint is a Lightning checkpoint with full tensors and one additional entr
 A rank's own state has these entries (`ExactResume._state`):
 
     "algorithm"                            the algorithm's state: local weights, in-flight fragments
-    "optimizers", "precision", "tensors"   only if each replica has its own weights
+    "optimizers", "precision"              only if each replica has its own weights
+    "tensors"                              untrained tensors (`OwnTensors`)
     "inside"                               the layout's state (`Inside.state_dict`)
     "gradients", "schedulers"              partially accumulated gradients; schedulers
     "changes", "dtypes"                    settings that hooks have changed; parameters' dtypes
@@ -35,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +47,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.digest import digest
-from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.handshake import check_agreement, common_entries
 from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.host import DDPStrategy, TrainerFn, is_overridden, pl
 from lightning_commfree.lightning_internals import (
@@ -53,7 +55,11 @@ from lightning_commfree.lightning_internals import (
     around_loading,
     hide_resume_warning,
 )
-from lightning_commfree.model.replication import differ_from_first
+from lightning_commfree.model.replication import (
+    AveragedBuffers,
+    differ_from_first,
+    persistent_buffers,
+)
 from lightning_commfree.model.shards import is_shard, local_tensor
 from lightning_commfree.resume.changes import FitChanges
 from lightning_commfree.resume.checkpoint_io import writes_later
@@ -105,6 +111,10 @@ class Resumable(Protocol):
         `free_at_resume`.
         """
         return {}
+
+    def averaged_buffers(self) -> AveragedBuffers | None:
+        """Return the buffers that it averages over the ranks and restores, if any."""
+        return None
 
     def state_dict(self) -> tuple[State, State]:
         """Return the state shared by all replicas, and this rank's own state.
@@ -358,7 +368,11 @@ class ExactResume:
         own weights and tensors. If Lightning restores the checkpoint after setup,
         `before_optimizers` and `restore_position` restore them instead.
         """
-        tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
+        tensors = OwnTensors(
+            trainer.lightning_module,
+            lambda: self._strategy.optimizers,
+            algorithm.averaged_buffers(),
+        )
         self._fit = _Fit(trainer, algorithm, inside, tensors, FitChanges(trainer))
         self.before_optimizers()
 
@@ -518,34 +532,43 @@ class ExactResume:
             return
         # use rank 0's names, because file names may depend on a metric that differs between ranks
         token = f"{fit.trainer.global_step}-{time.time_ns():x}"
-        filepath, token, removed = ranks.broadcast((filepath, token, self._removed))
+        left_out = fit.tensors.absent_from(checkpoint.get("state_dict", {}))
+        names = filepath, token, self._removed, left_out
+        filepath, token, removed, left_out = ranks.broadcast(names)
         # this save may reuse the path of a removed checkpoint
         self._remove_files_of(path for path in removed if path != filepath)
 
         owner, files = Owner(ranks.rank, ranks.size, token), RankFiles(filepath)
-        shared, own = self._state(fit, checkpoint)
-        with ranks.fail_together():
-            if owner.rank == 0:
-                checkpoint[KEY] = {
-                    "ranks": ranks.size,
-                    "token": token,
-                    "folder": files.folder(token),
-                    "algorithm": fit.algorithm.name,
-                    "fingerprint": fit.algorithm.fingerprint(),
-                    "shared": local_tensors(shared),
-                    "own": local_tensors(own),
-                }
-            else:
-                files.write(owner, own)
-        # after the rank files: if a process dies before this, the old checkpoint still has its rank
-        # files
-        self._write(checkpoint, filepath, options)
+        shared, own = self._state(fit, checkpoint, left_out)
+        if owner.rank == 0:
+            checkpoint[KEY] = {
+                "ranks": ranks.size,
+                "token": token,
+                "folder": files.folder(token),
+                "algorithm": fit.algorithm.name,
+                "fingerprint": fit.algorithm.fingerprint(),
+                "shared": local_tensors(shared),
+                "own": local_tensors(own),
+            }
+        try:
+            with ranks.fail_together():
+                if owner.rank != 0:
+                    files.write(owner, own)
+            # after the rank files: if a process dies before this, the old checkpoint still has its
+            # rank files
+            self._write(checkpoint, filepath, options)
+        except Exception:  # on all ranks; a full disk must not fill up with files of failed saves
+            files.discard(token)
+            raise
         # an asynchronous plugin may not have written the new checkpoint yet: keep the previous
         # checkpoint's rank files until the next save
         files.remove_older(token, keep=int(writes_later(self._strategy.checkpoint_io)))
 
-    def _state(self, fit: _Fit, checkpoint: State) -> tuple[State, State]:
-        """Return the algorithm's shared state and this rank's own state, without copying."""
+    def _state(self, fit: _Fit, checkpoint: State, left_out: Iterable[str]) -> tuple[State, State]:
+        """Return the algorithm's shared state and this rank's own state, without copying.
+
+        `left_out` contains the names of the tensors that are not in the checkpoint's `state_dict`.
+        """
         strategy, trainer = self._strategy, fit.trainer
         shared, algorithm_own = fit.algorithm.state_dict()
         own: State = {
@@ -555,6 +578,7 @@ class ExactResume:
             "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
             "changes": fit.changes.state_dict(),
             "dtypes": sorted({str(p.dtype) for p in trainer.lightning_module.parameters()}),
+            "tensors": fit.tensors.changed(left_out),
             **data_state(trainer, checkpoint, self._epoch_start),
         }
         own["lost"] = not_saved(trainer, checkpoint, own)
@@ -565,7 +589,7 @@ class ExactResume:
                     DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers
                 ],
                 "precision": strategy.precision_plugin.state_dict(),
-                "tensors": fit.tensors.state(strategy.channels),
+                "tensors": own["tensors"] | fit.tensors.state(strategy.channels),
             }
         if strategy.channels.within.rank:
             own["shared"] = shared  # with this rank's shards; the checkpoint has rank 0's
@@ -633,14 +657,22 @@ class OwnTensors:
     during the fit. Trained parameters and averaged floating-point buffers are not included, because
     the strategy restores them.
 
+    The module's own `state_dict` or a hook may leave tensors out of the checkpoint. Each rank then
+    saves those that changed during the fit, trained or not, but not a frozen base model.
+
     Create this object before any rank has restored its own state. `optimizers` returns this rank's
-    optimizers, which hooks may replace.
+    optimizers, which hooks may replace. `buffers` are the averaged buffers.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        self._module = module
-        self._optimizers = optimizers
-        self._at_begin = _digests(self._tensors()[1])
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Callable[[], Iterable[Optimizer]],
+        buffers: AveragedBuffers | None = None,
+    ) -> None:
+        self._module, self._optimizers, self._buffers = module, optimizers, buffers
+        persistent, others = self._tensors()
+        self._at_begin = _digests(persistent | others)
 
     def state(self, channels: ReplicaChannels) -> dict[str, Tensor]:
         """Return the untrained tensors that this rank must save, without copies; collective."""
@@ -650,39 +682,75 @@ class OwnTensors:
         # the files
         for channel, sharded in ((channels.world, False), (channels.between, True)):
             some = {name: one for name, one in persistent.items() if is_shard(one) == sharded}
-            differ = differ_from_first(channel, list(some.values()), TAG)
-            found |= {name: some[name] for name, is_own in zip(some, differ, strict=True) if is_own}
-        now = _digests(others)
-        changed = {name for name, one in now.items() if one != self._at_begin.get(name)}
-        found |= {name: others[name] for name in changed}
-        return {name: local_tensor(tensor) for name, tensor in found.items()}
+            # during a fit, a rank may have registered buffers or frozen parameters that others have
+            # not; it saves them
+            common = common_entries(channel, list(some))
+            compared = [name for name in some if name in common]
+            differ = differ_from_first(channel, [some[name] for name in compared], TAG)
+            same = {name for name, is_own in zip(compared, differ, strict=True) if not is_own}
+            found |= {name: tensor for name, tensor in some.items() if name not in same}
+        found = {name: local_tensor(tensor) for name, tensor in found.items()}
+        # buffers that changed their shape, even where equal: a new fit begins with the old shape
+        reshaped = () if self._buffers is None else self._buffers.own
+        return found | self.changed((*others, *reshaped))
+
+    def absent_from(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the names of the tensors that are not in `saved`, a module's `state_dict`.
+
+        A tied tensor counts as saved if it is saved under one of its names.
+        """
+        names: dict[Tensor, list[str]] = {}
+        parameters = self._module.named_parameters(remove_duplicate=False)
+        buffers = persistent_buffers(self._module, remove_duplicate=False).items()
+        for name, tensor in (*parameters, *buffers):
+            names.setdefault(tensor, []).append(name)
+        return [every[0] for every in names.values() if saved.keys().isdisjoint(every)]
+
+    def changed(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the tensors among `names` that changed during the fit, without copies."""
+        every = self._all()
+        found = {name: every[name] for name in names if name in every}
+        now = _digests({name: one for name, one in found.items() if name in self._at_begin})
+        return {
+            name: local_tensor(tensor)
+            for name, tensor in found.items()
+            if name not in now or now[name] != self._at_begin[name]
+        }
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the tensors that `state` returned; replace buffers whose size has changed."""
-        persistent, others = self._tensors()
-        tensors = {name: local_tensor(one) for name, one in (persistent | others).items()}
+        """Restore the tensors that `state` returned; replace buffers of other shapes or dtypes."""
+        tensors = {name: local_tensor(one) for name, one in self._all().items()}
         for name, saved in state.items():
             tensor = tensors.get(name)
-            if tensor is not None and tensor.shape == saved.shape:
+            if tensor is None:
+                self._replace(name, saved)
+            elif (tensor.shape, tensor.dtype) == (saved.shape, saved.dtype):
                 tensor.copy_(saved)
             else:
-                self._replace(name, saved if tensor is None else saved.to(tensor))
+                self._replace(name, saved.to(tensor.device))
 
     def _replace(self, name: str, buffer: Tensor) -> None:
         owner, _, own_name = name.rpartition(".")
         module = self._module.get_submodule(owner)
         if own_name in module._buffers:
             module._buffers[own_name] = buffer
+        elif not hasattr(module, own_name):  # registered during the fit
+            module.register_buffer(own_name, buffer)
+
+    def _all(self) -> dict[str, Tensor]:
+        every = chain(self._module.named_parameters(), self._module.named_buffers())
+        return _dense_and_materialized(dict(every))
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return two dicts of untrained tensors: persistent tensors, and non-persistent buffers.
 
-        Persistent floating-point buffers are in neither dict, because the strategy restores them.
+        Averaged buffers are in neither dict, because the strategy restores them.
         """
         groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
-        kept = self._module.state_dict(keep_vars=True)
+        kept = persistent_buffers(self._module)
+        averaged = set() if self._buffers is None else set(self._buffers.averaged)
         persistent: dict[str, Tensor] = {
             name: p for name, p in self._module.named_parameters() if p not in trained
         }
@@ -690,7 +758,7 @@ class OwnTensors:
         for name, buffer in self._module.named_buffers():
             if name not in kept:
                 others[name] = buffer
-            elif not buffer.is_floating_point():
+            elif name not in averaged:
                 persistent[name] = buffer
         return _dense_and_materialized(persistent), _dense_and_materialized(others)
 

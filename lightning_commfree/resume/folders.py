@@ -42,6 +42,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -133,6 +134,8 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
         save(shards, storage_writer=FileSystemWriter(written), process_group=channel.group)
     except CheckpointException as error:  # a `BaseException`; raised on all ranks
         failures = [f"{one} (rank {rank})" for rank, (one, _) in error.failures.items()]
+        if first:
+            _remove_unfinished(staging)
         raise _not_written(target, "; ".join(failures)) from error
     if not first:
         return
@@ -141,8 +144,17 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
         rest[TOKEN] = token, channel.size, _checksum(written)
         write_atomic(rest, staging / REST)
         _replace(target, staging, written.name)
+    except RuntimeError:  # `write_atomic` has explained it
+        _remove_unfinished(staging)
+        raise
     except OSError as error:
+        _remove_unfinished(staging)
         raise _not_written(target, error) from error
+
+
+def _remove_unfinished(folder: Path) -> None:
+    with suppress(OSError):  # the error of the save is more important
+        _remove(folder)
 
 
 def _make_empty(folder: Path) -> str:

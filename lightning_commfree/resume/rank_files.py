@@ -136,8 +136,20 @@ class RankFiles:
     def remove(self) -> None:
         """Remove all rank files of this checkpoint, and `.commfree` if it is then empty."""
         self._remove(self._root)
-        with suppress(OSError):  # not empty: it contains files of another checkpoint
-            self._fs.rmdir(os.path.dirname(self._root))
+        self._remove_if_empty(os.path.dirname(self._root))
+
+    def discard(self, token: str) -> None:
+        """Remove the rank files of a save that has failed, and folders that are then empty.
+
+        Several ranks may safely do this at the same time.
+        """
+        self._remove(f"{self._root}/{token}")
+        self._remove_if_empty(self._root)
+        self._remove_if_empty(os.path.dirname(self._root))
+
+    def _remove_if_empty(self, folder: str) -> None:
+        with suppress(OSError):  # it contains files of another save or checkpoint
+            self._fs.rmdir(folder)
 
     def _remove(self, folder: str) -> None:
         # another rank may remove it first, and each file system reports that differently; leftover

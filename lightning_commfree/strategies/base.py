@@ -34,6 +34,7 @@ from lightning_commfree.host import (
     DDPStrategy,
     DoublePrecision,
     LightningOptimizer,
+    SIGTERMException,
     TrainerFn,
     other_is_imported,
     pl,
@@ -306,8 +307,13 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger.phase = STEPS
         if self.inside.same_batch:
             self.inside.check_first("train", (args, kwargs))
-        with self.session.training():
+        with self.session.training(), self.ranks.guarded("forward"):
             return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.ranks.guarded("backward"):
+            return super().backward(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -405,6 +411,8 @@ class ReplicaStrategy(DDPStrategy):
         for symptom, advice in _ADVICE.items():
             if symptom in str(exception):
                 rank_zero_warn(advice)
+        if isinstance(exception, SIGTERMException):
+            self.session.requeue()
         super().on_exception(exception)
 
     @override

@@ -12,7 +12,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.host import callbacks, pl
 from lightning_commfree.lion import LionSettings, VotingSession, only_lions, refuse_without_momenta
-from lightning_commfree.model.replication import common_buffers
+from lightning_commfree.model.replication import AveragedBuffers
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import (
     agree_on_overflow,
@@ -133,7 +133,7 @@ class DistributedLionStrategy(ReplicaStrategy):
     def not_restored(self) -> list[str]:
         lost, averaging = super().not_restored(), getattr(callbacks, "WeightAveraging", ())
         averages = any(isinstance(one, averaging) for one in self.module.trainer.callbacks)  # type: ignore[attr-defined]
-        if averages and self.world_size > 1 and common_buffers(self.module):
+        if averages and self.world_size > 1 and AveragedBuffers(self.module).averaged:
             lost.append(
                 "`WeightAveraging` continues on every rank with rank 0's buffers (BatchNorm"
                 " statistics), which are in its state"

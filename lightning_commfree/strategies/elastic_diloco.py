@@ -102,8 +102,10 @@ class ElasticSession(LocalWeightsSession):
         sigterm, several = self._stopping.sigterm, self._ranks.size > 1
         diloco: Any = self.between
         # fragments land at the same steps on all ranks, so all ranks reach this collective
-        if several and diloco.has_landed and any(self._ranks.all_flags(sigterm.requested)):
-            sigterm.agree()
+        if several and diloco.has_landed:
+            flags = self._ranks.all_values(sigterm.requested + 2 * sigterm.requeue_requested)
+            if any(flags):
+                sigterm.agree(requeues=any(flag & 2 for flag in flags))
         if diloco.skipped:
             trainer = self._trainer
             skip_steps(trainer, diloco.skipped)

@@ -66,7 +66,7 @@ class SharedEvaluation:
         if not self._inside.shares_model:
             yield
             return
-        with self._ranks.naming_lost("evaluation"):
+        with self._ranks.guarded("evaluation"):
             yield
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:

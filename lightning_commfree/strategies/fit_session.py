@@ -79,6 +79,7 @@ class FitSession(Generic[B]):
         loop = trainer.fit_loop.epoch_loop.val_loop
         patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
         patches.put(loop, "on_run_end", partial(self._end_validation, loop.on_run_end))
+        patches.put(trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint))
         around_steps(trainer, patches, self._notice_left_out)
         self._hooks: StepHooks | None = None
         self._at_begin: tuple[int, list[int]] | None = None  # steps and hashes of the weights
@@ -188,11 +189,7 @@ class FitSession(Generic[B]):
             return
         self._stopping.step_begins()
         # the ranks of a replica exchange gradients inside the `with` block
-        within = self._channels.within.size > 1
-        named = (
-            self._world.peers.naming_lost("gradients", computing=True) if within else nullcontext()
-        )
-        with self.between.stepping(), named:
+        with self.between.stepping(), self._ranks.guarded("gradients"):
             yield
         self._step_ends(optimizer)
 
@@ -226,7 +223,14 @@ class FitSession(Generic[B]):
         """
         return self.clock.steps + 2
 
+    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Run `save`, the Trainer's own method, on all ranks after the same step."""
+        self._stopping.meet("A checkpoint was saved")
+        save(*args, **kwargs)
+
     def _start_validation(self, start: Callable[[], None]) -> None:
+        if not self._trainer.sanity_checking:
+            self._stopping.meet("A validation began")
         # Lightning calls the strategy's own hook too late: the hooks of callbacks and module run
         # before it, and may swap averaged weights in, and out again before `validation_ends`
         self.validation_begins()
@@ -287,6 +291,10 @@ class FitSession(Generic[B]):
     def fit_ends(self) -> None:
         """Hook for subclasses that runs after the last training step."""
 
+    def requeue(self) -> None:
+        """Requeue the SLURM job after its signal has stopped all ranks."""
+        self._stopping.sigterm.requeue()
+
     def end(self) -> None:
         """Release the algorithm's resources, even after a failed fit."""
         if self._hooks is not None:
@@ -317,6 +325,10 @@ class OutsideOfFit(FitSession[Any]):
 
     @override
     def validation_ends(self) -> None:
+        pass
+
+    @override
+    def requeue(self) -> None:
         pass
 
     @override

@@ -64,7 +64,6 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             if getattr(one, "max_norm", None) is not None
         }
         self._swap_in_averages = average_shared_weights(trainer, patches, self._swap)
-        self._wrap_save(patches)
 
     @property
     def finished(self) -> bool:
@@ -80,6 +79,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @override
     def begin(self, resumed: bool) -> None:
+        self._agree_on_buffers()  # a resumed fit may have restored buffers of other shapes
         differ = any(self._ranks.all_flags(not self._swap.local_equals_shared()))
         if differ and not resumed:
             # a hook has changed the weights, maybe on one rank only: as under DDP, all ranks
@@ -147,6 +147,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     @override
     def validation_begins(self) -> None:
         super().validation_begins()
+        if self._trains:
+            self._agree_on_buffers()
         if self._trains and self._stopping.no_step_follows():
             self._finish()  # before the fit's last validation, so that it uses the final weights
         if not self._trainer.sanity_checking:
@@ -197,6 +199,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             self._take_changes()
             return
         self._stopping.check_epoch_ends()
+        self._agree_on_buffers()
         with self._world.ledger.during(END):
             if self.between.finish(self._stopping.wanted):
                 self._stopping.agree_in_step()
@@ -226,6 +229,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         if self._ranks.interrupted:
             yield True
             return
+        if self._trains and not self._swap.swapped_in:
+            self._agree_on_buffers()
         ends = not self._saves_by_metric and self._stopping.no_step_follows()
         if self._trains and (ends or self.finished):
             self._finish()
@@ -245,17 +250,21 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         savers = self._trainer.checkpoint_callbacks
         return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
 
-    def _wrap_save(self, patches: Patches) -> None:
-        """Wrap `Trainer.save_checkpoint` to swap in the shared weights before its hooks run."""
-        # it calls hooks that add entries to the checkpoint before it calls the strategy
-        save = self._trainer.save_checkpoint
-
-        def save_shared(*args: Any, **kwargs: Any) -> None:
+    @override
+    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        def save_shared() -> None:
             self._stopping.agree_here()
+            # `save` calls hooks that add entries to the checkpoint before it calls the strategy
             with self._with_shared_weights():
                 save(*args, **kwargs)
 
-        patches.put(self._trainer, "save_checkpoint", save_shared)
+        super()._save(save_shared)
+
+    def _agree_on_buffers(self) -> None:
+        """Stop averaging buffers whose shape has changed on any rank; collective."""
+        buffers = self.between.averaged_buffers()
+        if buffers is not None and (text := buffers.agree(self._ranks.all_rows)):
+            rank_zero_warn(text)
 
     def _shown(self) -> Sequence[Tensor] | None:
         """Return weights to swap in instead of the shared weights, or None for the shared ones."""

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.liveness import AgreedError
-from lightning_commfree.model.replication import common_buffers
 from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
@@ -96,7 +95,8 @@ class LockstepSession(FitSession[EveryStep]):
         if self._ranks.interrupted:
             return read()
         # a checkpoint contains the means, but saving must not change how a fit trains
-        buffers = common_buffers(self._module)
+        averaged = self.between.averaged_buffers()
+        buffers = [] if averaged is None else averaged.tensors()
         own = [buffer.clone() for buffer in buffers]
         self.between.average_buffers()
         state: dict[str, Any] = copy_to_cpu(read(), only=buffers)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from lightning_commfree.comm.channel import abort_nccl
 from lightning_commfree.comm.job import (
     Mesh,
     RankInfo,
@@ -19,6 +21,7 @@ from lightning_commfree.comm.job import (
     waiting_for_all,
     world_backend,
 )
+from lightning_commfree.comm.liveness import Guard
 from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
 from lightning_commfree.host import DDPStrategy, SIGTERMException, TrainerStatus
 from lightning_commfree.lightning_internals import set_world_backend
@@ -87,7 +90,7 @@ class Ranks:
         """Close the channels, and restore gloo's environment variable if `join` has changed it."""
         self._interface.restore()
         if self._channels is not None:
-            self._channels.close()
+            self._channels.close(failed=self.interrupted)
             self._channels = None
 
     def _open(self) -> None:
@@ -143,7 +146,25 @@ class Ranks:
         if self._channels is None:
             return nullcontext()
         # `computing`: a tensor on the wrong device fails too, without any rank being lost
-        return self._channels.world.peers.naming_lost(what, computing=True)
+        guard = Guard([rank for rank in range(self.size) if rank != self.rank], self._interrupt)
+        return self._channels.world.peers.naming_lost(what, computing=True, guard=guard)
+
+    def _interrupt(self) -> None:
+        """Make collectives on Lightning's process group fail on this rank."""
+        if dist.get_backend() == "nccl":
+            abort_nccl()
+        self._sockets.disconnect()
+
+    def guarded(self, what: str) -> AbstractContextManager[None]:
+        """Context manager for computing a model together with the other ranks of the replica.
+
+        If one of them is lost, the collectives of torch's DDP or FSDP fail within seconds, and the
+        error names it.
+        """
+        if self._channels is None or self._channels.within.size == 1:
+            return nullcontext()
+        guard = self._channels.within.guard()
+        return self._channels.world.peers.naming_lost(what, computing=True, guard=guard)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one of Lightning's collectives; if `interrupted`, return its first argument instead.
@@ -161,17 +182,23 @@ class Ranks:
         sent: T = self._strategy.broadcast(value, src)
         return sent
 
-    def all_values(self, mine: int) -> list[int]:
-        """Gather an integer from every rank, in rank order; collective.
+    def all_rows(self, mine: Sequence[int]) -> list[list[int]]:
+        """Gather a list of integers from every rank, in rank order; collective.
 
-        It uses Lightning's process group, so it may run while a background thread exchanges
-        something on a channel.
+        The lists must have the same length on all ranks. It uses Lightning's process group, so it
+        may run while a background thread exchanges something on a channel.
         """
-        values = torch.zeros(self.size, dtype=torch.int64, device=self._strategy.root_device)
-        values[self.rank] = mine
+        shape = self.size, len(mine)
+        values = torch.zeros(shape, dtype=torch.int64, device=self._strategy.root_device)
+        values[self.rank] = torch.tensor(mine)
         with self.naming_lost("reduce"):
             total = DDPStrategy.reduce(self._strategy, values, reduce_op="sum")
-        return [int(value) for value in total.tolist()]
+        rows: list[list[int]] = total.tolist()
+        return rows
+
+    def all_values(self, mine: int) -> list[int]:
+        """Gather an integer from every rank, in rank order; collective like `all_rows`."""
+        return [value for (value,) in self.all_rows([mine])]
 
     def all_flags(self, mine: bool) -> list[bool]:
         """Gather a flag from every rank, in rank order; collective."""

@@ -15,6 +15,9 @@ cost a round trip per batch on a slow link. Here, the delay is at most a launch 
 overlap, or a full cycle plus the overlap before the first launch. A job scheduler's grace period
 must be longer. The terminal shows the step after which all ranks will have stopped.
 
+SLURM's signal before a time limit (`#SBATCH --signal=USR1`) stops the ranks in the same way. After
+that, Lightning's own handler saves a checkpoint and requeues the job.
+
 Ctrl-C, or an error on one rank, stops the ranks at different steps, so no checkpoint can be saved
 (`save_on_sigterm_only`).
 """
@@ -83,30 +86,45 @@ class DeferredSigterm:
 
     def __init__(self, trainer: pl.Trainer, clock: Clock, patches: Patches) -> None:
         self.requested = False  # whether this rank has received SIGTERM
+        self.requeue_requested = False  # whether it has received SLURM's signal
         self._announced = False  # whether a message about the stop has been written
         # returns the step after which all ranks would stop if SIGTERM came now; None if unknown
         self.stops_after: Callable[[], int | None] = lambda: None
         self._trainer, self._clock = trainer, clock
+        self._requeues = False  # whether to requeue the job, as agreed by all ranks
+        self._save_and_requeue: Callable[..., None] = lambda *_: None
         if trainer.world_size > 1:
-            handle_signals(trainer, patches, self._on_sigterm, self._on_requeue)
+            self._save_and_requeue = handle_signals(
+                trainer, patches, self._on_sigterm, self._on_requeue
+            )
 
-    def agree(self) -> None:
-        """Tell the Trainer that SIGTERM was received; call it on all ranks, after the same step."""
+    def agree(self, requeues: bool = False) -> None:
+        """Tell the Trainer that SIGTERM was received; call it on all ranks, after the same step.
+
+        `requeues` is whether any rank has received SLURM's signal to requeue the job.
+        """
+        self._requeues = requeues
         if self._trainer.is_global_zero and not self._announced:
             self._announce(
                 "Another rank received SIGTERM: all ranks stop together after this step."
             )
         set_sigterm_received(self._trainer)
 
+    def requeue(self) -> None:
+        """Save a checkpoint and requeue the SLURM job, if the ranks have agreed to; collective.
+
+        Call it when all ranks have stopped.
+        """
+        if self._requeues:
+            self._requeues = False
+            self._save_and_requeue(signal.SIGUSR1, None)
+
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        """Treat the signal that SLURM sends before a time limit as if it were SIGTERM."""
+        """Stop all ranks as after SIGTERM; `requeue` then does what SLURM's signal asks for."""
         # Lightning would save immediately, in the middle of a step and of collectives
         if self._trainer.local_rank == 0 and not self.requested:
-            _write_now(
-                f"\nSignal {signum} is handled like SIGTERM: `OnExceptionCheckpoint` and similar"
-                " callbacks save. The job is not requeued automatically, as Lightning would do:"
-                " requeue it in the job script."
-            )
+            _write_now(f"\nReceived signal {signum} to save a checkpoint and requeue the job.")
+        self.requeue_requested = True
         self._on_sigterm(signal.SIGTERM, frame)
 
     def _on_sigterm(self, signum: int, _: FrameType | None) -> None:

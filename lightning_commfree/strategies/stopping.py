@@ -51,6 +51,10 @@ from lightning_commfree.strategies.signals import DeferredSigterm
 
 TAG = "last_batch"
 _SHOWN = 20  # ranks in a message
+_LEFT_OUT = (
+    "`optimizer_step` or a hook probably left out a step on only some ranks. Leave it out on all"
+    " ranks or on none. Call `trainer.save_checkpoint` on all ranks after the same step."
+)
 
 
 class Stopping:
@@ -67,6 +71,7 @@ class Stopping:
         self._unsized = self._warned_uneven = self._independent_streams = False
         self._step = 0  # number of steps begun, or of batches if a step spans one
         self._ends: EpochEnds | None = None
+        self._first_to_end: int | None = None  # the rank whose data has ended the current epoch
         self.sigterm = DeferredSigterm(trainer, clock, patches)
         if self._several:
             self._follow_loops(patches)
@@ -107,13 +112,36 @@ class Stopping:
         Call it on all ranks when an exchange of the step contained a request (`wanted`).
         """
         if self._several:
-            self._agree(self._requested + 2 * self.sigterm.requested)
+            sigterm = self.sigterm
+            flags = self._requested + 2 * sigterm.requested + 4 * sigterm.requeue_requested
+            self._agree(flags)
 
     def agree_here(self) -> None:
         """Stop now if any rank requests it; collective, at the same point on all ranks."""
         if self._trains and self._several and not self._ranks.interrupted:
             self._defer_stop()
             self._agree(int(self._requested))
+
+    def meet(self, event: str) -> None:
+        """Check that all ranks are after the same step, before other collectives; collective.
+
+        `event` is the beginning of a sentence, such as "A checkpoint was saved".
+
+        Raises:
+            AgreedError: the ranks have taken different numbers of steps.
+        """
+        ranks = self._ranks
+        if not self._trains or ranks.size == 1 or ranks.interrupted:
+            return
+        if self._ends is not None:
+            self._ends.together(self._step, event, _LEFT_OUT)
+        # not the batches: with gradient accumulation, the last step of a stream may have fewer
+        steps = ranks.all_values(self.clock.steps)
+        if len({*steps}) > 1:
+            found = [f"rank {rank} has taken {n} steps" for rank, n in enumerate(steps[:_SHOWN])]
+            raise ranks.channels.world.peers.agreed(
+                f"The ranks are at different steps: {', '.join(found)}. {_LEFT_OUT}"
+            )
 
     def no_step_follows(self, in_step: bool = False) -> bool:
         """Return whether the latest step is known to be the last one of the fit.
@@ -176,7 +204,7 @@ class Stopping:
             AgreedError: the epoch ended after a different step on some ranks.
         """
         if self._ends is not None:
-            self._ends.end(self._epoch, self._step, out_of_data)
+            self._ends.end(self._epoch, self._step, out_of_data, self._first_to_end)
 
     def check_together(self, event: str, advice: str) -> None:
         """Check that `event` happens on all ranks before the next step, as on this one.
@@ -216,6 +244,7 @@ class Stopping:
             self._equalize()
 
     def _start_epoch(self, start: Callable[..., None], *args: Any) -> None:
+        self._first_to_end = None
         start(*args)
         self._check_first_batch()
         self._defer_stop()  # else Lightning would end the epoch on only this rank
@@ -303,6 +332,7 @@ class Stopping:
         if not last:
             return
         end_epoch_after_this_batch(self._trainer)
+        self._first_to_end = self._ranks.rank if self._ranks.rank in last else last[0]
         if len(last) < size and not self._warned_uneven:
             self._warned_uneven = True
             rank_zero_warn(
@@ -321,13 +351,14 @@ class Stopping:
     def _agree(self, flags: int) -> None:
         """Stop after the latest step if any rank requests it; collective over all ranks.
 
-        Bit 0 of `flags` is set if this rank requests a stop, and bit 1 if it received SIGTERM.
+        Bit 0 of `flags` is set if this rank requests a stop, bit 1 if it received SIGTERM, and bit
+        2 if it received SLURM's signal to requeue the job.
         """
         if self._agreed:
             return
         all_flags = self._ranks.all_values(flags)
         if any(flags & 2 for flags in all_flags):
-            self.sigterm.agree()
+            self.sigterm.agree(requeues=any(flags & 4 for flags in all_flags))
             return
         requesting = [rank for rank, flags in enumerate(all_flags) if flags]
         if not requesting:
@@ -393,20 +424,23 @@ class EpochEnds:
         """Announce that this rank has more data; validation may run before its next step."""
         self._position = (epoch, step, _HAS_MORE)
 
-    def end(self, epoch: int, step: int, out_of_data: bool = False) -> None:
+    def end(
+        self, epoch: int, step: int, out_of_data: bool = False, first: int | None = None
+    ) -> None:
         """Wait until all ranks have ended this epoch after the same step.
 
         Args:
             epoch: index of the epoch, counted from 0.
             step: number of steps in the fit so far.
             out_of_data: whether this rank has run out of data, in which case all ranks must have.
+            first: the rank whose data has ended the epoch, if it is another rank of this replica.
 
         Raises:
             AgreedError: a rank ends the epoch after a different step.
             PeerLostError: a rank is lost, or has not ended the epoch within the timeout.
         """
         self._position = (epoch, step, _ENDED)
-        mine = self._watch.rank
+        mine = self._watch.rank if first is None else first
 
         def behind(positions: Mapping[int, Any]) -> dict[int, str]:
             found = {}
@@ -449,7 +483,10 @@ class EpochEnds:
                         f"{event} on rank {mine} after step {step}; on rank {rank} that did not"
                         f" happen, and step {at} has begun there. {advice}"
                     )
-                found[rank] = f"has not begun step {step + 1} yet; rank {mine} waits before it"
+                found[rank] = (
+                    f"has not come to the point after step {step} where rank {mine} waits for it:"
+                    " it is slow or hung; if it is only slow, increase `timeout`"
+                )
             return found
 
         self._watch.wait_for(behind, "hook")

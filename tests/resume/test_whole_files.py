@@ -18,11 +18,13 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
+from lightning_commfree import FSDPSettings, StreamingDiLoCoStrategy
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.files import _Sink, write_atomic
 from tests.mortal import run_mortals
 from tests.strategies.any_strategy import KINDS, TIMEOUT, Saving, fit, make_strategy, same
-from tests.strategies.models import quiet_trainer
+from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.strategies.saved import sets_of
 from tests.world import run_ranks
 
 SIZE = 2
@@ -132,6 +134,45 @@ def test_a_disk_that_is_full_ends_all_ranks_with_a_sentence(kind: str, tmp_path:
     assert ("Rank 1 cannot write its rank file for a checkpoint" in texts[0]) == (kind != "domino")
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
     assert not list(tmp_path.rglob(".*.writing"))
+    saves = [folder.name[:2] for folder in sets_of(tmp_path / "last.ckpt").glob("*")]
+    assert saves == ["1-"], "no files of the save that failed"
+
+
+def no_room(rank: int, size: int, folder: Path, place: str) -> str:
+    """The first save fails: on rank 0, in its file, or in a folder that all ranks write."""
+
+    def full(*_: Any, **__: Any) -> None:
+        error = OSError if place.startswith("folders") else RuntimeError  # as `write_atomic` does
+        raise error("No space left on device")
+
+    class Full(Saving):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(f"lightning_commfree.resume.{place}", full)
+                super().on_train_batch_end(trainer, *args)
+
+    settings: dict[str, Any] = {"sync_every": 2, "replica_size": 2, "timeout": TIMEOUT}
+    if place.startswith("folders"):
+        settings["inside"] = FSDPSettings(folder_above_bytes=0)
+    trainer = quiet_trainer(
+        strategy=StreamingDiLoCoStrategy(**settings),
+        devices=size,
+        callbacks=[Full(folder / "last.ckpt")],
+        max_steps=2,
+    )
+    try:
+        trainer.fit(Tiny(), loader(40))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("place", ["checkpoint_io.write_atomic", "folders._replace"])
+def test_a_save_that_fails_leaves_nothing_behind(place: str, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    for text in run_ranks(no_room, SIZE, tmp_path, folder, place):
+        assert "No space left on device" in text
+    assert not folder.exists() or os.listdir(folder) == []
 
 
 def fill_a_disk(rank: int, size: int, folder: Path) -> tuple[str, list[str]]:

@@ -26,6 +26,7 @@ from examples.local_sgd import LocalSGDStrategy
 from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
 from tests.pages import ROOT, python_of
 from tests.strategies.models import Tiny, Voter, info_messages, loader, quiet_trainer
+from tests.strategies.slurm import slurm_job
 from tests.world import run_ranks
 
 
@@ -46,12 +47,13 @@ class TermAt(pl.Callback):
 
 def fit(rank: int, size: int, folder: Path) -> list[Any]:
     # a fragment leaves at 8 (p=0), 12 (p=1), 16 ...; SIGTERM in step 10 travels at 12, lands at 15
-    return [
-        end_early(size, folder / "mid", step=10, max_steps=100),
-        end_early(size, folder / "last", step=20, max_steps=20),
-        end_early(size, folder / "first", step=2, max_steps=100),  # nothing leaves before step 8
-        end_early(size, folder / "requeue", step=10, max_steps=100, requeue=True),
-    ]
+    with slurm_job(folder / "slurm", rank):
+        return [
+            end_early(size, folder / "mid", step=10, max_steps=100),
+            end_early(size, folder / "last", step=20, max_steps=20),
+            end_early(size, folder / "first", step=2, max_steps=100),  # nothing leaves before 8
+            end_early(size, folder / "requeue", step=10, max_steps=100, requeue=True),
+        ]
 
 
 def end_early(
@@ -75,6 +77,7 @@ def end_early(
         devices=size,
         max_steps=max_steps,
         enable_checkpointing=True,
+        default_root_dir=folder / "root",
         callbacks=[TermAt(step, 1, requeue), saving],
     )
     module = Tiny()
@@ -88,7 +91,7 @@ def end_early(
         ended_by,
         trainer.global_step,
         signal.getsignal(signal.SIGTERM) == handler,
-        sorted(os.listdir(folder)) if folder.exists() else [],
+        sorted({*os.listdir(folder)} - {"root"}) if folder.exists() else [],
     )
 
 
@@ -236,9 +239,14 @@ def tell(rank: int, size: int, folder: Path) -> list[tuple[str, int]]:
     said = []
     for number, (strategy, module, callback, steps) in enumerate(fits):
         trainer = quiet_trainer(
-            strategy=strategy, devices=size, max_steps=steps, callbacks=[callback]
+            strategy=strategy,
+            devices=size,
+            max_steps=steps,
+            callbacks=[callback],
+            default_root_dir=folder / "root",
         )
         with (
+            slurm_job(folder / "slurm", rank),
             (folder / f"{number}_{rank}.txt").open("w+") as terminal,
             contextlib.redirect_stderr(terminal),
             pytest.raises(SIGTERMException),
@@ -260,7 +268,9 @@ def test_one_sentence_says_when_all_will_have_stopped(tmp_path: Path) -> None:
         (f"{stops} their next exchange (2 steps are done).", 5),
     ]
     requeue, sentence = first[-1][0].strip().splitlines()
-    assert requeue.startswith(f"Signal {signal.SIGUSR1:d} is handled like SIGTERM")
+    assert (
+        requeue == f"Received signal {signal.SIGUSR1:d} to save a checkpoint and requeue the job."
+    )
     assert sentence == f"{stops} step 15 at the latest (9 are done)."
     assert other == [("", step) for _, step in first], "once a machine"
 

@@ -24,6 +24,7 @@ from lightning_commfree.host import ModelCheckpoint, SIGTERMException, pl
 from tests.mortal import run_mortals
 from tests.strategies import causal_lm
 from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.strategies.slurm import slurm_job
 
 EPOCH = 8  # batches
 TIMEOUT = timedelta(seconds=20)
@@ -103,6 +104,7 @@ def fit(folder: Path, world: int, case: Case) -> dict[str, Any]:
         devices=world,
         num_sanity_val_steps=0,
         enable_checkpointing=True,
+        default_root_dir=folder / "root",
         callbacks=[validations, ActIn(*act), ModelCheckpoint(folder, "{step}")],
         **{"max_epochs": 3, **on},
     )
@@ -199,7 +201,8 @@ def play(rank: int, world: int, folder: Path) -> dict[str, Any]:
     cases = {name: case[0] for name, case in (THREE if world == 3 else FOUR).items()}
     if world == 4:
         cases |= {f"SIGTERM {name}": case for name, (case, _) in TERMS.items()}
-    return {name: fit(folder / name, world, case) for name, case in cases.items()}
+    with slurm_job(folder / "slurm", rank):
+        return {name: fit(folder / name, world, case) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")

@@ -215,9 +215,20 @@ SIZED: dict[str, Case] = {
     "domino, fewer batches than its length": ("domino", 2, "domino", {1: SHORT}, {"data": Liar}),
     "lion, a hook": ("lion", 1, "ddp", {}, {"callbacks": SkipsTheRest({1: SHORT})}),
 }
+
+
+class Late(pl.Callback):
+    """The rank whose data have ended is the last of its replica to say so."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == SHORT and trainer.global_rank == 1:
+            time.sleep(1.5)
+
+
 REPLICAS: dict[str, Case] = {
     "replicas": ("diloco", 2, "ddp", {2: SHORT, 3: SHORT}, {}),
     "fsdp": ("diloco", 2, "fsdp", {1: SHORT}, {}),
+    "its neighbor says so": ("diloco", 2, "ddp", {1: SHORT}, {"callbacks": Late()}),
 }
 EMPTY: Case = ("diloco", 1, "ddp", {1: 0}, {})
 
@@ -249,7 +260,9 @@ def test_ranks_that_train_apart_raise_the_same_error(tmp_path: Path, name: str) 
 def test_replicas_of_two_ranks_do_so_too(tmp_path: Path, name: str) -> None:
     found = errors(tmp_path, 4, REPLICAS[name])
     assert len(set(found)) == 1
-    assert f" ended after step {SHORT}, in epoch 0, and rank " in found[0]
+    short = "|".join(map(str, REPLICAS[name][3]))
+    text = f"The data of rank ({short}) ended after step {SHORT}, in epoch 0, and rank "
+    assert re.match(text, found[0]), found[0]
 
 
 @pytest.mark.parametrize("name", SIZED)

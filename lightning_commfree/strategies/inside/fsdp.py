@@ -111,6 +111,11 @@ class FullyShard(ShardedReplica):
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
         channels, fingerprint = strategy.channels, strategy.fingerprint()
+        if module is self._sharded and self._kept is not None and self._kept.interrupted:
+            raise RuntimeError(
+                "An error ended the fit that sharded this model, so its ranks can no longer"
+                " communicate with each other. Build a new model and load a checkpoint into it."
+            )
         if module is self._sharded:  # an earlier fit sharded it
             broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         else:

@@ -194,7 +194,10 @@ class FitSession(Generic[B]):
         self._step_ends(optimizer)
 
     def _step_ends(self, optimizer: Optimizer | None) -> None:
-        if not self.clock.tick(optimizer):  # part of a batch, or no optimizer has stepped in it
+        stepped = self.clock.tick(optimizer)
+        if self.clock.spans_batch and optimizer is None:
+            self._stopping.batch_ends(stepped)
+        if not stepped:  # part of a batch, or no optimizer has stepped in it
             return
         if self.between.after_step(self._stopping.wanted):
             self._stopping.agree_in_step()

@@ -99,6 +99,11 @@ class Stopping:
         if self._ends is not None:
             self._ends.step_begins(self._epoch, self._step)
 
+    def batch_ends(self, stepped: bool) -> None:
+        """Announce whether any optimizer has stepped in a batch, with manual optimization."""
+        if self._ends is not None:
+            self._ends.batch_ends(stepped)
+
     # -- requests to stop
 
     @property
@@ -384,6 +389,7 @@ def _named(ranks: list[int]) -> str:
 _TRAINS = "trains"
 _HAS_MORE = "has more"  # the rank is done with that step and has more data
 _ENDED = "ended"
+_STEPPED, _STOOD_STILL = "stepped", "stood still"  # in a batch, with manual optimization
 # position of a rank that has not published one yet
 _UNKNOWN: tuple[int, int, str, dict[str, int]] = (-1, 0, _TRAINS, {})
 
@@ -419,6 +425,10 @@ class EpochEnds:
         """
         self._position = (epoch, step, _TRAINS)
         self._watch.check("step")
+
+    def batch_ends(self, stepped: bool) -> None:
+        """Announce whether any optimizer has stepped in the batch that has ended."""
+        self._position = (*self._position[:2], _STEPPED if stepped else _STOOD_STILL)
 
     def has_more(self, epoch: int, step: int) -> None:
         """Announce that this rank has more data; validation may run before its next step."""
@@ -475,9 +485,16 @@ class EpochEnds:
         def behind(positions: Mapping[int, Any]) -> dict[int, str]:
             found = {}
             for rank, position in positions.items():
-                _, at, _, events = position or _UNKNOWN
+                _, at, state, events = position or _UNKNOWN
                 if events.get(event, 0) >= count:
                     continue
+                # a rank that has stepped may already wait for this one in an exchange
+                if at == step and {state, self._position[2]} == {_STEPPED, _STOOD_STILL}:
+                    still = mine if state == _STEPPED else rank
+                    raise self._watch.agreed(
+                        f"Rank {still} took no optimizer step in batch {step}, but rank"
+                        f" {rank if still == mine else mine} did. {_LEFT_OUT}"
+                    )
                 if at > step:
                     raise self._watch.agreed(
                         f"{event} on rank {mine} after step {step}; on rank {rank} that did not"

@@ -123,7 +123,7 @@ def run(kind: str, module: pl.LightningModule, size: int, folder: Path, **ckpt: 
     )
     with resume_warnings() as said, info_messages() as info:
         trainer.fit(module, loader(40, 4), **ckpt)
-    exact = not said and any("resumed exactly" in text for text in info)
+    exact = not said and any(text.startswith(("Resumed", "Restored")) for text in info)
     tensors = dict(module.named_buffers())
     return list(recorder.local), tensors, exact
 

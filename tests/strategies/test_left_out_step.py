@@ -32,8 +32,26 @@ class Unsaved(pl.Callback):
 
 def fit(rank: int, size: int, folder: Path, kind: str, what: str) -> float:
     class Skips(Voter if kind == "lion" else Noisy):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            # with automatic optimization, replicas of Streaming DiLoCo may leave out steps
+            self.automatic_optimization = kind == "lion"
+
+        def steps(self, batch: int) -> bool:
+            return what == "saves alone" or self.global_rank != 1 or batch + 1 != LEFT_OUT
+
+        def training_step(self, batch: Any, i: int) -> Any:
+            if self.automatic_optimization:
+                return super().training_step(batch, i)
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            if self.steps(i):
+                optimizer.step()
+            return None
+
         def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any) -> None:
-            if what == "saves alone" or self.global_rank != 1 or batch + 1 != LEFT_OUT:
+            if self.steps(batch):
                 super().optimizer_step(epoch, batch, optimizer, closure)
             else:
                 closure()
@@ -57,7 +75,9 @@ def fit(rank: int, size: int, folder: Path, kind: str, what: str) -> float:
         callbacks=[saves[what]] if what in saves else [],
     )
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="after step|different steps") as raised:
+    with pytest.raises(
+        RuntimeError, match="after step|different steps|took no optimizer step"
+    ) as raised:
         trainer.fit(Skips(), loader(80, 2), loader(4, 2))
     assert time.monotonic() - start < TIMEOUT.total_seconds() / 3
     return str(raised.value)  # type: ignore[return-value]
@@ -71,5 +91,5 @@ def test_both_ranks_are_named(tmp_path: Path, kind: str, what: str) -> None:
     assert not any(end.error for end in ends), ends
     first, second = (end.result for end in ends)
     assert first == second
-    assert "ank 0 has" in first
+    assert "ank 0 " in first
     assert "ank 1 " in first

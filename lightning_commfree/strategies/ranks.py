@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from lightning_commfree.comm.channel import abort_nccl
 from lightning_commfree.comm.job import (
@@ -151,8 +150,7 @@ class Ranks:
 
     def _interrupt(self) -> None:
         """Make collectives on Lightning's process group fail on this rank."""
-        if dist.get_backend() == "nccl":
-            abort_nccl()
+        abort_nccl()
         self._sockets.disconnect()
 
     def guarded(self, what: str) -> AbstractContextManager[None]:

@@ -156,6 +156,8 @@ class StreamingDiLoCo:
         self._landings: dict[int, Pending[Landing]] = {}
         self._abstentions: Counter[int] = Counter()
         self._frozen = FrozenParameters(module, fragments)
+        held = {name for fragment in fragments for name in fragment.parameters}
+        self._parameters = {n: p for n, p in module.named_parameters() if n in held}
         self._mean: list[Tensor] | None = None  # mean of the local copies, until the next step
         self._enter(membership.view())
 
@@ -466,6 +468,7 @@ class StreamingDiLoCo:
 
     def _frozen_at(self, p: int) -> Frozen:
         """Return which of a fragment's parameters are frozen at a launch."""
+        self._refuse_replaced(p)
         if self.ignores_frozen:
             return NONE_FROZEN
         trained = trained_parameters(self._module, self.optimizers)
@@ -473,6 +476,20 @@ class StreamingDiLoCo:
         now = frozenset(i for i, name in enumerate(names) if name not in trained)
         settled = self.fragments[p].settled
         return Frozen(now - settled, now & settled)
+
+    def _refuse_replaced(self, p: int) -> None:
+        """Raise a `RuntimeError` if a fragment's parameters are other objects than before."""
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        names = self.fragments[p].fragment.parameters
+        self._parameters = {n: p for n, p in now.items() if n in names} | self._parameters
+        late = [name for name in names if now.get(name) is not self._parameters[name]]
+        if late:
+            raise RuntimeError(
+                f"The parameters {late[:3]}{' and others' if late[3:] else ''} were replaced during"
+                " the fit by other `nn.Parameter` objects, or removed (as `torch.nn.utils.prune`"
+                " does), but fragments exchange them by name. Write values into the existing"
+                " parameters, with `load_state_dict` on all ranks, or make the change before `fit`."
+            )
 
     def _changed_hash(self, p: int, frozen: Frozen) -> int:
         """Hash which fragments joined, and which of a fragment's parameters are frozen."""

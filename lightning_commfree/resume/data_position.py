@@ -41,9 +41,16 @@ from lightning_commfree.resume.loader_parts import (
     private_generators,
     replays,
     set_order,
+    sizes_of,
     unknown_parts,
 )
-from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks, start_in_epoch
+from lightning_commfree.resume.loops import (
+    Moment,
+    restore_loops,
+    skipped_hooks,
+    start_in_epoch,
+    unknown_parts_of_fit,
+)
 from lightning_commfree.resume.rank_files import plain_or_none
 
 # "random": the host's RNG state; "order": the `order_state` of every loader
@@ -208,7 +215,7 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], epoch_start: 
     "loaders" contains the states of loaders with a `state_dict`, or None if they need pickle; on
     resume, Lightning then restores rank 0's states on every rank. "ahead" contains the prefetched
     batches (a single batch if the data has no length), or None if they need pickle. "epoch_start"
-    and "random" contain RNG states.
+    and "random" contain RNG states. "sizes" contains lengths and batch sizes of the loaders.
     """
     works = MID_EPOCH.works(trainer)
     ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
@@ -217,6 +224,7 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], epoch_start: 
         "epoch_start": epoch_start.state_dict(),
         "loaders": plain_or_none(_loader_states(checkpoint)),
         "ahead": plain_or_none([*ahead]),
+        "sizes": [sizes_of(loader) for loader in training_loaders(trainer)],
     }
 
 
@@ -358,10 +366,15 @@ def restore_data_position(
     set_random_state(own["random"], trainer.strategy.root_device)
     if not set_order(own["epoch_start"]["now"], loaders):
         texts.append(_OTHER_LOADERS)
+    if (sizes := [sizes_of(loader) for loader in loaders]) != own["sizes"]:
+        texts.append(
+            f"the training loaders have other numbers of batches or batch sizes ({sizes}) than at"
+            f" the save ({own['sizes']}), so the position is another one in the data"
+        )
     # an epoch of which only the end is left is over for the loaders
     batches, epoch = (moment.batches, moment.epoch) if at_batch else (0, moment.epoch + 1)
     unknown = [unknown_parts(loader, batches, epoch) for loader in loaders]
-    return texts, [*chain.from_iterable(unknown)]
+    return texts, [*chain.from_iterable(unknown), *unknown_parts_of_fit(trainer, moment)]
 
 
 def _load_loader(loader: Any, state: Any, at_end: bool) -> None:

@@ -429,7 +429,11 @@ class ExactResume:
         elif self._complete and unverified:
             rank_zero_info(f"Restored on all ranks: {RESTORED}.{unverified}")
         elif self._complete:
-            rank_zero_info(f"Resumed exactly: {RESTORED} are restored on all ranks.")
+            module = type(self._strategy.lightning_module).__name__
+            rank_zero_info(
+                f"Resumed exactly: {RESTORED} are restored on all ranks. Plain attributes of"
+                f" `{module}`, its callbacks and its data are in no checkpoint."
+            )
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
         """Restore as much of this rank's own state as possible before Lightning's own restore.

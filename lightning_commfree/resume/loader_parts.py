@@ -6,8 +6,8 @@ part                                       what a resume does with it
 a `torch.Generator` of the loader, its     restores its state
 samplers or its data set
 an integer `epoch` of these                restores it, with `set_epoch` if there is one
-a random number generator of Python or     names it as lost (`private_generators`)
-numpy
+a random number generator of Python or     names its owner (`private_generators`)
+numpy, or inside of other objects
 other state of classes that are neither    names the class (`unknown_parts`): nobody but its author
 torch's nor Lightning's                    knows whether it is complete
 =========================================  ========================================================
@@ -16,7 +16,10 @@ torch's nor Lightning's                    knows whether it is complete
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ _KNOWN = {
     "torchdata",
 }
 _PARTS = ("sampler", "batch_sampler", "dataset")
+_LOOKED_AT, _MOST_VALUES = 50, 10_000  # in a container, and in all, when generators are searched
 
 OrderState = list[Any]  # of one loader: its epochs (int), and the states of its generators (Tensor)
 
@@ -82,24 +86,55 @@ def parts_of(loader: object) -> list[Any]:
 
 
 def private_generators(loader: object) -> list[str]:
-    """Return the class names of a loader and its parts that have a generator of Python or numpy.
+    """Return the names of a loader and its parts that have a generator which is not restored.
 
-    Checkpoints do not contain these generators. The result omits parts with `set_epoch`, which
-    derive their order from the epoch, and data sets that only worker processes read.
+    These are generators of Python or numpy, and those inside of other objects, such as the
+    transforms of a data set. The result omits parts with `set_epoch`, which derive their order from
+    the epoch, and what only worker processes use.
     """
-    in_workers = [getattr(loader, "dataset", None)] if getattr(loader, "num_workers", 0) else []
-    names = [
-        type(part).__name__
-        for part in [loader, *parts_of(loader)]
-        if not (hasattr(part, "set_epoch") or any(part is one for one in in_workers))
-        and any(map(_is_private, getattr(part, "__dict__", {}).values()))
-    ]
-    return list(dict.fromkeys(names))
+    parts, collate = parts_of(loader), getattr(loader, "collate_fn", None)
+    if getattr(loader, "num_workers", 0):
+        parts = [part for part in parts if part is not getattr(loader, "dataset", None)]
+    elif collate is not None:
+        parts.append(collate)
+    kept = [one for one in _keepers(loader) if isinstance(one, torch.Generator)]
+
+    def is_private(value: object) -> bool:
+        is_numpys = type(value).__module__.startswith("numpy.random") and hasattr(value, "shuffle")
+        is_torchs = isinstance(value, torch.Generator) and not any(value is one for one in kept)
+        return isinstance(value, random.Random) or is_numpys or is_torchs
+
+    owners = [p for p in parts if any(map(is_private, islice(_values_in(p), _MOST_VALUES)))]
+    if any(map(is_private, getattr(loader, "__dict__", {}).values())):
+        owners.insert(0, loader)
+    names = [getattr(one, "__name__", type(one).__name__) for one in owners]
+    hidden = [n for one, n in zip(owners, names, strict=True) if not hasattr(one, "set_epoch")]
+    return list(dict.fromkeys(hidden))
 
 
-def _is_private(value: object) -> bool:
-    is_numpys = type(value).__module__.startswith("numpy.random") and hasattr(value, "shuffle")
-    return isinstance(value, random.Random) or is_numpys
+def _values_in(owner: object, depth: int = 4) -> Iterator[Any]:
+    """Yield an object's attributes, items and closure, and theirs, down to some depth."""
+    if depth == 0 or isinstance(owner, Tensor | str | bytes | type | ModuleType | torch.Generator):
+        return
+    if isinstance(owner, dict):
+        inside = [*islice(owner.values(), _LOOKED_AT)]
+    elif isinstance(owner, list | tuple | set):
+        inside = [*islice(owner, _LOOKED_AT)]
+    else:
+        inside = [*getattr(owner, "__dict__", {}).values()]
+        for cell in getattr(owner, "__closure__", None) or ():
+            with suppress(ValueError):  # an empty cell
+                inside.append(cell.cell_contents)
+        inside += [getattr(owner, name, None) for name in ("func", "args", "keywords", "__self__")]
+    for value in inside:
+        yield value
+        yield from _values_in(value, depth - 1)
+
+
+def sizes_of(loader: object) -> list[int]:
+    """Return the number of a loader's batches and its batch size; -1 where they are unknown."""
+    length, size = length_of(loader), getattr(loader, "batch_size", None)
+    return [-1 if length == float("inf") else int(length), size if isinstance(size, int) else -1]
 
 
 def order_state(loader: object) -> OrderState:

@@ -20,7 +20,7 @@ within an epoch                      epoch as finished
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from lightning_commfree.host import callbacks, is_overridden, pl
 from lightning_commfree.lightning_internals import (
@@ -212,6 +212,20 @@ def _has_state(callback: Any) -> bool:
         return True
     is_idle = isinstance(callback, callbacks.Checkpoint | callbacks.Timer)
     return is_overridden("state_dict", callback, pl.Callback) and not is_idle
+
+
+def unknown_parts_of_fit(trainer: pl.Trainer, moment: Moment) -> list[str]:
+    """Return descriptions of other objects whose state may be incomplete after a resume."""
+    module, data = trainer.lightning_module, cast(Any, trainer).datamodule
+    found = [f"optimizer {name_of(one)}" for one in trainer.optimizers if not is_known(one)]
+    if moment.begun and is_overridden("on_train_epoch_start", module, pl.LightningModule):
+        found.append(
+            f"what `{type(module).__name__}.on_train_epoch_start` has set, which does not run again"
+            " in the middle of an epoch"
+        )
+    if data is not None and cast(Any, trainer).reload_dataloaders_every_n_epochs:
+        found.append(f"data module {name_of(data)}")
+    return found
 
 
 def unknown_callbacks(trainer: pl.Trainer) -> list[str]:

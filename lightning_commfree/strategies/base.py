@@ -390,6 +390,8 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.session.fit_ends()
+        if self._drift is not None:
+            self._drift.compare()  # a short fit may not have compared them at all
         # this is the last point in a fit that all ranks reach together
         self._resume.remove_leftovers()
         super().on_train_end()

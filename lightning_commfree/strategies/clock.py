@@ -70,6 +70,7 @@ class StepHooks:
         module: the model.
         begins: called with the optimizer before such a step.
         ends: called with the optimizer after it.
+        sees: called with the optimizer before every step, also those that Lightning passes.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class StepHooks:
         module: nn.Module,
         begins: Callable[[Optimizer], None],
         ends: Callable[[Optimizer], None],
+        sees: Callable[[Optimizer], None],
     ) -> None:
         self._parameters = set(module.parameters())
-        self._begins, self._ends = begins, ends
+        self._begins, self._ends, self._sees = begins, ends, sees
         self._paused = False
         self._stepping: Optimizer | None = None
         # for all optimizers, because Lightning does not know the one inside of SAM
@@ -98,9 +100,12 @@ class StepHooks:
             self._paused = before
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._trains(optimizer):
+            return
+        self._sees(optimizer)
         # the same optimizer again: user code has caught an error in its first step
         is_outermost = self._stepping is None or self._stepping is optimizer
-        if is_outermost and not self._paused and self._trains(optimizer):
+        if is_outermost and not self._paused:
             self._stepping = optimizer
             self._begins(optimizer)
 

@@ -228,6 +228,7 @@ class LocalUpdates(Between, Protocol):
     """An algorithm whose replicas train independently on local weights between exchanges."""
 
     step: int  # number of steps that each replica has taken
+    optimizers: Sequence[Optimizer] = ()  # those that train the local weights
     missed: int = 0  # number of batches in which this replica could have stepped but did not
     weight_swap: WeightSwap  # swaps the weights shared by all replicas in and out
 
@@ -272,6 +273,10 @@ class LocalUpdates(Between, Protocol):
         Nothing may be in flight. By default, the weights become the shared ones.
         """
         self.weight_swap.take_local()
+
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Switch to new optimizers; hooks may replace or add some during a fit."""
+        self.optimizers = optimizers
 
     def average_moved(self) -> None:
         """Average frozen weights that hooks have changed differently on replicas; collective."""

@@ -53,6 +53,11 @@ class DriftCheck:
         missed, self._missed = self._missed, step - session.clock.steps
         if session.compares_weights and missed == self._missed:
             return
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare weights across ranks; collective. Raises the error of `before_step`."""
+        step = self._strategy.module.trainer.global_step
         groups = [group for one in self._strategy.optimizers for group in one.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         found: dict[bool, dict[str, nn.Parameter]] = {False: {}, True: {}}

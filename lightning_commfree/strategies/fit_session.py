@@ -30,7 +30,7 @@ from lightning_commfree.comm.ledger import (
 )
 from lightning_commfree.comm.text import counted, human_bytes, plain
 from lightning_commfree.host import pl
-from lightning_commfree.lightning_internals import Patches, add_to_rows, around_steps
+from lightning_commfree.lightning_internals import STEPS, Patches, add_to_rows, around_steps
 from lightning_commfree.model.shards import local_tensor
 from lightning_commfree.model.trained import trained_parameters
 from lightning_commfree.strategies.clock import Clock, StepHooks
@@ -82,6 +82,7 @@ class FitSession(Generic[B]):
         patches.put(trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint))
         around_steps(trainer, patches, self._notice_left_out)
         self._hooks: StepHooks | None = None
+        self._in_optimizer_step = not STEPS.works(trainer)
         self._at_begin: tuple[int, list[int]] | None = None  # steps and hashes of the weights
 
     def begin(self, resumed: bool) -> None:
@@ -92,7 +93,7 @@ class FitSession(Generic[B]):
         """
         del resumed
         self.clock.steps = self.steps_before()
-        self._hooks = StepHooks(self._module, self._raw_step_begins, self._raw_step_ends)
+        self._hooks = StepHooks(self._module, self._raw_step_begins, self._raw_step_ends, self.sees)
         self._at_begin = self.clock.steps, self._weight_hashes()
         self._stopping.begin(self.trains_independently)
         self.log.begin()
@@ -156,22 +157,30 @@ class FitSession(Generic[B]):
         """Begin a step that Lightning does not pass to the strategy; see `StepHooks`."""
         if not self._trainer.training:  # in a validation, the algorithm takes no part
             return
-        self._refuse_outside_batch(optimizer)
-        if not self.clock.spans_batch:
+        if self.clock.spans_batch:
+            self._refuse_outside_batch(optimizer)
+        elif self._in_optimizer_step:
             self._stopping.step_begins()
             with self.between.stepping():
                 pass  # only what must precede a step: a vote cannot start during its backward
 
     def _raw_step_ends(self, optimizer: Optimizer) -> None:
-        if self._trainer.training:
+        # with automatic optimization, a step anywhere else is local training
+        if self._trainer.training and (self.clock.spans_batch or self._in_optimizer_step):
             self._step_ends(optimizer)
+
+    def sees(self, optimizer: Optimizer) -> None:
+        """Hook for subclasses that runs before any optimizer steps parameters of the module."""
 
     def _notice_left_out(self, run: Callable[..., None], *args: Any) -> None:
         """Run `run`, Lightning's call of `optimizer_step`, and notice if it took no step."""
-        before = self.clock.steps
-        run(*args)
-        if self.clock.steps == before:
-            self.left_out()
+        before, self._in_optimizer_step = self.clock.steps, True
+        try:
+            run(*args)
+            if self.clock.steps == before:
+                self.left_out()
+        finally:
+            self._in_optimizer_step = False
 
     def left_out(self) -> None:
         """Handle a batch in which the module's `optimizer_step` did not step its optimizer."""

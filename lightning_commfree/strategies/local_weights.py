@@ -129,6 +129,15 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             self.clock.uncounted = before
 
     @override
+    def sees(self, optimizer: Optimizer) -> None:
+        optimizers = self.between.optimizers
+        if self._trainer.training and not any(optimizer is one for one in optimizers):
+            # `configure_optimizers` did not return it: from now on, its parameters are trained too
+            self.between.follow_optimizers([*optimizers, optimizer])
+            with self.between.stepping():
+                pass
+
+    @override
     def _step_ends(self, optimizer: Optimizer | None) -> None:
         if self.in_step:
             self.between.missed = self.clock.missed

@@ -57,19 +57,21 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def _raw_step_begins(self, optimizer: Optimizer) -> None:
-        if self._knows(optimizer):
+        if self._trainer.training:
             self._compare_order(optimizer)
-            super()._raw_step_begins(optimizer)
+        super()._raw_step_begins(optimizer)
 
     @override
-    def _raw_step_ends(self, optimizer: Optimizer) -> None:
-        if self._knows(optimizer):
-            super()._raw_step_ends(optimizer)
+    def sees(self, optimizer: Optimizer) -> None:
+        if self._trainer.training and not self._knows(optimizer):
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}` steps parameters of the module, but it is not in"
+                " `trainer.optimizers`. Its steps are not exchanged, so the ranks would end with"
+                " different weights. Return it from `configure_optimizers`."
+            )
 
     def _knows(self, optimizer: Optimizer) -> bool:
-        # the steps of any other optimizer are not exchanged, so `DriftCheck` must compare weights
-        optimizers = self._trainer.optimizers
-        return self._trainer.training and any(one is optimizer for one in optimizers)
+        return any(optimizer is one for one in self._trainer.optimizers)
 
     @override
     def left_out(self) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -26,7 +30,7 @@ from torch.utils.data import (
 )
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.resume.loader_parts import unknown_parts
+from lightning_commfree.resume.loader_parts import private_generators, unknown_parts
 from tests.resume.loaders import (
     Batches,
     ByEpoch,
@@ -189,11 +193,12 @@ def fit(made: Any, folder: Path | None, *more: Any, optimizer: str = "AdamW", **
         if optimizer == "lion"
         else StreamingDiLoCoStrategy(sync_every=3, num_fragments=1)
     )
+    kind = kwargs.pop("kind", Net)
     callbacks = kwargs.pop("callbacks", None) or [*own, *more, Saves(folder, *AFTER)]
     trainer = quiet_trainer(
         strategy=strategy, devices=1, max_epochs=EPOCHS, callbacks=callbacks, **kwargs
     )
-    module = Net(optimizer)
+    module = kind(optimizer)
     with resume_words() as said:
         trainer.fit(module, data, ckpt_path=path)
     end = [module.state_dict(), *(one.state_dict()["state"] for one in trainer.optimizers)]
@@ -403,3 +408,61 @@ def test_parts_of_unknown_authors_are_named() -> None:
         "the order of `DataLoader`, which started again within the epoch"
     ]
     assert unknown_parts(drawn(), 1, 0) == ["loader `Drawn`"]
+
+
+class Transformed(TensorDataset):
+    """Its transform draws random numbers."""
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__(torch.ones(8))
+        self.transform = transform
+
+
+def drawing(generator: Any) -> Any:
+    """Return a function that draws from a generator."""
+
+    def collate(rows: Any) -> Any:
+        return rows, generator
+
+    return collate
+
+
+@pytest.mark.parametrize(
+    "generator", [random.Random(1), np.random.default_rng(1), torch.Generator()], ids=type
+)
+def test_random_numbers_deep_in_the_data_are_named(generator: Any) -> None:
+    within = [Transformed([{"crop": SimpleNamespace(random=generator)}]), Transformed(len)]
+    assert private_generators(DataLoader(within[0])) == ["Transformed"]
+    assert private_generators(DataLoader(within[1])) == []
+    assert private_generators(DataLoader(within[1], collate_fn=drawing(generator))) == ["collate"]
+    assert private_generators(DataLoader(within[1], collate_fn=partial(len, generator))) == [
+        "partial"
+    ]
+    # workers draw from copies, which are made anew for each epoch
+    assert private_generators(DataLoader(within[0], num_workers=1)) == []
+
+
+class Curriculum(Net):
+    def on_train_epoch_start(self) -> None:
+        self.stage = self.current_epoch
+
+
+def test_other_sizes_and_hooks_that_do_not_run_again_are_named(tmp_path: Path) -> None:
+    def play(rank: int, size: int) -> Any:
+        fit(plain(), tmp_path / "saves")
+        middle = next(n for n in AFTER if n % BATCHES)
+        path = tmp_path / "saves" / f"{middle}.ckpt"
+
+        def words(loader: Any, **kwargs: Any) -> str:
+            quiet = [pl.callbacks.Timer()]
+            said: str = fit(loader, None, callbacks=quiet, ckpt_path=path, **kwargs)[2]
+            return said
+
+        twice = DataLoader(dataset(ROWS), 2 * BATCH)
+        return words(plain()), words(twice), words(plain(), kind=Curriculum)
+
+    ((same_size, other, staged),) = run_ranks(play, 1, tmp_path)
+    assert same_size.startswith(EXACT)
+    assert f"batch sizes ([[{ROWS // (2 * BATCH)}, {2 * BATCH}]]) than at the save" in other
+    assert "what `Curriculum.on_train_epoch_start` has set" in staged
+    assert "exact" not in staged.lower()

@@ -105,8 +105,11 @@ FAILS = {  # names of the fits that end with an error
         "frozen on one rank",
         "loaded on one",
         "modes",
+        "new head",
     },
     "lion": {
+        "hidden optimizer",
+        "differs at the end",
         "left out on one",
         "left out by hand",
         "max_norm",
@@ -248,6 +251,36 @@ def test_a_raw_step_is_exchanged_like_one_of_lightnings(
 def test_the_inner_optimizer_of_a_wrapper_counts(ranks: Any, kind: str) -> None:
     for found, plain in zip(both(ranks, kind, "SAM"), both(ranks, kind, "manual"), strict=True):
         assert found.sent == plain.sent > 0
+
+
+@played_as("hidden optimizer")
+class Hidden(Net):
+    """An optimizer that `configure_optimizers` does not return."""
+
+    def configure_optimizers(self) -> Any:
+        self.__dict__["hidden"] = self.make_optimizer(self.head.parameters())
+        return self.make_optimizer([*self.embed.parameters(), *self.blocks.parameters()])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.__dict__["hidden"].step()
+
+    def on_train_end(self) -> None:
+        self.seen = getattr(self.trainer.strategy, "fragments", None), self.trainer.global_step
+
+
+def test_parameters_of_a_hidden_optimizer_become_a_fragment(ranks: Any) -> None:
+    for found in both(ranks, "diloco", "hidden optimizer"):
+        fragments, steps = found.seen
+        assert fragments[-1] == ["head.weight"]
+        assert not any("head.weight" in names for names in fragments[:-1])
+        assert steps == STEPS
+
+
+def test_a_hidden_optimizer_of_a_worker_is_an_error(ranks: Any) -> None:
+    for rank in ranks["lion"]:
+        assert rank["hidden optimizer"].error.startswith(
+            "`DistributedLion` steps parameters of the module, but it is not in"
+        )
 
 
 # -- a step that is left out
@@ -644,6 +677,36 @@ def test_weights_loaded_on_one_rank_are_an_error(ranks: Any) -> None:
         assert "different learning rates" in rank["loaded on one"].error
 
 
+@played_as("new head")
+class NewHead(Net):
+    def on_train_batch_start(self, batch: Any, i: int) -> None:
+        if i == 5:
+            self.head = nn.Linear(6, 1, bias=False)
+
+
+def test_a_parameter_that_is_replaced_is_an_error(ranks: Any) -> None:
+    """The new one would be mixed with the old one's global copy."""
+    for rank in ranks["diloco"]:
+        assert rank["new head"].error.startswith(
+            "The parameters ['head.weight'] were replaced during the fit"
+        )
+    both(ranks, "lion", "new head")  # no optimizer holds it: as under DDP
+
+
+@played_as("differs at the end", limit_val_batches=0)
+class DiffersAtEnd(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.kind == "lion" and self.global_rank == 1:
+            with torch.no_grad():
+                self.head.weight.add_(1e-3)
+
+
+def test_workers_that_differ_after_a_short_fit_are_an_error(ranks: Any) -> None:
+    """The votes compare weights every 100 steps."""
+    for rank in ranks["lion"]:
+        assert "Weights that must be equal on ranks 0, 1 differ" in rank["differs at the end"].error
+
+
 def test_copies_of_a_module_are_not_watched(tmp_path: Path) -> None:
     run_ranks(copies, 1, tmp_path, tmp_path)
 
@@ -689,6 +752,10 @@ PLAYED = {  # the beginning of a row: the tests that play it
         test_a_raw_step_is_exchanged_like_one_of_lightnings,
         test_the_inner_optimizer_of_a_wrapper_counts,
     ),
+    "an optimizer that `configure_optimizers` does not return": (
+        test_parameters_of_a_hidden_optimizer_become_a_fragment,
+        test_a_hidden_optimizer_of_a_worker_is_an_error,
+    ),
     "`optimizer_step` that leaves out a step": (
         test_replicas_stay_together_if_one_leaves_out_a_step,
         test_a_worker_that_leaves_out_a_step_is_named,
@@ -703,6 +770,7 @@ PLAYED = {  # the beginning of a row: the tests that play it
         test_weights_may_be_clamped_after_each_step,
         test_the_last_checkpoint_contains_the_clamped_weights,
         test_weights_changed_differently_after_the_last_step_are_averaged,
+        test_workers_that_differ_after_a_short_fit_are_an_error,
     ),
     "`eval()` and `train()`": (test_adapters_merged_for_validation_leave_the_frozen_weight,),
     "a hook that validates": (
@@ -723,6 +791,7 @@ PLAYED = {  # the beginning of a row: the tests that play it
         test_weights_loaded_on_all_ranks_stay,
         test_weights_loaded_on_one_rank_are_an_error,
     ),
+    "code that replaces a parameter": (test_a_parameter_that_is_replaced_is_an_error,),
     "an optimizer that swaps weights": (test_an_optimizer_that_swaps_weights_is_refused,),
 }
 

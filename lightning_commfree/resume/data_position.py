@@ -366,7 +366,8 @@ def restore_data_position(
     set_random_state(own["random"], trainer.strategy.root_device)
     if not set_order(own["epoch_start"]["now"], loaders):
         texts.append(_OTHER_LOADERS)
-    if (sizes := [sizes_of(loader) for loader in loaders]) != own["sizes"]:
+    sizes = [sizes_of(loader) for loader in loaders]
+    if sizes != own.get("sizes", sizes):  # absent from the state of other groups of ranks
         texts.append(
             f"the training loaders have other numbers of batches or batch sizes ({sizes}) than at"
             f" the save ({own['sizes']}), so the position is another one in the data"

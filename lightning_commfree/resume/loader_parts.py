@@ -104,7 +104,11 @@ def private_generators(loader: object) -> list[str]:
         is_torchs = isinstance(value, torch.Generator) and not any(value is one for one in kept)
         return isinstance(value, random.Random) or is_numpys or is_torchs
 
-    owners = [p for p in parts if any(map(is_private, islice(_values_in(p), _MOST_VALUES)))]
+    def has_private(part: object) -> bool:
+        values = _values_in(part, [one for one in parts if one is not part])
+        return any(map(is_private, islice(values, _MOST_VALUES)))
+
+    owners = [*filter(has_private, parts)]
     if any(map(is_private, getattr(loader, "__dict__", {}).values())):
         owners.insert(0, loader)
     names = [getattr(one, "__name__", type(one).__name__) for one in owners]
@@ -112,9 +116,11 @@ def private_generators(loader: object) -> list[str]:
     return list(dict.fromkeys(hidden))
 
 
-def _values_in(owner: object, depth: int = 4) -> Iterator[Any]:
-    """Yield an object's attributes, items and closure, and theirs, down to some depth."""
-    if depth == 0 or isinstance(owner, Tensor | str | bytes | type | ModuleType | torch.Generator):
+def _values_in(owner: object, others: Sequence[object], depth: int = 4) -> Iterator[Any]:
+    """Yield an object's attributes, items and closure, and theirs, except those of `others`."""
+    if depth == 0 or any(owner is one for one in others):
+        return
+    if isinstance(owner, Tensor | str | bytes | type | ModuleType | torch.Generator):
         return
     if isinstance(owner, dict):
         inside = [*islice(owner.values(), _LOOKED_AT)]
@@ -128,7 +134,7 @@ def _values_in(owner: object, depth: int = 4) -> Iterator[Any]:
         inside += [getattr(owner, name, None) for name in ("func", "args", "keywords", "__self__")]
     for value in inside:
         yield value
-        yield from _values_in(value, depth - 1)
+        yield from _values_in(value, others, depth - 1)
 
 
 def sizes_of(loader: object) -> list[int]:

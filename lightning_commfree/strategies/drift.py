@@ -59,7 +59,8 @@ class DriftCheck:
         """Compare weights across ranks; collective. Raises the error of `before_step`."""
         step = self._strategy.module.trainer.global_step
         groups = [group for one in self._strategy.optimizers for group in one.param_groups]
-        trained = {p for group in groups for p in group["params"] if p.requires_grad}
+        # frozen ones too: only some ranks may have frozen them, and all must compare as many
+        trained = {p for group in groups for p in group["params"]}
         found: dict[bool, dict[str, nn.Parameter]] = {False: {}, True: {}}
         for name, p in self._strategy.module.named_parameters():
             if p in trained:

@@ -116,7 +116,9 @@ class Training:
 
         def said(headers: Tensor) -> HeaderSummary:
             assert headers.device == CPU
-            return HeaderSummary(False, False, False, False, nonfinite, (1,) * len(headers))
+            positions = (exchange.Position(0, 0),) * len(headers)
+            differ = False, False, False, False
+            return HeaderSummary(*differ, nonfinite, (1,) * len(headers), positions)
 
         for name in ("summarize_headers", "merge_summaries"):
             patch.setattr(exchange, name, said)
@@ -316,8 +318,8 @@ def test_a_planted_item_is_seen(monkeypatch: pytest.MonkeyPatch, method: str) ->
 def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     whole = getattr(OuterFragment, method)
 
-    def planted(outer: OuterFragment, mean: Tensor) -> None:
-        whole(outer, mean + torch.ones(mean.shape))
+    def planted(outer: OuterFragment, mean: Tensor, *more: Any) -> None:
+        whole(outer, mean + torch.ones(mean.shape), *more)
 
     monkeypatch.setattr(OuterFragment, method, planted)
     with pytest.raises(RuntimeError, match=r"cuda:1.*cpu|cpu and cuda:1"):

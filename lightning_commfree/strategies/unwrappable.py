@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 
@@ -44,6 +45,16 @@ class Unwrappable:
 
     def __hash__(self) -> int:
         return hash(self.module)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing.
+
+        Scripts that accumulate gradients by hand call DDP's, which leaves out the all-reduce at the
+        end of backward. Here, there is none.
+        """
+        own = getattr(self.module, "no_sync", nullcontext)
+        context: AbstractContextManager[None] = own()
+        return context
 
     def __repr__(self) -> str:
         return repr(self.module)

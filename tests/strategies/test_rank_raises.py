@@ -92,8 +92,11 @@ def two_fits(
     return type(error).__name__, str(error), took_s
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("place", "culprit"), [("batch", 1), ("backward", 0), ("validation", 1)])
+@pytest.mark.parametrize(
+    ("kind", "place", "culprit"),
+    # every place where torch's own collectives are waited for, and every kind once
+    [("fsdp", "backward", 0), ("fsdp", "validation", 1), *((kind, "batch", 1) for kind in KINDS)],
+)
 def test_the_others_end_in_seconds(tmp_path: Path, kind: str, place: str, culprit: int) -> None:
     outcomes = run_ranks(two_fits, 2, tmp_path, tmp_path, free_port(), kind, place, culprit, True)
     (name, text, took_s), (own, _, _) = outcomes[1 - culprit], outcomes[culprit]

@@ -86,7 +86,7 @@ class Header(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position in its data at which a replica launched a fragment."""
+    """Number of steps and skipped batches at which a replica launched a fragment."""
 
     step: int  # number of inner steps taken
     missed: int  # number of batches without a step, modulo 2**_MISSED_BITS

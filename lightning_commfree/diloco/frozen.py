@@ -52,7 +52,7 @@ class FrozenParameters:
         self.optimizers: Iterable[Optimizer] = ()
 
     def unfrozen(self) -> list[str]:
-        """Return the names of the parameters that have come to be trained during the fit."""
+        """Return the names of the parameters that started being trained during the fit."""
         if not any(p.requires_grad for p in self._parameters.values()):
             return []  # called at every step
         trained = trained_parameters(self._module, self.optimizers)

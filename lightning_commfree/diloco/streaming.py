@@ -478,7 +478,7 @@ class StreamingDiLoCo:
         return Frozen(now - settled, now & settled)
 
     def _refuse_replaced(self, p: int) -> None:
-        """Raise a `RuntimeError` if a fragment's parameters are other objects than before."""
+        """Raise a `RuntimeError` if any of a fragment's parameters has been replaced or removed."""
         now = dict(self._module.named_parameters(remove_duplicate=False))
         names = self.fragments[p].fragment.parameters
         self._parameters = {n: p for n, p in now.items() if n in names} | self._parameters

@@ -370,7 +370,7 @@ def restore_data_position(
     if sizes != own.get("sizes", sizes):  # absent from the state of other groups of ranks
         texts.append(
             f"the training loaders have other numbers of batches or batch sizes ({sizes}) than at"
-            f" the save ({own['sizes']}), so the position is another one in the data"
+            f" the save ({own['sizes']}), so the position in the data does not match"
         )
     # an epoch of which only the end is left is over for the loaders
     batches, epoch = (moment.batches, moment.epoch) if at_batch else (0, moment.epoch + 1)

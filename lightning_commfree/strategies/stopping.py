@@ -501,7 +501,7 @@ class EpochEnds:
                         f" happen, and step {at} has begun there. {advice}"
                     )
                 found[rank] = (
-                    f"has not come to the point after step {step} where rank {mine} waits for it:"
+                    f"has not reached the point after step {step} where rank {mine} waits for it:"
                     " it is slow or hung; if it is only slow, increase `timeout`"
                 )
             return found

@@ -64,7 +64,7 @@ test-fast: $(STAMP)
 	  $(FAST_LEFT_OUT:%=--ignore-glob='*/test_%*') $(PYTEST_ARGS)
 
 # Fits, resumes and stops of the three strategies, and every private name of Lightning.
-PYTORCH_LIGHTNING_TESTS := tests/test_internals.py tests/resume/test_resume.py $(addprefix tests/strategies/test_, \
+PYTORCH_LIGHTNING_TESTS := tests/test_internals.py tests/resume/test_resume.py $(addprefix tests/fit/test_, \
   domino_tp.py lion_fit.py sigterm_forked.py stopping.py streaming_diloco.py)
 
 test-pytorch-lightning: $(STAMP)

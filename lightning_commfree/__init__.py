@@ -5,6 +5,7 @@ Importing the package registers them: `Trainer(strategy="streaming_diloco")`.
 
 from __future__ import annotations
 
+from lightning_commfree.layouts import FSDPSettings
 from lightning_commfree.lion import DistributedLion
 from lightning_commfree.model.meta_init import from_pretrained_on_meta
 from lightning_commfree.strategies import (
@@ -13,7 +14,6 @@ from lightning_commfree.strategies import (
     ElasticDiLoCoStrategy,
     StreamingDiLoCoStrategy,
 )
-from lightning_commfree.strategies.inside import FSDPSettings
 
 __all__ = [
     "DistributedLion",

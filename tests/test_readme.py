@@ -30,7 +30,7 @@ from torch.distributed.run import parse_args as parse_torchrun
 
 import lightning_commfree
 from commfree_planner.command import main as commfree_plan
-from lightning_commfree.comm.lighthouse_command import main as commfree_lighthouse
+from lightning_commfree.elastic.lighthouse_command import main as commfree_lighthouse
 from recipes.comparison import comparing
 from recipes.training import run as training
 from tests.pages import ROOT, commands_of, programs_in, python_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torchft.coordination  # type: ignore[import-not-found,import-untyped,unused-ignore] # noqa: F401
 
-from lightning_commfree.comm.lighthouse_command import main
+from lightning_commfree.elastic.lighthouse_command import main
 
 _POLL_S = 0.02
 _USAGE = 2  # exit code also for a port that is in use

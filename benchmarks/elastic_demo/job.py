@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from benchmarks.elastic_demo.replica import Plan, Row, fit, read_rows
-from lightning_commfree.comm.lighthouse import serve_lighthouse
+from lightning_commfree.elastic.lighthouse import serve_lighthouse
 
 FOUNDERS = ("a", "b", "c")
 _START_LIMIT_S = 120.0  # until all founders have built their model

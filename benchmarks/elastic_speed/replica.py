@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.comm.lighthouse import serve_lighthouse
+from lightning_commfree.elastic.lighthouse import serve_lighthouse
 from recipes.training.pretraining import build_data, build_module
 from recipes.training.run import factory
 

@@ -1,4 +1,4 @@
-"""Generate the API reference: the exports of every package, and some modules."""
+"""Generate the API reference: what packages and modules export, and some modules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MODULES = (
     "comm.channel",
     "comm.liveness",
     "domino.families",
+    "fit.contracts",
     "model.weight_swap",
-    "strategies.contracts",
 )
 
 
@@ -30,13 +30,14 @@ def exported(init: Path) -> list[str]:
 
 
 def packages(root: Path) -> dict[str, list[str]]:
-    """Return each package that exports names, with those names."""
+    """Return each package that exports names, and `strategies`, with those names."""
     found = {}
     inits = [*(root / PACKAGE).rglob("__init__.py"), *(root / PLANNER).rglob("__init__.py")]
-    for init in sorted(inits):
-        names = exported(init)
+    for file in sorted([*inits, root / PACKAGE / "strategies.py"]):
+        names = exported(file)
         if names:
-            found[".".join(init.parent.relative_to(root).parts)] = names
+            module = file.parent if file.name == "__init__.py" else file.with_suffix("")
+            found[".".join(module.relative_to(root).parts)] = names
     return found
 
 

@@ -19,9 +19,8 @@ from lightning_commfree.domino.parallel import ParallelModel, check_divisible
 from lightning_commfree.domino.plan import has_plan
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharding import ShardSpec, gather_full_tensor
-from lightning_commfree.model.fsdp import refuse_wrapped
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.model.shards import mark_shard
+from lightning_commfree.model.shards import mark_shard, refuse_wrapped
 
 
 def find_models(module: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,28 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+from lightning_commfree.model.blocks import is_compiled_submodule
+
+
+def refuse_wrapped(strategy: str, module: nn.Module) -> None:
+    """Check that a module to be sharded is neither compiled nor wrapped by DDP or FSDP.
+
+    Raises:
+        ValueError: the module or a submodule is compiled or wrapped.
+    """
+    for name, child in module.named_modules():
+        kind = type(child).__name__
+        wrapped = isinstance(child, DistributedDataParallel) or "FSDP" in kind
+        compiled = is_compiled_submodule(child)
+        if wrapped or compiled:
+            what = f"'{name}'" if name else "The module"
+            raise ValueError(
+                f"{what} is already {'compiled' if compiled else 'wrapped'} (in `{kind}`), but"
+                f" `{strategy}` has to shard the model first. Pass the plain model."
+            )
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

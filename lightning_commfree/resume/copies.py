@@ -41,7 +41,7 @@ def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
     """Return a path where this rank can load the checkpoint to resume from; collective.
 
     Args:
-        ranks: all ranks of the job (`strategies.ranks.Ranks`).
+        ranks: all ranks of the job (`fit.ranks.Ranks`).
         path: this rank's path, or None if it found no checkpoint.
 
     Returns:

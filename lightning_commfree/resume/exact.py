@@ -162,7 +162,7 @@ class _Fit:
 
     trainer: pl.Trainer
     algorithm: Resumable
-    inside: Any  # a `strategies.contracts.Inside`
+    inside: Any  # a `fit.contracts.Inside`
     tensors: OwnTensors
     changes: FitChanges
 

@@ -200,7 +200,7 @@ def _check_optimizer(config: Config) -> None:
 def _quiet() -> None:
     """Silence messages that Lightning prints in every run, and warnings that do not apply here."""
     # the last one prints a signal on every rank; `StopOnSignal` prints it once
-    names = ("lightning.pytorch", "lightning.fabric", "lightning_commfree.strategies.signals")
+    names = ("lightning.pytorch", "lightning.fabric", "lightning_commfree.fit.signals")
     for name in names:
         logging.getLogger(name).setLevel(logging.WARNING)
     # it prints that ranks are terminated, which an error or a stop has already reported

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.lora_mean.__main__ import CELLS, Results, planned, table, verdict
 from benchmarks.lora_mean.simulated import Found, adapters, fold, mean_updates, norm
-from tests.strategies.causal_lm import make
+from tests.fit.causal_lm import make
 
 
 def replicas(kind: str) -> list[Any]:

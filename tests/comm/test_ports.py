@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.lighthouse import LighthouseRendezvous, serve_lighthouse
-from lightning_commfree.comm.membership import ElasticMembership, Limits
-from lightning_commfree.comm.state_server import StateServer
+from lightning_commfree.elastic.lighthouse import LighthouseRendezvous, serve_lighthouse
+from lightning_commfree.elastic.membership import ElasticMembership, Limits
+from lightning_commfree.elastic.state_server import StateServer
 from tests.world import free_port
 
 pytestmark = pytest.mark.skipif(

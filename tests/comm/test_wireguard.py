@@ -26,9 +26,9 @@ MEMBER = """
 import os, subprocess, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from lightning_commfree.comm.lighthouse import LighthouseRendezvous, serve_lighthouse
-from lightning_commfree.comm.membership import Member
-from lightning_commfree.comm.state_server import StateServer
+from lightning_commfree.elastic.lighthouse import LighthouseRendezvous, serve_lighthouse
+from lightning_commfree.elastic.membership import Member
+from lightning_commfree.elastic.state_server import StateServer
 
 node, config, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 subprocess.run("mkdir -p /run/wireguard && mount -t tmpfs none /run/wireguard"

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_commfree.domino import DominoSettings, ParallelModel
 from lightning_commfree.domino.splits import choose_split
 from tests.domino.ranks import with_channel
-from tests.strategies.causal_lm import LENGTH, make, words
+from tests.fit.causal_lm import LENGTH, make, words
 from tests.world import run_ranks
 
 PREFIX = 7  # tokens that see each other in both directions; more than a chunk of the row

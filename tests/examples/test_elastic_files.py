@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_commfree.comm.lighthouse import serve_lighthouse
-from lightning_commfree.comm.lighthouse_command import PORT, serve_parser
-from lightning_commfree.comm.state_server import TOKEN
+from lightning_commfree.elastic.lighthouse import serve_lighthouse
+from lightning_commfree.elastic.lighthouse_command import PORT, serve_parser
+from lightning_commfree.elastic.state_server import TOKEN
 from tests.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ from lightning_commfree.diloco.codec import decode_all
 from lightning_commfree.diloco.exchange import FragmentExchange
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from tests.diloco.training import AVERAGING, DEFAULTS
+from tests.fit.models import Recorder, Tiny, quiet_trainer, rank_loader
 from tests.lion.threads import ThreadChannel, in_threads
-from tests.strategies.models import Recorder, Tiny, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 ROOT = Path(__file__).parents[2]

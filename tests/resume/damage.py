@@ -22,8 +22,8 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.resume.exact import Save
 from lightning_commfree.resume.folders import read_folder_tensors, write_folder
-from tests.strategies.any_strategy import Saving, fit, make_strategy, same
-from tests.strategies.saved import file_of
+from tests.fit.any_strategy import Saving, fit, make_strategy, same
+from tests.fit.saved import file_of
 from tests.world import run_ranks
 
 ENDS = 600, 3000  # bytes at the beginning and end of a file that hold the archive's own records

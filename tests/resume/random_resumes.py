@@ -44,10 +44,10 @@ from lightning_commfree import (
 )
 from lightning_commfree.model.shards import local_tensor, map_nested
 from lightning_commfree.resume.data_position import EPOCH_METRICS
+from tests.fit import causal_lm
+from tests.fit.models import Drawn, Tiny, dataset, quiet_trainer
+from tests.fit.saved import resume_words
 from tests.resume.loaders import Batches, Harder, Noise, SetsEpoch, Stateful
-from tests.strategies import causal_lm
-from tests.strategies.models import Drawn, Tiny, dataset, quiet_trainer
-from tests.strategies.saved import resume_words
 from tests.world import run_ranks
 
 BATCH, EPOCHS = 2, 2

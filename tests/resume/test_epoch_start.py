@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from tests.strategies.models import (
+from tests.fit.models import (
     Noisy,
     Recorder,
     SavesAfterBatches,
@@ -21,7 +21,7 @@ from tests.strategies.models import (
     loader,
     quiet_trainer,
 )
-from tests.strategies.saved import part_of
+from tests.fit.saved import part_of
 from tests.world import run_ranks
 
 EPOCH_BATCHES, BATCH = 5, 2

@@ -18,8 +18,8 @@ from lightning_commfree import (
 )
 from lightning_commfree.host import pl
 from lightning_commfree.model.replication import persistent_buffers
-from tests.strategies import causal_lm
-from tests.strategies.models import (
+from tests.fit import causal_lm
+from tests.fit.models import (
     Noisy,
     Recorder,
     SavesAfterBatches,
@@ -28,7 +28,7 @@ from tests.strategies.models import (
     loader,
     quiet_trainer,
 )
-from tests.strategies.saved import part_of, resume_warnings
+from tests.fit.saved import part_of, resume_warnings
 from tests.world import run_ranks
 
 STEPS, SAVED = 6, 3

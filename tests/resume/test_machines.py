@@ -15,13 +15,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_commfree import FSDPSettings
-from lightning_commfree.model.fsdp import why_unavailable
+from lightning_commfree.layouts.fsdp import why_unavailable
 from lightning_commfree.resume import copies
-from tests.strategies.any_strategy import KINDS, Saving, Voter, fit, make_strategy, same
-from tests.strategies.models import Recorder, loader, quiet_trainer
-from tests.strategies.saved import file_of, part_of, resume_warnings
-from tests.strategies.test_fsdp import MIDDLE
-from tests.strategies.test_fsdp import fit as fit_fsdp
+from tests.fit.any_strategy import KINDS, Saving, Voter, fit, make_strategy, same
+from tests.fit.models import Recorder, loader, quiet_trainer
+from tests.fit.saved import file_of, part_of, resume_warnings
+from tests.fit.test_fsdp import MIDDLE
+from tests.fit.test_fsdp import fit as fit_fsdp
 from tests.world import run_ranks
 
 PATH = Path("saved/2.ckpt")
@@ -187,7 +187,7 @@ def folders(rank: int, size: int, folder: Path) -> tuple[bool, set[str]]:
     """Two replicas of two ranks: those of a replica share a disk."""
     always = FSDPSettings(folder_above_bytes=0)
     with on_machine(folder, rank // 2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.strategies.test_fsdp.ModelCheckpoint", Relative)
+        patch.setattr("tests.fit.test_fsdp.ModelCheckpoint", Relative)
         straight = fit_fsdp(rank, size, Path("saved"), inside=always)
         before = files_here()
         resumed = fit_fsdp(rank, size, inside=always, ckpt_path=f"saved/step={MIDDLE}.ckpt")

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.host import pl
-from lightning_commfree.model.fsdp import why_unavailable
+from lightning_commfree.layouts.fsdp import why_unavailable
 from lightning_commfree.model.shards import local_tensor
 from lightning_commfree.resume.hook_changes import HookChanges
-from tests.strategies.models import Drawn, Tiny, assert_same, dataset, info_messages, quiet_trainer
-from tests.strategies.saved import resume_warnings
+from tests.fit.models import Drawn, Tiny, assert_same, dataset, info_messages, quiet_trainer
+from tests.fit.saved import resume_warnings
 from tests.world import run_ranks
 
 SAVED, STEPS = 5, 8

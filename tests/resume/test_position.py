@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from lightning_commfree.resume.data_position import needing_pickle
 from lightning_commfree.resume.loader_parts import private_generators
 from lightning_commfree.resume.rank_files import plain_or_none
-from tests.strategies.models import Seeded, dataset
+from tests.fit.models import Seeded, dataset
 
 
 class Touching:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.host import DDPStrategy, ModelCheckpoint, pl
 from lightning_commfree.resume.rank_files import Owner, RankFiles
-from tests.strategies.models import (
+from tests.fit.models import (
     Drawn,
     Noisy,
     Recorder,
@@ -29,7 +29,7 @@ from tests.strategies.models import (
     loader,
     quiet_trainer,
 )
-from tests.strategies.saved import resume_warnings, sets_of
+from tests.fit.saved import resume_warnings, sets_of
 from tests.world import run_ranks
 
 BATCH = 2

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.digest import digest
-from tests.strategies.models import Drawn, Noisy, dataset, quiet_trainer
-from tests.strategies.saved import resume_warnings
+from tests.fit.models import Drawn, Noisy, dataset, quiet_trainer
+from tests.fit.saved import resume_warnings
 from tests.world import run_ranks
 
 BATCHES, EPOCHS = 4, 3

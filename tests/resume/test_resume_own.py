@@ -19,8 +19,8 @@ from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.resume.exact import OwnTensors
 from lightning_commfree.resume.rank_files import Owner, RankFiles
-from tests.strategies.models import Noisy, Recorder, assert_same, loader, quiet_trainer
-from tests.strategies.saved import file_of, part_of, resume_warnings, sets_of
+from tests.fit.models import Noisy, Recorder, assert_same, loader, quiet_trainer
+from tests.fit.saved import file_of, part_of, resume_warnings, sets_of
 from tests.world import run_ranks
 
 STEPS, EPOCH_STEPS = 8, 4

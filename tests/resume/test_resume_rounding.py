@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_commfree import DistributedLionStrategy, DominoTPStrategy, StreamingDiLoCoStrategy
-from tests.strategies import causal_lm
-from tests.strategies.models import Tiny, Voter, assert_same, dataset, quiet_trainer
-from tests.strategies.saved import resume_warnings
+from tests.fit import causal_lm
+from tests.fit.models import Tiny, Voter, assert_same, dataset, quiet_trainer
+from tests.fit.saved import resume_warnings
 from tests.world import run_ranks
 
 STEPS, AT = 8, 4

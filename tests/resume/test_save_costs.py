@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import dataset, quiet_trainer
-from tests.strategies.saved import file_of
+from tests.fit.models import dataset, quiet_trainer
+from tests.fit.saved import file_of
 from tests.world import run_ranks
 
 WIDTH, LAYERS, SIZE = 1024, 8, 2

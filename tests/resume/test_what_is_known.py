@@ -31,6 +31,9 @@ from torch.utils.data import (
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.resume.loader_parts import private_generators, unknown_parts
+from tests.fit.any_strategy import same
+from tests.fit.models import Drawn, dataset, quiet_trainer
+from tests.fit.saved import resume_words
 from tests.resume.loaders import (
     Batches,
     ByEpoch,
@@ -41,9 +44,6 @@ from tests.resume.loaders import (
     SetsEpoch,
     Stateful,
 )
-from tests.strategies.any_strategy import same
-from tests.strategies.models import Drawn, dataset, quiet_trainer
-from tests.strategies.saved import resume_words
 from tests.world import run_ranks
 
 BATCHES, BATCH, EPOCHS = 4, 2, 3

@@ -21,10 +21,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_commfree import FSDPSettings, StreamingDiLoCoStrategy
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.files import _Sink, write_atomic
+from tests.fit.any_strategy import KINDS, TIMEOUT, Saving, fit, make_strategy, same
+from tests.fit.models import Tiny, loader, quiet_trainer
+from tests.fit.saved import sets_of
 from tests.mortal import run_mortals
-from tests.strategies.any_strategy import KINDS, TIMEOUT, Saving, fit, make_strategy, same
-from tests.strategies.models import Tiny, loader, quiet_trainer
-from tests.strategies.saved import sets_of
 from tests.world import run_ranks
 
 SIZE = 2

@@ -16,9 +16,9 @@ from torch import nn
 
 from lightning_commfree import DistributedLion
 from lightning_commfree.resume.exact import Save
+from tests.fit.any_strategy import Saving, fit, make_strategy, same
+from tests.fit.saved import file_of, sets_of
 from tests.resume.damage import checkpoints, damages, outcomes
-from tests.strategies.any_strategy import Saving, fit, make_strategy, same
-from tests.strategies.saved import file_of, sets_of
 from tests.world import run_ranks
 
 SIZE = 3

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from recipes.training.muon import MuonAdamW, muon_cosine
 from recipes.training.optimizer import hidden_matrices, lion_cosine
-from tests.strategies.causal_lm import make
+from tests.fit.causal_lm import make
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9")
 RATE = {"lr": 0.01, "weight_decay": 0.1}

@@ -1,0 +1,221 @@
+"""The Lightning strategy for Streaming DiLoCo (arXiv:2501.18512)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import FixedMembership
+from lightning_commfree.diloco import (
+    Codec,
+    DiLoCoSettings,
+    OuterOptimizerFactory,
+    StreamingDiLoCo,
+    split_into_fragments,
+)
+from lightning_commfree.domino import DominoSettings
+from lightning_commfree.fit.base import ReplicaStrategy
+from lightning_commfree.fit.checks import (
+    REFUSED_IF_LOCAL,
+    refuse_callbacks,
+    refuse_max_norm,
+    refuse_modes,
+)
+from lightning_commfree.host import pl
+from lightning_commfree.layouts import FSDPSettings, choose_layout, layout_name
+from lightning_commfree.lightning_internals import steps_to_come
+
+
+class StreamingDiLoCoStrategy(ReplicaStrategy):
+    """Replicas train independently and exchange outer gradients in the background.
+
+    Each replica takes optimizer steps on its own share of the data. Every `sync_every` steps, each
+    fragment of the model is *launched*: while training continues, the replica sends the difference
+    between the parameters on which all replicas last agreed and its local parameters.
+    `overlap_steps` steps later, the fragment *lands*: an outer optimizer uses the mean difference
+    as its gradient, and the result is mixed into the local parameters. Nothing is sent between
+    exchanges.
+
+    Validation and checkpoints (`state_dict`) use the *outer* weights, on which all replicas agree:
+    each fragment's *global copy*, as opposed to a replica's local copy.
+    At the end of `fit`, all ranks have the mean of all replicas' weights. `WeightAveraging`
+    averages the outer weights. Gradient clipping, weight decay and learning-rate schedules act
+    within a replica. A metric that `training_step` logs per step with `sync_dist=True` covers only
+    that replica; a metric logged per epoch is averaged over all ranks.
+
+    Frozen parameters are never sent. Parameters that a callback unfreezes during the fit
+    (`BackboneFinetuning`) become a new fragment. Frozen parameters that hooks change differently
+    across replicas (the teacher in BYOL or DINO) are averaged before validation and at the end of
+    `fit`. The traffic forecast (`traffic()`) includes neither these averages nor new fragments.
+
+    Args:
+        sync_every: H, the number of inner (optimizer) steps between two exchanges of a fragment.
+            The paper uses 30 to 100; 1 gives the worst quality.
+        num_fragments: P, the number of fragments. If None, each fragment contains up to 3
+            transformer blocks, and one additional fragment contains all other parameters; a model
+            without blocks is one fragment, or up to 4 with "balanced".
+        fragment_pattern: "strided" (blocks are assigned to fragments round-robin), "sequential"
+            (each fragment gets consecutive blocks) or "balanced" (tensors are assigned so that
+            fragments have about equal bytes; for models without blocks).
+        overlap_steps: tau, the number of inner steps from launch to landing; 0 blocks training
+            during the exchange. Several fragments may be in flight. At most 5 is recommended.
+        mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
+            them with the global copy, 1 keeps them.
+        wire_dtype: the number format in which outer gradients are sent: "fp32", "bf16", "int8",
+            "fp4", "int2", "topk", or your own codec. "int2" and "topk" use error feedback, which
+            needs 4 bytes of memory per parameter. See `lightning_commfree.diloco.codec`.
+        outer_optimizer: a factory that takes a list of fp32 parameters and returns a
+            `torch.optim.Optimizer`. The default is SGD with Nesterov momentum 0.9. Its learning
+            rate is 0.8 with at least four replicas and a `sync_every` of at least 100, otherwise
+            0.4; see `lightning_commfree.diloco.default_outer_optimizer`. The factory may also
+            return a tuple of an optimizer and a learning-rate scheduler, which is stepped whenever
+            the fragment lands. With `start_method="spawn"`, it must be picklable: use
+            `functools.partial`, not a lambda.
+        replica_size: k, the number of consecutive ranks that form a replica, with data parallelism
+            inside it. With `devices=k, num_nodes=M`, each node is one replica. Each of the k ranks
+            holds and exchanges 1/k of the outer state.
+        inside: the layout of the model across these k ranks. "ddp": the full model on every rank.
+            "fsdp" or an `FSDPSettings`: each rank holds 1/k of the parameters, gradients and
+            optimizer state (FSDP2); by default, each transformer block is an FSDP unit. "domino" or
+            a `DominoSettings`: tensor parallelism for a transformers model, as in
+            `DominoTPStrategy`; the k ranks get the same batch.
+        nonfinite: how to handle NaN or Inf in a replica's weights when a fragment is launched.
+            "raise": all ranks stop with an error that names the replica, and no checkpoint with
+            such weights is written. "abstain": the replica is left out of that fragment's mean and
+            continues from the global copy; see `lightning_commfree.diloco.nonfinite`.
+        evaluate: the weights to use for validation and for checkpoints saved with it. "outer": the
+            outer weights, which are the initial weights until a fragment first lands, and later up
+            to `sync_every` steps old. "mean": the mean of the replicas' local weights, which costs
+            an extra exchange (half a byte per parameter in fp4) but makes early stopping and best
+            checkpoints meaningful in short runs. A checkpoint without validation at the same step
+            needs an additional exchange. The choice does not affect training.
+        check_drift_every: number of cycles (of `sync_every` steps) between checks that all replicas
+            have the same global copies. They compare hashes, which are sent with the exchange; a
+            difference ends the fit. 0 disables the check.
+        outer_device: "cpu" keeps the global copies and the outer optimizer's state in (pinned) host
+            memory, which saves 8 bytes per parameter on the device. If None, they are on the
+            parameters' device.
+        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
+            Training survives a network outage of up to half of `timeout` (30 minutes by default),
+            but no more than about 15 minutes, because Linux then drops the connections.
+
+    Attributes:
+        settings: the arguments above.
+        ledger: bytes that this rank has sent and seconds that it has waited, by tag.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: `outer_optimizer` is not callable, or an argument does not exist.
+
+    Example::
+
+        strategy = StreamingDiLoCoStrategy(sync_every=50, overlap_steps=2)
+        trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
+    """
+
+    def __init__(  # noqa: PLR0913 - flat keywords, as YAML files and LightningCLI set them
+        self,
+        sync_every: int = 100,
+        num_fragments: int | None = None,
+        fragment_pattern: str = "strided",
+        overlap_steps: int = 1,
+        mix: float = 0.5,
+        wire_dtype: str | Codec = "fp4",
+        outer_optimizer: OuterOptimizerFactory | None = None,
+        replica_size: int = 1,
+        inside: str | FSDPSettings | DominoSettings = "ddp",
+        nonfinite: str = "raise",
+        evaluate: str = "outer",
+        check_drift_every: int = 1,
+        outer_device: str | None = None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__(choose_layout(self, inside, replica_size, "replica_size"), **ddp_kwargs)
+        self.settings = DiLoCoSettings(
+            sync_every,
+            num_fragments,
+            fragment_pattern,
+            overlap_steps,
+            mix,
+            wire_dtype,
+            outer_optimizer,
+            replica_size,
+            layout_name(inside),
+            nonfinite,
+            evaluate,
+            check_drift_every,
+            outer_device,
+        )
+        self._diloco: StreamingDiLoCo | None = None  # during a fit
+        self._fragments: list[list[str]] = []
+
+    @property
+    def fragments(self) -> list[list[str]]:
+        """Parameter names of each fragment, in index order; available in `on_fit_start` and later.
+
+        Fragments of parameters that were unfrozen during the fit come last. Frozen parameters are
+        not listed.
+        """
+        if self._diloco is not None:
+            self._fragments = [list(outer.names[0]) for outer in self._diloco.fragments]
+        return self._fragments
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """Swap the outer weights into the LightningModule for the duration of a `with` block.
+
+        Validation and checkpoints use the outer weights automatically. Callbacks that inspect the
+        model can use this context manager. With `replica_size` above 1, all ranks must call it,
+        because each rank holds a shard. It does nothing outside a fit.
+
+        Raises:
+            RuntimeError: the `with` block has changed parameters.
+        """
+        if self._diloco is None:
+            yield
+        else:
+            with self._diloco.weight_swap.outer_weights():
+                yield
+
+    # -- the hooks of a fit
+
+    @override
+    def equal_weights(self) -> tuple[int, Channel]:
+        # replicas train independently; exchanges compare their global copies
+        settings = self.settings
+        return settings.check_drift_every * settings.sync_every, self.channels.within
+
+    @override
+    def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
+        refuse_callbacks(trainer, type(self).__name__, REFUSED_IF_LOCAL)
+        refuse_modes(type(self).__name__, self.optimizers)
+        if self.inside.size > 1:
+            refuse_max_norm(type(self).__name__, self.module)
+        settings = self.settings
+        fragments = split_into_fragments(
+            self.module, settings.num_fragments, settings.fragment_pattern, self.optimizers
+        )
+        replicas, within = FixedMembership(self.channels.between), self.channels.within
+        self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, replicas, within)
+        self._diloco.follow_optimizers(self.optimizers)
+        # in manual optimization, GANs freeze one network while they train another
+        self._diloco.ignores_frozen = not self.module.automatic_optimization
+        return self._diloco
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._diloco is not None:
+            steps = steps_to_come(self.module.trainer)
+            for text, warns in self._diloco.startup_messages(steps):
+                rank_zero_warn(text) if warns else rank_zero_info(text)
+
+    @override
+    def teardown(self) -> None:
+        self._fragments, self._diloco = self.fragments, None
+        super().teardown()

@@ -1,0 +1,12 @@
+"""Replicas that join and leave a running job; nothing outside of this folder knows them.
+
+strategy             the strategy: one Trainer per replica
+algorithm            Streaming DiLoCo whose exchanges may be repeated, and joining
+membership           who takes part in the next exchange
+lighthouse           torchft's lighthouse, as the place where replicas meet
+lighthouse_command   `commfree-lighthouse`, which serves one
+board                reading its page
+state_server         serving a joiner the state
+member_watch         noticing that a member has died
+replica_ranks        several ranks in one replica
+"""

@@ -1,0 +1,507 @@
+"""Base class of all strategies, which implements the hooks that Lightning calls.
+
+Launchers, samplers, the `torch.compile` guard and device handling come from Lightning's
+`DDPStrategy`; its gradient wrapper and per-batch SIGTERM broadcast are not used. During a fit:
+
+1. `setup` checks that all ranks have the same settings, copies rank 0's weights to the others
+   and creates the cross-replica algorithm (`begin`). A resumed fit then restores its state
+   (`ExactResume`).
+2. Lightning runs every optimizer step as usual, inside `FitSession.step`. After each step (as
+   counted by `clock`), the algorithm runs the exchanges that are due.
+3. All ranks have taken the same number of steps whenever validation runs, a checkpoint is saved, or
+   training ends (`Stopping`). If replicas train on local weights, the session swaps the shared
+   weights into the module first (`local_weights`).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.job import DEFAULT_TIMEOUT, RankInfo, ReplicaChannels
+from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
+from lightning_commfree.fit.checks import check_ddp_kwargs
+from lightning_commfree.fit.clock import Clock
+from lightning_commfree.fit.contracts import Between, Inside
+from lightning_commfree.fit.drift import DriftCheck
+from lightning_commfree.fit.evaluation import SharedEvaluation
+from lightning_commfree.fit.local_weights import LocalWeightsSession
+from lightning_commfree.fit.ranks import Ranks
+from lightning_commfree.fit.session import FitLog, FitSession, OutsideOfFit
+from lightning_commfree.fit.signals import save_on_sigterm_only, warn_unsaved
+from lightning_commfree.fit.stopping import Stopping
+from lightning_commfree.fit.unwrappable import Unwrappable
+from lightning_commfree.host import (
+    CheckpointIO,
+    DDPStrategy,
+    DoublePrecision,
+    LightningOptimizer,
+    SIGTERMException,
+    TrainerFn,
+    other_is_imported,
+    pl,
+    wrong_host,
+)
+from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
+from lightning_commfree.model.meta_init import on_meta
+from lightning_commfree.resume.checkpoint_io import with_atomic_writes
+from lightning_commfree.resume.exact import ExactResume
+from lightning_commfree.resume.files import FilePath, verified_reading
+from lightning_commfree.resume.optimizers import restore_dtypes
+
+# users can set its level above INFO to hide the summary at the end of a fit
+_logger = logging.getLogger("lightning_commfree")
+
+# advice for errors from torch, keyed by a part of the error's text
+_ADVICE = {
+    "data is not allocated yet": (
+        "A hook reads the values of a sharded tensor (`DTensor`) as if it were a plain one, as"
+        " Lightning's `grad_norm` does. For the norm of all gradients use"
+        " `trainer.strategy.grad_norm()`; for one tensor, `tensor.full_tensor()` on all ranks of"
+        " the replica."
+    ),
+    "'fsdp::chunk_cat' with arguments from the 'Sparse": (
+        "FSDP2 (`inside='fsdp'`) cannot train a parameter with sparse gradients. Use `sparse=False`"
+        " where the model calls `nn.functional.embedding`."
+    ),
+}
+
+
+class ReplicaStrategy(DDPStrategy):
+    """Base class for strategies that train replicas of a model and keep them synchronized.
+
+    A subclass sets `settings`, creates the cross-replica algorithm in `begin`, and may override
+    `session_type`, the class that holds the state of a fit.
+
+    Args:
+        inside: layout of the model across the ranks of a replica.
+        **ddp_kwargs: arguments of `DDPStrategy`, except those for gradient synchronization.
+
+    Attributes:
+        ledger: counts the bytes that this rank sends to other replicas and the seconds that it
+            waits for them, by tag.
+        group_ledger: counts the bytes sent within a replica, by tag. FSDP's bytes are computed from
+            a formula; DDP's are not counted.
+        session: state of the current fit, and its hooks.
+        ddp_kwargs: the arguments of `DDPStrategy` that differ from its defaults.
+        patches: wrappers around Lightning's methods during a fit.
+        liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
+    """
+
+    settings: Any
+    liveness = True
+    session_type: type[FitSession[Any]] = LocalWeightsSession
+    model: Any
+    _trainers_accelerator: Any = None
+
+    def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
+        # LightningCLI follows the name `ddp_kwargs` to DDP's own arguments, so it must be kept
+        ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
+        super().__init__(**ddp_kwargs)
+        self.ddp_kwargs = ddp_kwargs
+        self.inside, self.patches = inside, Patches()
+        self.ledger = Ledger()
+        self.group_ledger = Ledger(follows=self.ledger)
+        self.session: FitSession[Any] = OutsideOfFit()
+        self._prepared: list[Optimizer] = []  # already passed to `inside` and the algorithm
+        self._log: FitLog | None = None
+        self._evaluation: SharedEvaluation
+        self._drift: DriftCheck | None = None
+        self.ranks = Ranks(
+            self,
+            ddp_kwargs.get("timeout", DEFAULT_TIMEOUT),
+            ddp_kwargs.get("process_group_backend"),
+            inside.mesh,
+            self._open_channels,
+        )
+        self._launch_method = ddp_kwargs.get("start_method", "popen")
+        self._clean_launcher: Any = None
+        self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
+        self._resume = ExactResume(self, self.ranks)
+
+    @override
+    def __repr__(self) -> str:
+        # a Trainer from the other Lightning package quotes this in the error that it raises
+        return f"<{wrong_host(type(self).__name__)}>" if other_is_imported() else super().__repr__()
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the settings that must be the same on all ranks."""
+        return dict(self.settings.fingerprint())
+
+    @abstractmethod
+    def begin(self, trainer: pl.Trainer) -> Between:
+        """Create the cross-replica algorithm; called by `setup`.
+
+        By then the model and optimizers exist, and all ranks have the same settings and weights.
+        """
+
+    def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
+        """Create the object that decides when the fit stops."""
+        return Stopping(trainer, self.ranks, clock, self.patches)
+
+    def equal_weights(self) -> tuple[int, Channel]:
+        """Return the settings for `DriftCheck`, which verifies that ranks hold equal weights.
+
+        Returns:
+            The number of steps between checks (0 disables them), and the channel that connects the
+            ranks being compared.
+        """
+        return 0, self.channels.world
+
+    def not_restored(self) -> list[str]:
+        """Return messages about state that resuming this fit would not restore."""
+        return self.inside.not_restored(self)
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule; available once the Trainer has connected it."""
+        module: pl.LightningModule | None = self.lightning_module
+        if module is None:
+            raise RuntimeError(
+                f"This `{type(self).__name__}` has no LightningModule yet. It gets one when its"
+                " Trainer runs `fit`, `validate`, `test` or `predict`."
+            )
+        return module
+
+    @property
+    def channels(self) -> ReplicaChannels:
+        """The channels between all ranks, between replicas and within this replica."""
+        return self.ranks.channels
+
+    @property
+    def algorithm(self) -> Any:
+        """The cross-replica algorithm; available from `setup` to `teardown`."""
+        return self.session.between
+
+    def traffic(self) -> Traffic:
+        """Forecast the bytes that this rank sends; available in `on_fit_start` and later."""
+        if self._log is None:
+            raise RuntimeError(
+                "`traffic()` is not available yet: it needs state that `fit` creates. Call it in"
+                " `on_fit_start` or later."
+            )
+        return self._log.traffic
+
+    def figures(self) -> dict[str, float]:
+        """Return this rank's latest metrics by name, as sent to the Trainer's loggers."""
+        return {} if self._log is None else self._log.figures()
+
+    def _open_channels(self, info: RankInfo) -> ReplicaChannels:
+        mesh, ledgers = self.inside.mesh(info.size), (self.ledger, self.group_ledger)
+        return ReplicaChannels.open(mesh, info, ledgers, self.liveness)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size = self.inside.size if self.inside.same_batch else 1
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    # -- the hooks of a fit, in the order in which the Trainer calls them
+
+    @property
+    @override
+    def accelerator(self) -> Any:
+        return self._trainers_accelerator or super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # Every Trainer that is given this strategy sets this, but the devices and launcher of the
+        # first one would be kept. Lightning's own attribute remains empty; otherwise its check
+        # would complain about accelerators.
+        if self._trainers_accelerator is not None:
+            raise RuntimeError(
+                f"This `{type(self).__name__}` was already passed to another Trainer. Create a"
+                " new strategy for each Trainer, or pass its registered name instead."
+            )
+        self._trainers_accelerator = accelerator
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        if self._clean_launcher is None:
+            check = self.inside.check_before_launch
+            self._clean_launcher = with_clean_exits(
+                super().launcher, self, self._launch_method, check
+            )
+        return self._clean_launcher
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return self._checkpoint_plugin
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_plugin = with_atomic_writes(io, maps=self.inside.shards_model)
+
+    @override
+    def setup_environment(self) -> None:
+        self.ledger.phase = START
+        self.ranks.join(super().setup_environment)
+        self._resume.install(self.module.trainer, self.patches)  # before the first loader is made
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._evaluation = SharedEvaluation(trainer, self.ranks, self.inside, self.patches)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.inside.set_up_evaluation(trainer, super().setup)
+            return
+        self._resume.before_setup()
+        probe(trainer)
+        save_on_sigterm_only(trainer, self.ranks, self.patches)
+        self.inside.check(self, trainer)
+        # counted before sharding, while every rank has the full model
+        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        # before `super().setup` creates the schedulers, which may ask for the length of an epoch
+        clock = Clock(spans_batch=not self.module.automatic_optimization)
+        stopping = self.stopping(trainer, clock)
+        super().setup(trainer)
+        self.inside.begin(self.optimizers)
+        between = self.begin(trainer)
+        self._prepared = [*self.optimizers]
+        self.session = self.session_type(
+            trainer, self.ranks, between, stopping, self.patches, numel
+        )
+        every, channel = self.equal_weights()
+        self._drift = DriftCheck(self, every, channel) if every and channel.size > 1 else None
+        self._log = self.session.log
+        self._resume.begin(trainer, self.session.between, self.inside)
+
+    @override
+    def model_to_device(self) -> None:
+        if not self.inside.shards_model or self.module.trainer.state.fn != TrainerFn.FITTING:
+            super().model_to_device()
+
+    @override
+    def configure_ddp(self) -> None:
+        self.inside.prepare(self)
+        if self.model is self.lightning_module:  # not wrapped by DDP
+            self.model = Unwrappable(self.module)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # after the hooks, which may advance the RNG
+        resumed = self._resume.restore_position()
+        self.inside.train_begins()
+        self.session.begin(resumed)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.session.batch_begins()
+        if self._drift is not None:
+            self._drift.before_step()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.ledger.phase = STEPS
+        if self.inside.same_batch:
+            self.inside.check_first("train", (args, kwargs))
+        with self.session.training(), self.ranks.guarded("forward"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self.ranks.guarded("backward"):
+            return super().backward(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context manager for accumulating gradients without synchronizing; called by Lightning."""
+        no_sync = self.inside.accumulating() or super().block_backward_sync()
+        with self.session.accumulating(), no_sync:
+            yield
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inside.same_batch:
+            self.inside.check_first("validate", (args, kwargs))
+        with self._evaluation.batch():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self.session.after_backward(closure_loss)
+        if self.inside.size > 1:
+            self.inside.after_backward(steps=not self.session.accumulates)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if [*map(id, self._prepared)] != [*map(id, self.optimizers)]:
+            self._prepare_replaced()
+        if not any(optimizer is one for one in self._prepared):
+            raise RuntimeError(
+                f"The optimizer being stepped (`{type(optimizer).__name__}`) is not in"
+                " `trainer.optimizers`, so it was not prepared for this strategy. To replace an"
+                " optimizer during a fit, assign a new list (`trainer.optimizers = [new]`) instead"
+                " of modifying the old one, in a hook between two steps (`on_train_batch_start` or"
+                " `on_train_batch_end`)."
+            )
+        with self.session.step(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def _prepare_replaced(self) -> None:
+        """Pass optimizers that a hook has set on the Trainer to the layout and the algorithm."""
+        self.inside.begin(self.optimizers)
+        self.session.follow_optimizers(self.optimizers)
+        self._prepared = [*self.optimizers]
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the full model's gradient; collective over the ranks of a replica.
+
+        Use it in `on_before_optimizer_step`, where gradients are complete. If ranks hold shards, a
+        norm computed from the module's own `parameters()` would cover only this rank's shards. With
+        Streaming DiLoCo and Distributed Lion, the result is the norm of this replica's gradient.
+
+        Args:
+            norm_type: p in the p-norm, above 0; `math.inf` for the largest absolute value.
+
+        Returns:
+            A scalar tensor, the same on all ranks of the replica; 0 if there are no gradients.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"`norm_type={norm_type}` must be above 0, or `math.inf`.")
+        return self.inside.grad_norm(self.module, norm_type)
+
+    @override
+    def on_train_end(self) -> None:
+        self.session.fit_ends()
+        if self._drift is not None:
+            self._drift.compare()  # a short fit may not have compared them at all
+        # this is the last point in a fit that all ranks reach together
+        self._resume.remove_leftovers()
+        super().on_train_end()
+        self._report()
+
+    def _report(self) -> None:
+        """Print a summary of the fit on rank 0, unless the library's logger is set above INFO."""
+        log, quiet = self.session.log, _logger.level > logging.INFO
+        is_trial = bool(self.module.trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if log.steps and self.world_size > 1 and not (is_trial or quiet):
+            apart = self.inside.size > 1 and self.group_ledger is not self.ledger
+            rank_zero_info(log.summary(" to other replicas" if apart else ""))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # also called in the process that forked the ranks, which has no process group
+        if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
+            warn_unsaved("Ctrl-C interrupted the ranks in the middle of different steps")
+        for symptom, advice in _ADVICE.items():
+            if symptom in str(exception):
+                rank_zero_warn(advice)
+        if isinstance(exception, SIGTERMException):
+            self.session.requeue()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        session, self.session = self.session, OutsideOfFit()
+        session.end()
+        if type(self.model) is Unwrappable:
+            self.model = self.lightning_module
+        if self.lightning_module is not None and on_meta(self.lightning_module):
+            # An error ended the fit before the model had values. Lightning moves it to the CPU,
+            # which would raise another error and hide the first.
+            self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
+        self.inside.release()
+        self._resume.end()
+        super().teardown()
+        self.patches.remove()
+        set_ddp_group(self, None)
+        self.ranks.leave()  # last: the calls above may be collective
+
+    # -- Lightning's collectives; errors name lost ranks
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self.ranks.collective("barrier", super().barrier, *args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.ranks.collective("broadcast", super().broadcast, obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks or, in a training step, over this replica's ranks only.
+
+        If a training step reduced over all ranks, every metric that it logs per step with
+        `sync_dist=True` would cost a round trip over the slow link.
+        """
+        if self.session.computing:
+            if self.inside.size == 1:
+                return tensor
+            group = self.channels.within.group
+        return self.ranks.collective("reduce", super().reduce, tensor, group, reduce_op)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        read = super().lightning_module_state_dict
+        return self.session.module_state(lambda: self.inside.full_module_state(read))
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.inside.full_optimizer_state(raw, super().optimizer_state(raw))
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.inside.restores_after_setup
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self.module.double()  # Lightning converts it later, after fp32 has rounded the weights
+        with self._resume.loading_model():
+            super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._resume.before_optimizers()
+        shards = self.inside.with_optimizer_shards(checkpoint)
+        super().load_optimizer_state_dict(shards)
+        dtypes = self._resume.saved_dtypes(checkpoint)
+        restore_dtypes(self.optimizers, shards["optimizer_states"], dtypes)
+
+    @override
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        if not self.ranks.interrupted:
+            self.session.check_save()
+            self._resume.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: FilePath) -> None:
+        super().remove_checkpoint(filepath)
+        self._resume.remove(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with verified_reading(checkpoint_path):  # later releases of Lightning pass more arguments
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        weights_only = kwargs.get("weights_only", args[0] if args else None)
+        self._resume.read(checkpoint_path, checkpoint, weights_only)
+        return checkpoint

@@ -1,0 +1,332 @@
+"""Fit session for replicas that train local weights and synchronize only occasionally.
+
+Validation and checkpoints use the shared weights; the local weights are restored afterwards. Before
+the last validation run and the last checkpoint, the algorithm makes the weights of all ranks equal
+(`finish`), and again if a hook changes them afterwards. If a callback requests a stop only after a
+checkpoint of the same step has been written, that file contains the shared weights from before
+`finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.ledger import END
+from lightning_commfree.fit.contracts import LocalUpdates
+from lightning_commfree.fit.ranks import Ranks
+from lightning_commfree.fit.session import FitSession
+from lightning_commfree.fit.stopping import Stopping
+from lightning_commfree.host import ModelCheckpoint, TrainerStatus, callbacks, pl
+from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.model.loading import LoadWatch
+from lightning_commfree.model.replication import broadcast_initial_weights, digests_of_all
+from lightning_commfree.model.weight_swap import OuterView, WeightSwap
+from lightning_commfree.resume.rank_files import copy_to_cpu
+
+END_TAG = "end"
+
+
+class LocalWeightsSession(FitSession[LocalUpdates]):
+    """Fit session for replicas that train independently on local weights.
+
+    Validation, checkpoints and the trained module use the weights shared by all replicas.
+    """
+
+    trains_independently = True
+    in_step = True  # replicas call the same hooks after the same steps
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        ranks: Ranks,
+        between: LocalUpdates,
+        stopping: Stopping,
+        patches: Patches,
+        numel: int,
+    ) -> None:
+        super().__init__(trainer, ranks, between, stopping, patches, numel)
+        self._swap = between.weight_swap
+        self._finished_at: int | None = None  # the step after which the algorithm has finished
+        self._trains = self._warned_unready = False
+        self._loads: LoadWatch | None = None
+        self._swap.self_changing = {
+            f"{name}.weight".removeprefix(".")
+            for name, one in self._module.named_modules()
+            if getattr(one, "max_norm", None) is not None
+        }
+        self._swap_in_averages = average_shared_weights(trainer, patches, self._swap)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the algorithm has made all replicas' weights equal since the latest step."""
+        return self._finished_at == self.between.step
+
+    @override
+    def steps_before(self) -> int:
+        # Lightning does not save the number of batches that took a step; the algorithm does
+        return self.between.step if self.clock.spans_batch else super().steps_before()
+
+    # -- the hooks of a fit
+
+    @override
+    def begin(self, resumed: bool) -> None:
+        self._agree_on_buffers()  # a resumed fit may have restored buffers of other shapes
+        differ = any(self._ranks.all_flags(not self._swap.local_equals_shared()))
+        if differ and not resumed:
+            # a hook has changed the weights, maybe on one rank only: as under DDP, all ranks
+            # continue from rank 0's weights
+            broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
+            self._swap.take_local()
+        if resumed and not differ:
+            # the checkpoint may be from the end of a fit, where finishing again is a no-op
+            self._finished_at = self.between.step
+        self._trains = True
+        self._loads = LoadWatch(self._module, self._loadable)
+        super().begin(resumed)
+
+    def _loadable(self) -> list[int] | None:
+        return None if self._swap.swapped_in else self._weight_hashes()
+
+    @override
+    def batch_begins(self) -> None:
+        if self._loads is not None and self._loads.take():
+            self._restart()
+        super().batch_begins()
+
+    def _restart(self) -> None:
+        """Continue from weights that a hook has loaded in the middle of the fit; collective."""
+        self._stopping.check_together(
+            "Weights were loaded (`load_state_dict`)",
+            "Load them on all ranks after the same step.",
+        )
+        self.between.wait_in_flight()
+        broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
+        self.between.restart()
+        rank_zero_warn(
+            "Weights were loaded in the middle of the fit (`load_state_dict`). All replicas"
+            " continue from rank 0's weights, and the strategy's own state starts over."
+        )
+
+    @override
+    def left_out(self) -> None:
+        # Counted as a step, as by `trainer.global_step`: other replicas do not have to leave it out
+        # as well, and all remain at the same step.
+        optimizer, before = self._trainer.optimizers[0], self.clock.uncounted
+        self.clock.uncounted = 0
+        try:
+            self._raw_step_begins(optimizer)
+            self._raw_step_ends(optimizer)
+        finally:
+            self.clock.uncounted = before
+
+    @override
+    def sees(self, optimizer: Optimizer) -> None:
+        optimizers = self.between.optimizers
+        if self._trainer.training and not any(optimizer is one for one in optimizers):
+            # `configure_optimizers` did not return it: from now on, its parameters are trained too
+            self.between.follow_optimizers([*optimizers, optimizer])
+            with self.between.stepping():
+                pass
+
+    @override
+    def _step_ends(self, optimizer: Optimizer | None) -> None:
+        if self.in_step:
+            self.between.missed = self.clock.missed
+        super()._step_ends(optimizer)
+
+    @override
+    def after_step(self) -> None:
+        if self._stopping.no_step_follows(in_step=True):
+            self._stopping.share_stream_end()
+            self._finish()
+
+    @override
+    def stops_after(self) -> int | None:
+        return self.between.stops_after
+
+    @override
+    def validation_begins(self) -> None:
+        super().validation_begins()
+        if self._trains:
+            self._agree_on_buffers()
+        if self._trains and self._stopping.no_step_follows():
+            self._finish()  # before the fit's last validation, so that it uses the final weights
+        if not self._trainer.sanity_checking:
+            self._warn_unready("validation")
+        if self._trains and not self.finished:
+            self.between.average_moved()
+        self._swap.swap_in(self._shown())
+
+    @override
+    def validation_ends(self) -> None:
+        self._swap.swap_out()
+        super().validation_ends()
+
+    @override
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        with self._with_shared_weights() as stays:
+            state = read()
+            # copy only the swapped weights: frozen ones do not change, and may be large
+            return state if stays else copy_to_cpu(state, only=self._swap.in_module)
+
+    @override
+    def check_save(self) -> None:
+        self.between.refuse_to_save(self._world)
+        self._warn_unready("checkpoint")
+
+    @override
+    def fit_ends(self) -> None:
+        self._finish()
+        self._swap_in_averages()
+
+    @override
+    def end(self) -> None:
+        if self._loads is not None:
+            self._loads.close()
+        self._swap.swap_out(check=False)  # an exception may have interrupted a validation
+        interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if self._finished_at is None and not interrupted:
+            self._swap.swap_in()  # a resumed fit had nothing left to train
+        super().end()
+
+    # -- inside
+
+    def _finish(self) -> None:
+        """Make the weights of all ranks equal after the last step."""
+        if self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            return
+        if self.finished:
+            self._take_changes()
+            return
+        self._stopping.check_epoch_ends()
+        self._agree_on_buffers()
+        with self._world.ledger.during(END):
+            if self.between.finish(self._stopping.wanted):
+                self._stopping.agree_in_step()
+        self._finished_at = self.between.step
+
+    def _take_changes(self) -> None:
+        """Make weights equal that hooks have changed after the last step, as a clamp does."""
+        if self._swap.swapped_in or not self.in_step:
+            return
+        changed = not self._swap.local_equals_shared(buffers=False)
+        if not any(self._ranks.all_flags(changed)):
+            return
+        hashes = digests_of_all(self._channels.between, self._swap.in_module, END_TAG, digest)
+        if all(self._ranks.all_flags(bool((hashes == hashes[0]).all()))):
+            self._swap.take_local()  # a mean would be rounded by the wire format
+        else:
+            with self._world.ledger.during(END):
+                self.between.finish(self._stopping.wanted)
+
+    @contextmanager
+    def _with_shared_weights(self) -> Iterator[bool]:
+        """Context manager that waits for in-flight exchanges and swaps in the shared weights.
+
+        Yields True if the module's weights stay the same afterwards: the shared weights were
+        already in the module, or the fit was interrupted and nothing is swapped.
+        """
+        if self._ranks.interrupted:
+            yield True
+            return
+        if self._trains and not self._swap.swapped_in:
+            self._agree_on_buffers()
+        ends = not self._saves_by_metric and self._stopping.no_step_follows()
+        if self._trains and (ends or self.finished):
+            self._finish()
+        self.between.wait_in_flight()
+        shown = self._shown()
+        stays = self._swap.swapped_in
+        with self._swap.outer_weights(shown):
+            yield stays
+
+    @property
+    def _saves_by_metric(self) -> bool:
+        """Whether a `ModelCheckpoint` selects checkpoints by a monitored metric.
+
+        If so, a checkpoint must contain the weights that were scored, so it is saved before
+        `finish` changes them.
+        """
+        savers = self._trainer.checkpoint_callbacks
+        return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
+
+    @override
+    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        def save_shared() -> None:
+            self._stopping.agree_here()
+            # `save` calls hooks that add entries to the checkpoint before it calls the strategy
+            with self._with_shared_weights():
+                save(*args, **kwargs)
+
+        super()._save(save_shared)
+
+    def _agree_on_buffers(self) -> None:
+        """Stop averaging buffers whose shape has changed on any rank; collective."""
+        buffers = self.between.averaged_buffers()
+        if buffers is not None and (text := buffers.agree(self._ranks.all_rows)):
+            rank_zero_warn(text)
+
+    def _shown(self) -> Sequence[Tensor] | None:
+        """Return weights to swap in instead of the shared weights, or None for the shared ones."""
+        if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
+            return None
+        return self.between.shown()
+
+    def _warn_unready(self, what: str) -> None:
+        text = None if self._warned_unready else self.between.unready(what)
+        if text is not None:
+            self._warned_unready = True
+            rank_zero_warn(text)
+
+
+_AVERAGING = getattr(callbacks, "WeightAveraging", None)  # Lightning 2.6 and later
+_UPDATES = ("on_train_batch_end", "on_train_epoch_end")
+
+
+def average_shared_weights(
+    trainer: pl.Trainer, patches: Patches, swap: WeightSwap
+) -> Callable[[], None]:
+    """Make Lightning's `WeightAveraging` and its subclasses average the shared weights.
+
+    Local weights differ between replicas, so their averages would differ too. Such a callback
+    updates its average as often as under DDP, but with the shared weights. Everything else is
+    unchanged: it swaps its average in for validation and at the end of the fit, and saves it in
+    checkpoints.
+
+    Returns:
+        A function that copies the averages into the module. Call it after `finish`, which needs the
+        module's own weights.
+    """
+    ends = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if _AVERAGING is None or not isinstance(callback, _AVERAGING):
+            continue
+        for name in _UPDATES:
+            patches.put(callback, name, partial(_update, getattr(callback, name), swap))
+        ends.append(callback.on_train_end)
+        patches.put(callback, "on_train_end", lambda *_: None)
+
+    def swap_in() -> None:
+        for end in ends:
+            end(trainer, trainer.lightning_module)
+
+    return swap_in
+
+
+def _update(
+    hook: Callable[..., None],
+    swap: WeightSwap,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *args: Any,
+) -> None:
+    hook(trainer, OuterView(module, swap), *args)

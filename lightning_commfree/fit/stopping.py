@@ -1,0 +1,518 @@
+"""Stop all ranks after the same step, whichever rank requests it.
+
+*Equal epochs*: every rank trains on as many batches per epoch as the rank with the fewest.
+Lightning's own limit on batches is lowered, so progress bars, schedulers and validation follow it,
+and all ranks reach the same steps, validations, checkpoints and epoch ends without asking each
+other.
+
+*Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent as a
+flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
+(`agree_in_step`). When all ranks are at the same point anyway (after validation, at the end of an
+epoch and before a checkpoint), they agree immediately on `should_stop` (`agree_here`). SIGTERM
+takes effect only after the next step: at these points Lightning would exit the fit without calling
+another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` first.
+
+*Streams* have no length to agree on in advance. Ranks that communicate on every batch or step also
+report whether their data has run out (`share_last_batch`, `end_epoch`), and the epoch ends on all
+of them as soon as any rank runs out. Ranks that train independently cannot report it in time. If
+their data ends after different steps, all ranks raise an error that names the rank (`EpochEnds`).
+The same happens if a loader yields fewer batches than its length, or a hook ends the epoch on only
+some ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.liveness import PeerWatch
+from lightning_commfree.fit.clock import Clock
+from lightning_commfree.fit.ranks import Ranks
+from lightning_commfree.fit.signals import DeferredSigterm
+from lightning_commfree.host import SIGTERMException, pl
+from lightning_commfree.lightning_internals import (
+    EPOCHS,
+    Patches,
+    data_fetcher,
+    data_used_up,
+    end_epoch_after_this_batch,
+    has_no_batch,
+    is_last_batch,
+    limit_epochs,
+    may_stop_early,
+)
+
+TAG = "last_batch"
+_SHOWN = 20  # ranks in a message
+_LEFT_OUT = (
+    "`optimizer_step` or a hook probably left out a step on only some ranks. Leave it out on all"
+    " ranks or on none. Call `trainer.save_checkpoint` on all ranks after the same step."
+)
+
+
+class Stopping:
+    """Decides when to stop a fit, with the same result on all ranks.
+
+    Create it before the optimizers: a scheduler may need the number of steps that the Trainer
+    estimates, which depends on the length of an epoch.
+    """
+
+    def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:
+        self._trainer, self._ranks, self.clock = trainer, ranks, clock
+        self._several = trainer.world_size > 1  # a single rank has no others to agree with
+        self._requested = self._agreed = self._trains = False
+        self._unsized = self._warned_uneven = self._independent_streams = False
+        self._step = 0  # number of steps begun, or of batches if a step spans one
+        self._ends: EpochEnds | None = None
+        self._first_to_end: int | None = None  # the rank whose data has ended the current epoch
+        self.sigterm = DeferredSigterm(trainer, clock, patches)
+        if self._several:
+            self._follow_loops(patches)
+
+    # -- called as a fit proceeds
+
+    def begin(self, trains_independently: bool) -> None:
+        """Prepare for the first training step.
+
+        `trains_independently` is whether ranks skip communication in most steps, so that they
+        cannot report the end of their data.
+        """
+        self._trains, self._step = True, self._trainer.global_step
+        if self._several:
+            self._independent_streams = trains_independently and self._unsized
+            self._ends = EpochEnds(self._ranks.channels.world.peers)
+
+    def step_begins(self) -> None:
+        """Count a step that is about to begin.
+
+        Raises:
+            AgreedError: a rank's epoch ended after an earlier step.
+        """
+        self._step += 1
+        if self._ends is not None:
+            self._ends.step_begins(self._epoch, self._step)
+
+    def batch_ends(self, stepped: bool) -> None:
+        """Announce whether any optimizer has stepped in a batch, with manual optimization."""
+        if self._ends is not None:
+            self._ends.batch_ends(stepped)
+
+    # -- requests to stop
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank requests a stop; sent with the next exchange."""
+        return self._requested or self.sigterm.requested
+
+    def agree_in_step(self) -> None:
+        """Stop all ranks after the current step, if any rank requests it; collective.
+
+        Call it on all ranks when an exchange of the step contained a request (`wanted`).
+        """
+        if self._several:
+            sigterm = self.sigterm
+            flags = self._requested + 2 * sigterm.requested + 4 * sigterm.requeue_requested
+            self._agree(flags)
+
+    def agree_here(self) -> None:
+        """Stop now if any rank requests it; collective, at the same point on all ranks."""
+        if self._trains and self._several and not self._ranks.interrupted:
+            self._defer_stop()
+            self._agree(int(self._requested))
+
+    def meet(self, event: str) -> None:
+        """Check that all ranks are after the same step, before other collectives; collective.
+
+        `event` is the beginning of a sentence, such as "A checkpoint was saved".
+
+        Raises:
+            AgreedError: the ranks have taken different numbers of steps.
+        """
+        ranks = self._ranks
+        if not self._trains or ranks.size == 1 or ranks.interrupted:
+            return
+        if self._ends is not None:
+            self._ends.together(self._step, event, _LEFT_OUT)
+        # not the batches: with gradient accumulation, the last step of a stream may have fewer
+        steps = ranks.all_values(self.clock.steps)
+        if len({*steps}) > 1:
+            found = [f"rank {rank} has taken {n} steps" for rank, n in enumerate(steps[:_SHOWN])]
+            raise ranks.channels.world.peers.agreed(
+                f"The ranks are at different steps: {', '.join(found)}. {_LEFT_OUT}"
+            )
+
+    def no_step_follows(self, in_step: bool = False) -> bool:
+        """Return whether the latest step is known to be the last one of the fit.
+
+        If `in_step` is True, the step is still running, so the Trainer has not fully counted it.
+        """
+        # When Lightning calls the last hook of a fit (`on_train_end`), callbacks have already
+        # written their last checkpoint. So the end is predicted here, by the same rules as in
+        # Lightning's loops.
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        uncounted = self.clock.uncounted if in_step else 0
+        if self._exiting_by_sigterm:
+            return False
+        if trainer.max_steps != -1 and trainer.global_step + uncounted >= trainer.max_steps:
+            return True
+        # `should_stop` on only this rank is a request, which other ranks do not know yet
+        stops = self._agreed if self._several else trainer.should_stop
+        if stops and may_stop_early(trainer, uncounted):
+            return True
+        epoch: Any = loop.epoch_progress.current
+        if loop.max_epochs in (None, -1):
+            return False
+        if epoch.started < epoch.ready:  # just beginning; the batch counter is the previous epoch's
+            return False
+        if in_step:  # the current epoch is not counted as processed yet
+            return epoch.processed >= loop.max_epochs - 1 and data_used_up(trainer)
+        # `ready` counts the epochs begun; a fit resumed at an epoch's end counts one too few
+        return epoch.ready >= loop.max_epochs and (
+            epoch.processed >= loop.max_epochs or data_used_up(trainer)
+        )
+
+    # -- streams
+
+    @property
+    def stream_ends(self) -> bool:
+        """Whether this rank's stream ends with the latest batch."""
+        return self._unsized and is_last_batch(self._trainer)
+
+    def share_last_batch(self, channel: Channel) -> None:
+        """End the epoch after this batch if it is the last one of any rank's stream; collective.
+
+        Call it before training on the batch. `channel` connects the ranks that communicate on every
+        batch.
+        """
+        if not self._unsized or channel.size == 1:
+            return
+        mine = torch.tensor([is_last_batch(self._trainer)], dtype=torch.uint8)
+        last = channel.all_gather(mine.to(channel.device), TAG).wait().flatten().tolist()
+        self._end_epoch([r for r, ends in zip(channel.ranks, last, strict=True) if ends], len(last))
+
+    def end_epoch(self) -> None:
+        """End the epoch on all ranks if any rank's stream ends in the current step; collective."""
+        last = self._ranks.all_values(int(self.stream_ends))
+        self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
+
+    def check_epoch_ends(self, out_of_data: bool = False) -> None:
+        """Check that the epoch ends on all ranks after the same step as on this one.
+
+        Raises:
+            AgreedError: the epoch ended after a different step on some ranks.
+        """
+        if self._ends is not None:
+            self._ends.end(self._epoch, self._step, out_of_data, self._first_to_end)
+
+    def check_together(self, event: str, advice: str) -> None:
+        """Check that `event` happens on all ranks before the next step, as on this one.
+
+        Raises:
+            AgreedError: another rank takes the next step without it.
+        """
+        if self._ends is not None:
+            self._ends.together(self._step, event, advice)
+
+    def share_stream_end(self) -> None:
+        """End the epoch on all ranks if it ends on any rank; called in the last training step.
+
+        With `max_steps`, the last step may exhaust the streams of only some ranks, and Lightning
+        would then run validation on those ranks only.
+        """
+        if self._independent_streams:
+            self.check_epoch_ends()
+            self.end_epoch()
+
+    # -- inside
+
+    def _follow_loops(self, patches: Patches) -> None:
+        """Wrap methods of Lightning's loops at points where Lightning has no hook."""
+        fit = self._trainer.fit_loop
+        epoch = fit.epoch_loop
+        if EPOCHS.works(self._trainer):
+            patches.put(fit, "setup_data", partial(self._set_up_data, fit.setup_data))
+        patches.put(epoch, "on_run_start", partial(self._start_epoch, epoch.on_run_start))
+        patches.put(epoch, "on_advance_end", partial(self._finish_batch, epoch.on_advance_end))
+        patches.put(fit, "on_advance_end", partial(self._finish_epoch, fit.on_advance_end))
+
+    def _set_up_data(self, set_up: Callable[[], None]) -> None:
+        before = data_fetcher(self._trainer)
+        set_up()
+        if data_fetcher(self._trainer) is not before:  # the loaders were created or reloaded
+            self._equalize()
+
+    def _start_epoch(self, start: Callable[..., None], *args: Any) -> None:
+        self._first_to_end = None
+        start(*args)
+        self._check_first_batch()
+        self._defer_stop()  # else Lightning would end the epoch on only this rank
+
+    def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
+        """Run `finish`, the epoch loop's own `on_advance_end`, which ends a batch.
+
+        `finish` may run validation, which all ranks must reach after the same step. So this first
+        checks that streams end together, and defers a stop that only this rank may have requested.
+        If SIGTERM has stopped ranks that train independently, it raises `SIGTERMException` instead.
+        """
+        if self._exiting_by_sigterm:
+            raise SIGTERMException
+        if self._independent_streams and self._ends is not None:
+            if self.stream_ends:  # a validation follows, which all ranks must reach
+                self.check_epoch_ends(out_of_data=True)
+            else:
+                self._ends.has_more(self._epoch, self._step)
+        self._defer_stop()  # else Lightning would validate on only this rank
+        finish(*args)
+
+    def _finish_epoch(self, finish: Callable[[], None]) -> None:
+        """Run `finish`, the fit loop's own `on_advance_end`, which ends an epoch.
+
+        First check that the epoch ends on all ranks after the same step. Afterwards, all ranks
+        agree on whether to stop, because a hook that `finish` calls may have set
+        `trainer.should_stop` on only some of them.
+        """
+        self.check_epoch_ends()
+        finish()
+        self.agree_here()
+        if self._trainer.received_sigterm:  # Lightning's own check, repeated after `agree_here`
+            raise SIGTERMException
+
+    @property
+    def _exiting_by_sigterm(self) -> bool:
+        """Whether ranks that train independently exit after this step because of SIGTERM."""
+        # Lightning would first validate where a stream ends, perhaps on only some ranks
+        return self._independent_streams and self._trainer.received_sigterm
+
+    @property
+    def _epoch(self) -> int:
+        return self._trainer.fit_loop.epoch_progress.current.ready - 1
+
+    def _equalize(self) -> None:
+        """Limit this rank's batches per epoch to the smallest number on any rank."""
+        mine = self._trainer.fit_loop.max_batches
+        counts = self._ranks.all_values(-1 if math.isinf(mine) else int(mine))
+        sized = [count for count in counts if count >= 0]
+        self._unsized = not sized
+        if self._unsized or len(set(counts)) == 1:
+            return
+        least = min(sized)
+        limit_epochs(self._trainer, least)
+        if self._warned_uneven:  # before the loaders were reloaded
+            return
+        self._warned_uneven = True
+        shortest = counts.index(least)
+        others = [(r, f"{n - least}" if n >= 0 else "the rest") for r, n in enumerate(counts)]
+        left_out = [f"rank {rank} leaves out {some}" for rank, some in others if some != "0"]
+        more = ", ..." if len(left_out) > _SHOWN else ""
+        rank_zero_warn(
+            f"Rank {shortest} has the fewest training batches ({least} per epoch), so every rank"
+            f" trains on only that many: {', '.join(left_out[:_SHOWN])}{more}. To use all the data,"
+            " give every rank the same number of batches."
+        )
+
+    def _check_first_batch(self) -> None:
+        """Check that in this epoch, either all ranks' streams have a batch or none of them does.
+
+        Raises:
+            RuntimeError: only some ranks have a batch; raised on all ranks.
+        """
+        if not self._unsized:
+            return
+        empty = self._ranks.all_values(int(has_no_batch(self._trainer.fit_loop)))
+        if 0 < sum(empty) < len(empty):
+            without = [rank for rank, none in enumerate(empty) if none]
+            raise RuntimeError(
+                f"{_named(without)} got no training batches in epoch {self._epoch}, but the other"
+                " ranks did. Give every rank the same number of batches."
+            )
+
+    def _end_epoch(self, last: list[int], size: int) -> None:
+        if not last:
+            return
+        end_epoch_after_this_batch(self._trainer)
+        self._first_to_end = self._ranks.rank if self._ranks.rank in last else last[0]
+        if len(last) < size and not self._warned_uneven:
+            self._warned_uneven = True
+            rank_zero_warn(
+                f"{_named(last)} ran out of data at batch"
+                f" {self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._epoch}, so the"
+                " epoch ends there on all ranks. Later epochs will also end as soon as any rank"
+                " runs out. To use all the data, give every rank the same number of batches."
+            )
+
+    def _defer_stop(self) -> None:
+        """If `trainer.should_stop` is set without agreement, clear it and record a request."""
+        trainer = self._trainer
+        if trainer.should_stop and not self._agreed and may_stop_early(trainer):
+            self._requested, trainer.should_stop = True, False
+
+    def _agree(self, flags: int) -> None:
+        """Stop after the latest step if any rank requests it; collective over all ranks.
+
+        Bit 0 of `flags` is set if this rank requests a stop, bit 1 if it received SIGTERM, and bit
+        2 if it received SLURM's signal to requeue the job.
+        """
+        if self._agreed:
+            return
+        all_flags = self._ranks.all_values(flags)
+        if any(flags & 2 for flags in all_flags):
+            self.sigterm.agree(requeues=any(flags & 4 for flags in all_flags))
+            return
+        requesting = [rank for rank, flags in enumerate(all_flags) if flags]
+        if not requesting:
+            return
+        self._agreed = self._trainer.should_stop = True
+        if len(requesting) < len(all_flags):
+            rank_zero_warn(
+                f"{_named(requesting)} requested a stop (`trainer.should_stop`) but the other ranks"
+                f" did not. All ranks are stopping after step {self.clock.steps} with the same"
+                " weights. Base the decision on something that is the same on all ranks, such as a"
+                " metric logged with `sync_dist=True`."
+            )
+
+
+def _named(ranks: list[int]) -> str:
+    """Format ranks for the beginning of a sentence: "Rank 1", "Ranks 1, 2"."""
+    names = ", ".join(map(str, ranks[:_SHOWN])) + (" and others" if len(ranks) > _SHOWN else "")
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"
+
+
+# An `EpochEnds` position is (epoch, steps begun, state, counts of the events in `together`). It
+# only advances, so an old one is still valid.
+_TRAINS = "trains"
+_HAS_MORE = "has more"  # the rank is done with that step and has more data
+_ENDED = "ended"
+_STEPPED, _STOOD_STILL = "stepped", "stood still"  # in a batch, with manual optimization
+# position of a rank that has not published one yet
+_UNKNOWN: tuple[int, int, str, dict[str, int]] = (-1, 0, _TRAINS, {})
+
+
+class EpochEnds:
+    """Checks that every epoch ends after the same step on all ranks.
+
+    A rank whose epoch ends early would deadlock: it would wait for the others at the end of the
+    epoch while they wait for its next exchange. So every rank publishes its position with its
+    heartbeats (`comm.liveness`):
+
+    1. Rank 1's epoch ends after step 5. It waits and reads the other ranks' positions.
+    2. It finds that rank 0 has begun step 6, sends an error that names both ranks to all ranks, and
+       raises it.
+    3. The other ranks read that error with their next heartbeat and raise it, in the exchange for
+       which they are waiting or at their next step.
+
+    If liveness is disabled, or there is no TCPStore, positions are not compared. Uneven epochs then
+    make an exchange fail, at the latest after `timeout`, with an error that names no rank.
+    """
+
+    def __init__(self, watch: PeerWatch) -> None:
+        self._watch = watch
+        self._position: tuple[int, int, str] = _UNKNOWN[:3]
+        self._events: Counter[str] = Counter()
+        watch.publish(lambda: (*self._position, dict(self._events)))
+
+    def step_begins(self, epoch: int, step: int) -> None:
+        """Publish that this rank has begun a step.
+
+        Raises:
+            AgreedError: another rank detected that a rank's epoch ended before this step.
+        """
+        self._position = (epoch, step, _TRAINS)
+        self._watch.check("step")
+
+    def batch_ends(self, stepped: bool) -> None:
+        """Announce whether any optimizer has stepped in the batch that has ended."""
+        self._position = (*self._position[:2], _STEPPED if stepped else _STOOD_STILL)
+
+    def has_more(self, epoch: int, step: int) -> None:
+        """Announce that this rank has more data; validation may run before its next step."""
+        self._position = (epoch, step, _HAS_MORE)
+
+    def end(
+        self, epoch: int, step: int, out_of_data: bool = False, first: int | None = None
+    ) -> None:
+        """Wait until all ranks have ended this epoch after the same step.
+
+        Args:
+            epoch: index of the epoch, counted from 0.
+            step: number of steps in the fit so far.
+            out_of_data: whether this rank has run out of data, in which case all ranks must have.
+            first: the rank whose data has ended the epoch, if it is another rank of this replica.
+
+        Raises:
+            AgreedError: a rank ends the epoch after a different step.
+            PeerLostError: a rank is lost, or has not ended the epoch within the timeout.
+        """
+        self._position = (epoch, step, _ENDED)
+        mine = self._watch.rank if first is None else first
+
+        def behind(positions: Mapping[int, Any]) -> dict[int, str]:
+            found = {}
+            for rank, position in positions.items():
+                there, at, state, *_ = position or _UNKNOWN
+                if there == epoch and at > step:
+                    raise self._watch.agreed(_uneven(mine, rank, epoch, step, f"begun step {at}"))
+                if there == epoch and out_of_data and (at, state) == (step, _HAS_MORE):
+                    raise self._watch.agreed(_uneven(mine, rank, epoch, step, "more"))
+                if there < epoch or (there == epoch and (at, state) != (step, _ENDED)):
+                    found[rank] = (
+                        f"has not reached the end of epoch {epoch}, which ended on rank {mine}"
+                        f" after step {step}: it is slow or hung; if it is only slow, increase"
+                        " `timeout`"
+                    )
+            return found
+
+        self._watch.wait_for(behind, "end of epoch")
+
+    def together(self, step: int, event: str, advice: str) -> None:
+        """Wait until `event` has happened on all ranks after the same step, as on this rank.
+
+        `event` is the beginning of a sentence, and `advice` follows it in the error.
+
+        Raises:
+            AgreedError: a rank has begun the next step without it.
+            PeerLostError: a rank is lost, or has not begun that step within the timeout.
+        """
+        self._events[event] += 1
+        count, mine = self._events[event], self._watch.rank
+
+        def behind(positions: Mapping[int, Any]) -> dict[int, str]:
+            found = {}
+            for rank, position in positions.items():
+                _, at, state, events = position or _UNKNOWN
+                if events.get(event, 0) >= count:
+                    continue
+                # a rank that has stepped may already wait for this one in an exchange
+                if at == step and {state, self._position[2]} == {_STEPPED, _STOOD_STILL}:
+                    still = mine if state == _STEPPED else rank
+                    raise self._watch.agreed(
+                        f"Rank {still} took no optimizer step in batch {step}, but rank"
+                        f" {rank if still == mine else mine} did. {_LEFT_OUT}"
+                    )
+                if at > step:
+                    raise self._watch.agreed(
+                        f"{event} on rank {mine} after step {step}; on rank {rank} that did not"
+                        f" happen, and step {at} has begun there. {advice}"
+                    )
+                found[rank] = (
+                    f"has not reached the point after step {step} where rank {mine} waits for it:"
+                    " it is slow or hung; if it is only slow, increase `timeout`"
+                )
+            return found
+
+        self._watch.wait_for(behind, "hook")
+
+
+def _uneven(rank: int, other: int, epoch: int, step: int, more: str) -> str:
+    return (
+        f"The data of rank {rank} ended after step {step}, in epoch {epoch}, and rank {other} has"
+        f" {more}. Either its loader had fewer batches, or a hook ended its epoch"
+        " (`on_train_batch_start` returned -1). Give every rank the same number of batches:"
+        " limit them with `limit_train_batches`."
+    )

@@ -1,0 +1,93 @@
+"""Layout with the full model on every rank of a replica."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_commfree.comm.job import Mesh, replica_mesh
+from lightning_commfree.fit.checks import refuse_timed_validation
+from lightning_commfree.fit.contracts import Inside
+from lightning_commfree.host import DDPStrategy, pl
+from lightning_commfree.lightning_internals import set_ddp_group
+from lightning_commfree.model.meta_init import on_meta
+from lightning_commfree.model.replication import (
+    BucketOrder,
+    broadcast_initial_weights,
+    refuse_sync_batchnorm,
+)
+
+if TYPE_CHECKING:
+    from lightning_commfree.fit.base import ReplicaStrategy
+
+
+class DataParallel(Inside):
+    """Layout with the full model on every rank of a replica; DDP averages their gradients.
+
+    `argument` is the name of the strategy argument that sets `size`; error messages mention it.
+    """
+
+    def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
+        self.size, self.uses_ddp = size, size > 1
+        self._argument = argument
+        self._ddp: Any = None  # from `prepare` to `release`, with several ranks
+        self._order: BucketOrder | None = None  # only if bucket order affects rounding
+
+    @override
+    def check(self, strategy: Any, trainer: pl.Trainer) -> None:
+        refuse_timed_validation(type(strategy).__name__, trainer)
+        if names := on_meta(strategy.module):
+            raise ValueError(
+                f"The model is on the `meta` device ('{names[0]}' and {len(names) - 1} more tensors"
+                " have no values), and `inside='ddp'` does not initialize it. Build the model on"
+                f" the CPU, or shard it with `inside='fsdp'` and `{self._argument}` of 2 or more."
+            )
+
+    @override
+    def prepare(self, strategy: Any) -> None:
+        refuse_sync_batchnorm(type(strategy).__name__, strategy.module)
+        broadcast_initial_weights(strategy.channels.world, strategy.module, strategy.fingerprint())
+        if self.uses_ddp:
+            set_ddp_group(strategy, strategy.channels.within.group)
+            DDPStrategy.configure_ddp(strategy)
+            self._ddp = ddp = strategy.model
+            if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored(strategy):
+                self._order = BucketOrder(ddp)
+
+    @override
+    def mesh(self, world_size: int) -> Mesh:
+        return replica_mesh(world_size, self.size, self._argument)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._ddp is None:
+            return {}
+        # whether DDP broadcasts buffers in the next forward; it does not while accumulating
+        state = {"syncs_buffers": self._ddp.require_forward_param_sync}
+        return state if self._order is None else {**state, "order": self._order.names}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._order is not None and "order" in state:
+            self._order.restore(state["order"])
+        if self._ddp is not None and "syncs_buffers" in state:
+            self._ddp.require_forward_param_sync = state["syncs_buffers"]
+
+    @override
+    def release(self) -> None:
+        if self._order is not None:
+            self._order.close()
+        self._order = self._ddp = None
+
+    @override
+    def not_restored(self, strategy: ReplicaStrategy) -> list[str]:
+        lost = []
+        if strategy.ddp_kwargs.get("static_graph") and self.size > 2:
+            lost.append(
+                "with `static_graph=True`, DDP sums gradients in another order in the first step"
+                " after a resume"
+            )
+        if strategy.ddp_kwargs.get("ddp_comm_hook") is not None:
+            lost.append("the state of `ddp_comm_hook` is not saved")
+        return lost

@@ -1,0 +1,228 @@
+"""Layout for `inside="fsdp"`: shards a replica's model with FSDP2 (`layouts.fsdp`).
+
+As with Lightning's own strategies for sharded models, the module remains sharded after the fit, and
+`trainer.test` uses the sharded module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.job import Mesh, replica_mesh
+from lightning_commfree.fit.checks import refuse_manual
+from lightning_commfree.host import pl
+from lightning_commfree.layouts.fsdp import (
+    FSDPSettings,
+    Policies,
+    accumulating,
+    apply_fsdp,
+    choose_policies,
+    step_bytes,
+    why_unavailable,
+)
+from lightning_commfree.layouts.sharded import ShardedReplica
+from lightning_commfree.lightning_internals import CleanExitLauncher
+from lightning_commfree.model.meta_init import Materializer
+from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
+from lightning_commfree.model.shards import RowShards, local_tensor, refuse_wrapped
+from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
+from lightning_commfree.resume.folders import FolderTensor
+
+if TYPE_CHECKING:
+    from lightning_commfree.fit.base import ReplicaStrategy
+
+
+# tags in the group's ledger; bytes are computed, because FSDP itself does the communication
+GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
+NORM_TAG = "fsdp_norm"  # exchanged in this file, so its bytes are measured
+
+_WHY_NOT_MANUAL = (
+    "FSDP (`inside='fsdp'`) treats `training_step` as the model's forward and expects backward"
+    " after it, but manual optimization calls backward inside it. `inside='ddp'` supports it"
+)
+
+
+class FullyShard(ShardedReplica):
+    """Layout that shards parameters, gradients and optimizer states across a replica's ranks.
+
+    `argument` is the name of the strategy's argument that sets `size`, used in errors.
+
+    Raises:
+        ValueError: this version of torch is too old.
+    """
+
+    def __init__(
+        self, strategy: ReplicaStrategy, size: int, argument: str, settings: FSDPSettings
+    ) -> None:
+        if why := why_unavailable():
+            raise ValueError(f"`inside='fsdp'` is unavailable: {why}, or set `inside='ddp'`.")
+        super().__init__(strategy, settings)
+        self.size, self._argument = size, argument
+        self._sharded: nn.Module | None = None
+        # the channel that `_sharded` uses; kept so that forked workers close its sockets
+        self._kept: Channel | None = None
+        self._policies: Policies = {}  # of `_sharded`
+        self._step_bytes, self._in_fit = (0, 0), False
+
+    @property
+    @override
+    def states(self) -> RowShards | None:
+        sharded = self._sharded
+        here = sharded is self._strategy.lightning_module  # not a module from an earlier fit
+        return RowShards(sharded) if sharded is not None and here else None
+
+    @property
+    @override
+    def saves_folders(self) -> bool:
+        limit = self._settings.folder_above_bytes
+        if limit is None or not self._in_fit:
+            return False
+        parameters = self._strategy.module.parameters()
+        # a user's own plugin always writes files
+        ours = type(self._strategy.checkpoint_io) is AtomicCheckpointIO
+        return ours and sum(p.numel() * p.itemsize for p in parameters) > limit
+
+    @override
+    def mesh(self, world_size: int) -> Mesh:
+        return replica_mesh(world_size, self.size, self._argument)
+
+    # -- before a fit
+
+    @override
+    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
+        super().check(strategy, trainer)
+        refuse_manual(type(strategy).__name__, strategy.module, _WHY_NOT_MANUAL)
+        if strategy.module is not self._sharded:
+            refuse_wrapped(type(strategy).__name__, strategy.module)
+
+    @override
+    def prepare(self, strategy: ReplicaStrategy) -> None:
+        """Shard the model unit by unit, and move the shards to this rank's device."""
+        module, device = strategy.module, strategy.root_device
+        refuse_sync_batchnorm(type(strategy).__name__, module)
+        channels, fingerprint = strategy.channels, strategy.fingerprint()
+        if module is self._sharded and self._kept is not None and self._kept.interrupted:
+            raise RuntimeError(
+                "An error ended the fit that sharded this model, so its ranks can no longer"
+                " communicate with each other. Build a new model and load a checkpoint into it."
+            )
+        if module is self._sharded:  # an earlier fit sharded it
+            broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
+        else:
+            seed = self._start()
+            materializer = Materializer(module, seed) if self._was_on_meta else None
+            mixed = strategy.precision_plugin.precision == "bf16-mixed"
+            self._policies = choose_policies(module, self._settings, bf16_mixed=mixed)
+            group = channels.within.keep_group()
+            apply_fsdp(module, group, device, self._policies, materializer)
+            self._sharded, self._kept = module, channels.within
+            # ranks may have read values from different disks
+            if materializer is not None and materializer.reads_folder:
+                broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
+        module.to(device)
+
+    @override
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        super().begin(optimizers)
+        self._step_bytes = step_bytes(self._strategy.module, self._policies)
+        self._in_fit = True
+
+    @override
+    def release(self) -> None:
+        """Leave the module sharded, but make forked ranks return full weights to the launcher."""
+        super().release()
+        self._in_fit = False
+        states = self.states
+        # the launcher takes the weights from the module's `state_dict` after this
+        if states is not None and isinstance(self._strategy.launcher, CleanExitLauncher):
+            states.gather_in_state_dict(keep=self._strategy.local_rank == 0)
+
+    @override
+    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
+        if self.states is None:
+            setup(trainer)
+            return
+        # Lightning's `setup` without its broadcast of rank 0's shards to other ranks
+        strategy = self._strategy
+        assert strategy.accelerator is not None, "the Trainer has chosen one"
+        strategy.accelerator.setup(trainer)
+        strategy.precision_plugin.convert_module(strategy.module)
+        strategy.module.to(strategy.root_device)
+        strategy.setup_precision_plugin()
+
+    # -- in a fit
+
+    @override
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Return a context manager in which this rank accumulates full, unreduced gradients."""
+        return accumulating(self._strategy.module)
+
+    @override
+    def after_backward(self, steps: bool) -> None:
+        """Count the bytes that FSDP has sent in a batch's forward and backward passes."""
+        gathered, scattered = self._step_bytes
+        ledger = self._strategy.group_ledger
+        ledger.count_sent(GATHER_TAG, gathered)
+        if steps:
+            ledger.count_sent(SCATTER_TAG, scattered)
+
+    @override
+    def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
+        # torch's norm of `DTensor`s fails for an infinite p where a rank's shard is empty
+        within = self._strategy.channels.within
+        gradients = [local_tensor(p.grad) for p in module.parameters() if p.grad is not None]
+        own = get_total_norm([one for one in gradients if one.numel()], norm_type)
+        all_ranks = within.all_gather(own.to(within.device), NORM_TAG).wait()
+        norm: Tensor = torch.linalg.vector_norm(all_ranks, norm_type)
+        return norm.to(own.device)
+
+    # -- states
+
+    @override
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        states = self.states
+        if states is None or not self.saves_folders:
+            return super().full_module_state(read)
+        return states.sharded_state_dict() if self._gathers() else {}
+
+    @override
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        states = self.states
+        if states is None or not self.saves_folders:
+            return super().full_optimizer_state(optimizer, state)
+        return states.sharded_optimizer_state(optimizer) if self._gathers() else {}
+
+    @override
+    def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Load a module's state from a folder: only this rank's shards if the model is sharded."""
+        if self.states is None:
+            return super()._read(state)
+        held = self._strategy.module.state_dict()
+        return {name: _read_like(value, held.get(name)) for name, value in state.items()}
+
+    @override
+    def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+        return {
+            **state,
+            "state": {
+                index: {
+                    key: _read_like(value, parameters.get(index)) for key, value in saved.items()
+                }
+                for index, saved in state["state"].items()
+            },
+        }
+
+
+def _read_like(value: Any, like: Any) -> Any:
+    """Read a tensor from a checkpoint folder; if `like` is a shard, read only that shard."""
+    return value.read(like) if isinstance(value, FolderTensor) else value

@@ -1,0 +1,230 @@
+"""Layout for tensor parallelism with Domino, used by `DominoTPStrategy` and `inside="domino"`.
+
+The model is sharded before the optimizer is created, and every rank has the full model again after
+the fit. The algorithms of the other strategies do not depend on Domino; they only check whether a
+parameter is a shard (`model.shards.is_shard`). All other parameters are the same on all ranks of
+the tensor group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commfree.comm.job import DATA, REPLICA, Mesh, tensor_mesh
+from lightning_commfree.domino import (
+    DominoSettings,
+    OptimizerShards,
+    ShardedModule,
+    check_module,
+    check_states,
+    refuse_meta,
+    refuse_nonfinite_weights,
+)
+from lightning_commfree.fit.checks import refuse_compiled, refuse_manual
+from lightning_commfree.host import TrainerFn, TrainerStatus, is_overridden, pl
+from lightning_commfree.layouts.sharded import ShardedReplica
+from lightning_commfree.model.replication import share_random_state
+
+if TYPE_CHECKING:
+    from lightning_commfree.fit.base import ReplicaStrategy
+
+_WHY_NOT_MANUAL = (
+    "ranks that share a model combine and check gradients once per step, right after its only"
+    " backward, but manual optimization may call backward and step any number of times per batch"
+)
+
+
+class TensorParallel(ShardedReplica):
+    """Layout for tensor parallelism: every layer is sharded across a tensor group's ranks.
+
+    `argument` is the name of the strategy's argument that sets the group size, used in error
+    messages. `outside` names the mesh axis across tensor groups: `DATA` for `DominoTPStrategy`,
+    `REPLICA` for the other strategies. `sharded` is the sharded model between `prepare` and
+    `release`, otherwise None.
+    """
+
+    same_batch = True
+
+    def __init__(
+        self,
+        strategy: ReplicaStrategy,
+        settings: DominoSettings,
+        argument: str = "tensor_parallel_size",
+        outside: str = DATA,
+    ) -> None:
+        super().__init__(strategy, settings)
+        self._argument, self._outside = argument, outside
+        self.sharded: ShardedModule | None = None
+        # from the latest fit: optimizer states remain sharded after it
+        self._last_optimizer_shards: OptimizerShards | None = None
+        self._states_checked = False
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Number of ranks that share a model; by default all ranks of a node."""
+        return self._settings.tensor_parallel_size or self._strategy.num_processes
+
+    @property
+    @override
+    def states(self) -> ShardedModule | None:
+        return self.sharded
+
+    @override
+    def mesh(self, world_size: int) -> Mesh:
+        return tensor_mesh(world_size, self.size, self._argument, self._outside)
+
+    # -- before and after a fit
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.mesh(self._strategy.world_size)
+            if not _may_change(self._strategy.module):  # else the ranks check it after launch
+                self.check(self._strategy, trainer)
+
+    @override
+    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
+        super().check(strategy, trainer)
+        name, module = type(strategy).__name__, strategy.module
+        refuse_manual(name, module, _WHY_NOT_MANUAL)
+        refuse_compiled(name, module)
+        check_module(name, module, self.size)
+
+    @override
+    def prepare(self, strategy: ReplicaStrategy) -> None:
+        """Shard the model, and move only this rank's shards to its device.
+
+        Raises:
+            ValueError: a shard is held by several ranks but not by all (`mark_shards`).
+        """
+        module, within = strategy.module, strategy.channels.within
+        own_seed = torch.initial_seed() % 2**31
+        seed = self._start()
+        self.sharded = ShardedModule.prepare(module, within, self._settings, own_seed, seed)
+        for model in self.sharded.models:
+            model.on_fallback = cache(rank_zero_warn)  # each message only once
+            model.trial.on_choice = rank_zero_info
+        module.to(strategy.root_device)
+        if self._outside == REPLICA:
+            self.sharded.mark_shards(self._argument)
+        clip = self.sharded.clip_gradients  # Lightning would clip by the norm of a rank's shards
+        strategy.patches.put(strategy.precision_plugin, "clip_grad_by_norm", clip)
+
+    @override
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        super().begin(optimizers)
+        self._states_checked = False
+
+    @override
+    def release(self) -> None:
+        """Restore the full model on every rank; collective, except after Ctrl-C."""
+        if self.sharded is not None:
+            self._last_optimizer_shards = None
+            self.sharded.unmark_shards()
+            if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
+                self.sharded.join()
+                self._last_optimizer_shards = self.sharded.optimizer_shards
+            self.sharded = None
+        super().release()
+
+    @override
+    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
+        refuse_meta(type(self._strategy).__name__, self._strategy.module)
+        setup(trainer)
+
+    # -- in a fit
+
+    @override
+    def train_begins(self) -> None:
+        # From here on, the ranks of a tensor group must have the same RNG state; a resumed fit has
+        # already restored its own.
+        strategy = self._strategy
+        share_random_state(strategy.channels.within, strategy.module.device)
+
+    @override
+    def check_first(self, verb: str, batch: Any) -> None:
+        """Check that the ranks of a tensor group get the same first batch."""
+        if self.sharded is not None:
+            self.sharded.check_first(verb, batch)
+
+    @override
+    def after_backward(self, steps: bool) -> None:
+        """Sum the gradients of parameters that several ranks hold, if an optimizer step follows.
+
+        Raises:
+            ValueError: an optimizer keeps state that is not element-wise (`check_states`).
+        """
+        if self.sharded is None or not steps:
+            return
+        self.sharded.sum_shared_gradients()
+        # the first step creates optimizer states, so they are checked before the second
+        if not self._states_checked and any(one.state for one in self._strategy.optimizers):
+            self._states_checked = True
+            check_states(self._strategy.optimizers, self.sharded.specs.keys())
+
+    @override
+    def is_shard(self, parameter: nn.Parameter) -> bool:
+        return self.sharded is not None and parameter in self.sharded.specs
+
+    @override
+    def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
+        if self.sharded is None:
+            return super().grad_norm(module, norm_type)
+        return self.sharded.gradient_norm(module.parameters(), norm_type)
+
+    # -- states
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that differs between the group's ranks (`ShardedModule.own_state`)."""
+        return {} if self.sharded is None else self.sharded.own_state()
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.sharded is not None:
+            self.sharded.load_own_state(state)
+
+    @override
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's full state on rank 0; collective over all ranks.
+
+        Raises:
+            RuntimeError: a rank's weights are not finite; raised on all ranks.
+        """
+        strategy = self._strategy
+        if self.sharded is not None and not strategy.ranks.interrupted:
+            steps = strategy.module.trainer.global_step
+            refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
+        return super().full_module_state(read)
+
+    @override
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's full state on rank 0; also works after a fit.
+
+        Raises:
+            ValueError: the optimizer keeps state that is not element-wise.
+        """
+        if self.sharded is not None and self.size > 1:
+            check_states([optimizer], self.sharded.specs.keys())
+        if self.sharded is not None or self._last_optimizer_shards is None:
+            return super().full_optimizer_state(optimizer, state)
+        if self._strategy.ranks.interrupted:
+            return {}
+        with self._strategy.ranks.with_channels() as channels:
+            return self._last_optimizer_shards.full_state_dict(
+                optimizer, channels.within, self._keeps
+            )
+
+
+def _may_change(module: pl.LightningModule) -> bool:
+    """Return whether hooks may still create or change the model after the ranks are launched."""
+    names = ("configure_model", "configure_sharded_model", "setup")
+    return any(is_overridden(name, module, pl.LightningModule) for name in names)

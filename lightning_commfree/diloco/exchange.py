@@ -21,7 +21,7 @@ A message has four sections:
 On CUDA, encoding and the copy to host memory run on a side stream, and a background thread waits
 for them and sends the message. When the other replicas' messages have arrived, that thread uploads
 them and starts decoding them on the side stream, so that a landing only has to wait for an event
-on the device.
+on the device. If the outer state is in host memory, they are decoded at the landing.
 """
 
 from __future__ import annotations
@@ -364,27 +364,12 @@ def mean_cosine(gram_KK: Tensor) -> float:
     return float((cosines_KK.sum() - cosines_KK.trace()) / pairs) if pairs else 1.0
 
 
-@dataclass(eq=False)
-class Decoding:
-    """Callbacks for decoding a fragment's messages on the background thread when they arrive.
+class Arrived(NamedTuple):
+    """Messages received in an exchange."""
 
-    They are used only if the outer gradient is on a CUDA device and messages are sent from host
-    memory.
-
-    Attributes:
-        device: device on which the messages are decoded.
-        step: called with the mean; takes an outer step in host memory and returns `land`. None if
-            the outer step is taken at the landing.
-        finish: returns the exchange's result, which is ready for use on the caller's current
-            stream; None until the messages arrive.
-        land: replaces the global copy with the result of `step`, and returns that result on the
-            device of the parameters; None until the step has been taken.
-    """
-
-    device: torch.device
-    step: Callable[[Tensor], Callable[[], Tensor]] | None = None
-    finish: Callable[[], Arrival] | None = None
-    land: Callable[[], Tensor] | None = None
+    messages: Tensor  # still encoded, on the channel's device; a checkpoint saves them as they are
+    # returns the result, if decoding has already begun on a CUDA device
+    decoded: Callable[[], Arrival] | None = None
 
 
 # -- exchanges
@@ -431,8 +416,8 @@ class FragmentExchange:
         header: Header,
         residual: Tensor | None = None,
         tag: str = TAG,
-        decoding: Decoding | None = None,
-    ) -> Pending[Tensor]:
+        device: torch.device | None = None,
+    ) -> Pending[Arrived]:
         """Start exchanging this replica's values with the other replicas.
 
         Args:
@@ -440,47 +425,41 @@ class FragmentExchange:
             header: metadata to send with them.
             residual: fp32, shape (N,); receives the codec's rounding error.
             tag: ledger tag.
-            decoding: the background thread sets its `finish` when the messages arrive.
-
-        Returns:
-            The received messages, still encoded, on the channel's device. `decode` decodes them;
-            a checkpoint saves them as they are.
+            device: device of the global copy. If `values` are there as well, but are sent from
+                another device, the background thread starts decoding messages when they arrive.
         """
         second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
-        def send_and_decode(messages: Callable[[], Tensor]) -> Tensor:
-            received = exchange(messages)
-            if decoding is not None:
-                decoding.finish = self.decode(received, decoding.device)
-                if decoding.step is not None:
-                    decoding.land = decoding.step(decoding.finish().mean)
-            return received
-
-        def exchange(messages: Callable[[], Tensor]) -> Tensor:
-            received = self.route.up(messages(), tag).wait()
+        def exchange(messages: Tensor) -> Arrived:
+            received = self.route.up(messages, tag).wait()
             if not self.route.two_phase:
-                return received  # decoded when it lands, on the device of the global copy
+                return Arrived(received)
             reduced, error = self._reduce(received, residual is not None)
             if error is not None and residual is not None:
                 is_uploaded = residual.is_cuda and not error.is_cuda
                 second_errors.append(error.pin_memory() if is_uploaded else error)
-            return self.route.down(reduced, tag).wait()
+            return Arrived(self.route.down(reduced, tag).wait())
 
         if values.device != self.route.view.channel.device:
             staged = self.background.staging.stage(
                 lambda: self._write(values, header, residual), header.on_device(values)
             )
-            pending = self.background.submit(
-                lambda: send_and_decode(staged), tag, staged, values.device
-            )
+
+            def exchange_and_decode() -> Arrived:
+                arrived = exchange(staged())
+                if device != values.device:  # for example, the outer state is in host memory
+                    return arrived
+                return arrived._replace(decoded=self.decode(arrived.messages, device))
+
+            pending = self.background.submit(exchange_and_decode, tag, staged, values.device)
         else:
             messages = self._write(values, header, residual)
             if self.in_thread or self.route.two_phase:
                 pending = self.background.submit(
-                    lambda: exchange(lambda: messages), tag, device=values.device
+                    lambda: exchange(messages), tag, device=values.device
                 )
             else:
-                pending = self.route.up(messages, tag)
+                pending = self.route.up(messages, tag).then(Arrived)
 
         if residual is None:
             return pending
@@ -562,7 +541,7 @@ class FragmentExchange:
         # keep K times the error.
         return message, None if error is None else error.mul_(len(counted))
 
-    def _add_errors(self, arrived: Tensor, errors: list[Tensor], residual: Tensor) -> Tensor:
+    def _add_errors(self, arrived: Arrived, errors: list[Tensor], residual: Tensor) -> Arrived:
         """Add the errors from encoding the mean of this replica's shard to `residual`.
 
         Return `arrived` unchanged.
@@ -634,9 +613,8 @@ class Flight:
     """A fragment that has been launched but has not landed."""
 
     exchange: FragmentExchange
-    pending: Pending[Tensor]  # from `FragmentExchange.launch`
+    pending: Pending[Arrived]  # from `FragmentExchange.launch`
     launched_s: float = field(default_factory=perf_counter)
-    decoding: Decoding | None = None
     frozen: Frozen = NONE_FROZEN
 
     def seconds(self) -> float:
@@ -646,8 +624,7 @@ class Flight:
     def receive(self, device: torch.device, within: Channel | None) -> Arrival:
         """Wait for the messages, decode them, and combine the results of the replica's ranks."""
         arrived = self.pending.wait()
-        finish = None if self.decoding is None else self.decoding.finish
-        arrival = (finish or self.exchange.decode(arrived, device))()
+        arrival = (arrived.decoded or self.exchange.decode(arrived.messages, device))()
         if within is not None and within.size > 1:
             arrival = arrival.shared_within(within)
         return arrival

@@ -6,13 +6,12 @@ global copy, never to the mixed local copy; otherwise replicas would drift apart
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
@@ -220,7 +219,6 @@ class OuterFragment:
         self.shard_numel, self.parameter_numel = self._layout.numel, self._layout.parameter_numel
         start = self.local_values()
         self.residual = torch.zeros_like(start[: self.parameter_numel]) if error_feedback else None
-        self._pinned = start.is_cuda and device == "cpu"
         self.global_copy = start if device is None else _to_device(start, device)
 
         slices = self._layout.split(self.global_copy)
@@ -234,7 +232,6 @@ class OuterFragment:
         )
         self.landings = 0
         self.settled: frozenset[int] = frozenset()
-        self._before: dict[str, Any] | None = None  # state before an early step, until the landing
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -346,20 +343,11 @@ class OuterFragment:
 
     @property
     def outer_lr(self) -> float:
-        """Learning rate of the outer step at the next landing.
-
-        If `outer_step_ahead` has already taken that step, this is the learning rate that it used.
-        """
-        state = self._before or self._optimizer_state()
-        return float(state["optimizer"]["param_groups"][0]["lr"])
+        """Learning rate of the outer step at the next landing."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def outer_step(self, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
         """Take a step of the outer optimizer with the mean outer gradient: fp32, shape (S,)."""
-        self._step(mean, frozen)
-        self.landings += 1
-        self.settled = frozen.settled | frozen.settling
-
-    def _step(self, mean: Tensor, frozen: Frozen) -> None:
         for outer, (i, gradient) in zip(
             self._outer_parameters, self._layout.split(mean), strict=False
         ):
@@ -372,6 +360,8 @@ class OuterFragment:
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.landings += 1
+        self.settled = frozen.settled | frozen.settling
 
     def average_buffers(self, mean: Tensor) -> None:
         """Overwrite the buffers in the global copy with their means.
@@ -381,36 +371,6 @@ class OuterFragment:
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
-
-    def outer_step_ahead(
-        self,
-        mean: Tensor,
-        frozen: Frozen = NONE_FROZEN,
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """Take the outer step before the fragment lands. This may be called from any thread.
-
-        Until the fragment lands, `global_copy` and `state_dict` do not include the step.
-
-        Returns:
-            The new global copy, fp32, shape (S,), and a function that replaces the old one with it.
-        """
-        self._before = pytree.tree_map_only(Tensor, Tensor.clone, self._optimizer_state())
-        stepped = torch.empty_like(self.global_copy, pin_memory=self._pinned)
-        stepped.copy_(self.global_copy)
-        parts = [part for _, part in self._layout.split(stepped)]
-        for outer, part in zip(self._outer_parameters, parts, strict=False):
-            outer.data = part
-        self._outer_buffers = parts[len(self._outer_parameters) :]
-        with torch.no_grad():
-            self._step(mean, frozen)
-            self.average_buffers(mean)
-
-        def land() -> None:
-            self.global_copy, self._before = stepped, None
-            self.landings += 1
-            self.settled = frozen.settled | frozen.settling
-
-        return stepped, land
 
     def take_local(self) -> None:
         """Overwrite the global copy with the local copy."""
@@ -454,14 +414,11 @@ class OuterFragment:
         """Return the global copy and the outer optimizer's state; tensors are not copied."""
         return {
             "global_copy": [part for _, part in self._layout.split(self.global_copy)],
-            **(self._before or self._optimizer_state()),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "landings": self.landings,
             "settled": sorted(self.settled),
         }
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""

@@ -98,8 +98,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             have the same global copies. They compare hashes, which are sent with the exchange; a
             difference ends the fit. 0 disables the check.
         outer_device: "cpu" keeps the global copies and the outer optimizer's state in (pinned) host
-            memory, which saves 8 bytes per parameter on the device. If None, they are on the
-            parameters' device.
+            memory, which saves 8 bytes per parameter on the device, but training waits for the
+            outer step at each landing. If None, they are on the parameters' device.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
             Training survives a network outage of up to half of `timeout` (30 minutes by default),
             but no more than about 15 minutes, because Linux then drops the connections.

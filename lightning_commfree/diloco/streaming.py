@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ from lightning_commfree.diloco.exchange import (
     JOINED_BITS,
     TAG,
     Arrival,
-    Decoding,
+    Arrived,
     Flight,
     FragmentExchange,
     Header,
@@ -232,12 +232,7 @@ class StreamingDiLoCo:
                 fragment.subtract_from(outer, values)
                 if residual is not None:  # error feedback
                     values[: fragment.parameter_numel] += residual.mul_(self._feedback)
-                decoding = Decoding(fragment.global_copy.device)
-                if decoding.device.type == "cpu":
-                    decoding.step = partial(self._step_ahead, p, values.device, frozen)
-                self.flights[p] = self._send(
-                    p, values, stop, residual, outer=outer, decoding=decoding, frozen=frozen
-                )
+                self.flights[p] = self._send(p, values, stop, residual, outer=outer, frozen=frozen)
 
     def land(self, p: int) -> bool:
         """Land a fragment: take the outer step and merge the global copy into the local copy.
@@ -246,41 +241,18 @@ class StreamingDiLoCo:
             Whether any replica requested a stop when it launched the fragment.
         """
         with record_function(f"land fragment #{p}"):
-            decoding, frozen = self.flights[p].decoding, self.flights[p].frozen
+            frozen = self.flights[p].frozen
             arrival = self._receive(p)
-            landed: Tensor | None = None
-            if decoding is not None and decoding.land is not None:
-                landed = decoding.land()
-            else:
-                self._outer_step(p, arrival.mean, frozen)
+            self._outer_step(p, arrival.mean, frozen)
             if self.view.rank in arrival.nonfinite:
                 self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
-                self.fragments[p].merge(self.settings.mix, shown=landed, frozen=frozen)
+                self.fragments[p].merge(self.settings.mix, frozen=frozen)
             return arrival.stop
 
     def _outer_step(self, p: int, mean: Tensor, frozen: Frozen) -> None:
         self.fragments[p].outer_step(mean, frozen)
         self.fragments[p].average_buffers(mean)
-
-    def _step_ahead(
-        self, p: int, device: torch.device, frozen: Frozen, mean: Tensor
-    ) -> Callable[[], Tensor]:
-        """Take an outer step in host memory, and start uploading the result.
-
-        This runs on the background thread.
-
-        Returns:
-            A function that installs the new global copy and returns it on `device`.
-        """
-        stepped, replace_global_copy = self.fragments[p].outer_step_ahead(mean, frozen)
-        uploaded = self._background.staging.upload(stepped, device, lambda copy: (copy,))
-
-        def land() -> Tensor:
-            replace_global_copy()
-            return uploaded()[0]
-
-        return land
 
     # -- the end of a fit
 
@@ -332,7 +304,6 @@ class StreamingDiLoCo:
         residual: Tensor | None = None,
         tag: str = TAG,
         outer: Tensor | None = None,
-        decoding: Decoding | None = None,
         frozen: Frozen = NONE_FROZEN,
     ) -> Flight:
         """Start exchanging a fragment's `values` (fp32, shape (S,)) with the other replicas.
@@ -345,22 +316,14 @@ class StreamingDiLoCo:
         hashed = self._digest(p, outer) if tag == TAG else 0
         changed, weight = self._changed_hash(p, frozen), self._weight(p)
         header = Header(stop, self.step, hashed, nonfinite, changed, weight, self.missed)
-        decoding = decoding or Decoding(self.fragments[p].global_copy.device)
-        flight = self._launch(p, values, header, residual, tag, decoding)
+        flight = self._launch(p, values, header, residual, tag)
         return replace(flight, frozen=frozen)
 
     def _launch(
-        self,
-        p: int,
-        values: Tensor,
-        header: Header,
-        residual: Tensor | None,
-        tag: str,
-        decoding: Decoding,
+        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
     ) -> Flight:
-        exchange = self._exchange(p, residual)
-        pending = exchange.launch(values, header, residual, tag, decoding)
-        return Flight(exchange, pending, decoding=decoding)
+        exchange, device = self._exchange(p, residual), self.fragments[p].global_copy.device
+        return Flight(exchange, exchange.launch(values, header, residual, tag, device))
 
     def _weight(self, p: int) -> int:
         """Return the weight of this replica's values in a fragment's mean."""
@@ -640,7 +603,7 @@ class StreamingDiLoCo:
         return shared, own
 
     def _messages_in_flight(self) -> dict[int, Tensor]:
-        return {p: self._wait(p).pending.wait() for p in self.flights}
+        return {p: self._wait(p).pending.wait().messages for p in self.flights}
 
     @torch.no_grad()
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -671,8 +634,8 @@ class StreamingDiLoCo:
         for fragment, residual in zip(self.fragments, own["residuals"], strict=True):
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
-        for p, arrived in own["in_flight"].items():
-            frozen = Frozen(*map(frozenset, own["frozen"][p]))
+        for p, messages in own["in_flight"].items():
+            frozen, arrived = Frozen(*map(frozenset, own["frozen"][p])), Arrived(messages)
             self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived), frozen=frozen)
 
     def overwrites(self, shared: dict[str, Any], own: object) -> set[str]:

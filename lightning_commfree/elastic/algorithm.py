@@ -57,7 +57,7 @@ from lightning_commfree.diloco.codec import Codec
 from lightning_commfree.diloco.exchange import (
     MAX_WEIGHT,
     TAG,
-    Decoding,
+    Arrived,
     Flight,
     FragmentExchange,
     Header,
@@ -256,22 +256,16 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def _launch(
-        self,
-        p: int,
-        values: Tensor,
-        header: Header,
-        residual: Tensor | None,
-        tag: str,
-        decoding: Decoding,
+        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
     ) -> Flight:
-        del decoding  # messages are decoded at the landing, because an exchange may be repeated
+        # messages are decoded at the landing, because an exchange may be repeated
         flight, self.launched = self.launched, self.launched + 1
         if self._membership.by_time:
             self._membership.announce(flight)
         self._deliveries[p] = self._thread.submit(
             lambda: self._fly(flight, p, values, header, residual), tag, device=values.device
         )
-        arrived = self._deliveries[p].then(lambda delivery: delivery.arrived)
+        arrived = self._deliveries[p].then(lambda delivery: Arrived(delivery.arrived))
         return Flight(self._exchanges[p], arrived)  # `_wait` sets the exchange
 
     def _fly(
@@ -305,7 +299,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             exchange = cheaper_exchange(found, codec, *self._sizes(p), self._inline)
             arrived, error = None, None
             try:
-                arrived = exchange.launch(values, header, residual).wait()
+                arrived = exchange.launch(values, header, residual).wait().messages
             except RuntimeError as raised:
                 error = raised
             if not self._membership.ranks.all(error is None):

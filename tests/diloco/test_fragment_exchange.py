@@ -16,7 +16,6 @@ from lightning_commfree.comm.exchange import View, routes
 from lightning_commfree.diloco import codec as wire_module
 from lightning_commfree.diloco.codec import BLOCK, CODECS
 from lightning_commfree.diloco.exchange import (
-    Decoding,
     FragmentExchange,
     Header,
     cheaper_exchange,
@@ -35,6 +34,7 @@ from tests.diloco.training import (
 )
 from tests.world import run_ranks
 
+CPU = torch.device("cpu")
 NUMEL = 5000  # no multiple of a block times the ranks
 
 
@@ -57,11 +57,10 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
         for way in ways:
             before = channel.ledger.bytes_sent
             header = Header(stop=rank == 1, step=7, digest=5 if name != "bf16" else 5 + rank)
-            decoding = Decoding(torch.device("cpu"))
-            arrived = way.launch(gradient(rank), header, decoding=decoding).wait()
+            arrived = way.launch(gradient(rank), header, device=CPU).wait()
             sent = channel.ledger.bytes_sent - before
-            assert (decoding.finish is not None) == from_device, "by the thread, on arrival"
-            arrival = (decoding.finish or way.decode(arrived, decoding.device))()
+            assert (arrived.decoded is not None) == from_device, "by the thread, on arrival"
+            arrival = (arrived.decoded or way.decode(arrived.messages, CPU))()
             outcomes[name, way.route.two_phase] = (
                 arrival,
                 mean_cosine(arrival.gram),
@@ -75,7 +74,7 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
     ]
     for other_step in ways:
         late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
-        read = other_step.decode(late, torch.device("cpu"))()
+        read = other_step.decode(late.messages, CPU)()
         outcomes["late", other_step.route.two_phase] = read.stop, read.drifted, read.steps_differ
     background.close()
     channel.close()
@@ -143,7 +142,7 @@ def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
         way.launch(values, Header(False, 7, 0)) for way, values in zip(ways, sent, strict=True)
     ]
     arrivals = [
-        way.decode(pending.wait(), torch.device("cpu"))()
+        way.decode(pending.wait().messages, CPU)()
         for way, pending in zip(ways, pendings, strict=True)
     ]
     background.close()

@@ -5,14 +5,11 @@ for small fragments, otherwise two-phase. Every replica, even the owner of a sha
 bytes and adds the values in replica order, so the means are bit-identical. On the two-phase route,
 the codec rounds the mean again. Replicas with NaN or Inf are excluded from the mean.
 
-A message has four sections:
+A message has these sections:
 
-1. *header*: three int64 values. The first contains flags (the sender requests a stop; its values
-   contain NaN or Inf) and, in the higher bits, a hash of the fragments that joined during the fit.
-   The second contains the sender's inner step, the number of batches in which it took none and, in
-   the highest bits, its weight. The third is a hash of the sender's global copy, or 0 if hashes are
-   not compared in this exchange. In the second phase, these values are the shard owner's summary of
-   all headers, except for the sender's own step and batches without one.
+1. *header*, in the first phase only: the fields of `Header`, one int64 word each. A replica sends
+   the same header with every shard, so all replicas have all headers after that phase, and keep
+   them with the messages of the second phase (`Arrived`).
 2. *gram*, in the second phase only: inner products of all replicas' gradients, restricted to the
    owner's shard.
 3. *payload*: the encoded values.
@@ -44,13 +41,6 @@ from lightning_commfree.diloco.codec import BLOCK, Codec, chunks, decode_all
 from lightning_commfree.diloco.outer import NONE_FROZEN, WITHIN_TAG, Frozen
 
 TAG = "outer_gradient"
-_STOP, _NONFINITE, _DRIFTED = 1, 2, 4  # bits of the header's first word
-_JOINED_SHIFT = 8  # first bit of the hash of the fragments that joined
-JOINED_BITS = 40
-_MISSED_SHIFT = 32  # in the second word, first bit of the number of batches without a step
-_MISSED_BITS = 8
-_WEIGHT_SHIFT = 40  # first bit of the weight, in the second word
-MAX_WEIGHT = 2**22
 
 
 # -- headers
@@ -61,20 +51,11 @@ class Header(NamedTuple):
 
     stop: bool
     step: int
-    digest: Tensor | int  # int64
+    digest: Tensor | int  # hash of the sender's global copy; 0 if it is not compared
     nonfinite: Tensor | bool = False  # the values contain NaN or Inf
-    joined: int = 0  # hash of the fragments that joined during the fit; `JOINED_BITS` bits
-    weight: int = 1  # weight of the values in the mean; at most `MAX_WEIGHT`
-    missed: int = 0  # number of batches without a step; sent modulo 2**_MISSED_BITS
-    drifted: bool = False  # in the second phase, whether hashes of the global copies differ
-
-    @property
-    def words(self) -> tuple[Tensor | int, ...]:
-        """The header as it is sent: three int64 words."""
-        flags = self.stop * _STOP + self.drifted * _DRIFTED + (self.joined << _JOINED_SHIFT)
-        missed = (self.missed % (1 << _MISSED_BITS)) << _MISSED_SHIFT
-        step = self.step + missed + ((self.weight - 1) << _WEIGHT_SHIFT)
-        return flags + self.nonfinite * _NONFINITE, step, self.digest
+    changed: int = 0  # hash of the fragments that joined and the parameters that were frozen
+    weight: int = 1  # weight of the values in the mean
+    missed: int = 0  # number of batches without a step
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return the tensors that a message is built from on the device of `values`.
@@ -89,7 +70,7 @@ class Position(NamedTuple):
     """Number of steps and skipped batches at which a replica launched a fragment."""
 
     step: int  # number of inner steps taken
-    missed: int  # number of batches without a step, modulo 2**_MISSED_BITS
+    missed: int  # number of batches without a step
 
 
 class HeaderSummary(NamedTuple):
@@ -98,9 +79,9 @@ class HeaderSummary(NamedTuple):
     stop: bool  # some replica requests a stop
     drifted: bool  # the hashes of the global copies differ
     steps_differ: bool  # the messages were sent after different steps or batches
-    joined_differ: bool  # different fragments have joined
+    changes_differ: bool  # different fragments have joined, or different parameters were frozen
     nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
-    weights: tuple[int, ...]  # one per member; in the second phase, only 0 or 1
+    weights: tuple[int, ...]  # one per member
     positions: tuple[Position, ...] = ()  # one per member
 
     @property
@@ -115,58 +96,19 @@ class HeaderSummary(NamedTuple):
         return [m for m in finite if self.weights[m]] or finite
 
 
-def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
-    """Summarize the headers of all replicas: int64, shape (M, 3), in host memory."""
-    flags, _, digests = headers_M3.unbind(1)
-    positions, weights = _positions_and_weights(headers_M3)
-    drifted, joined_differ = (
-        bool((words != words[0]).any()) for words in (digests, flags >> _JOINED_SHIFT)
+def summarize_headers(headers_MW: Tensor) -> HeaderSummary:
+    """Summarize the headers of all replicas: int64, shape (M, 7), in host memory."""
+    stop, step, digest, nonfinite, changed, weights, missed = headers_MW.T.tolist()
+    positions = tuple(map(Position, step, missed))
+    return HeaderSummary(
+        stop=any(stop),
+        drifted=len({*digest}) > 1,
+        steps_differ=len({*positions}) > 1,
+        changes_differ=len({*changed}) > 1,
+        nonfinite=tuple(m for m, flag in enumerate(nonfinite) if flag),
+        weights=tuple(weights),
+        positions=positions,
     )
-    differ = drifted, len({*positions}) > 1, joined_differ
-    return HeaderSummary(_any(flags, _STOP), *differ, _nonfinite(flags), weights, positions)
-
-
-def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
-    """Merge the header summaries from the owners of all shards (see `summary_header`)."""
-    flags = headers_M3[:, 0]
-    positions, weights = _positions_and_weights(headers_M3)
-    joined_differ = bool((flags >> _JOINED_SHIFT).any())
-    differ = _any(flags, _DRIFTED), len({*positions}) > 1, joined_differ
-    return HeaderSummary(_any(flags, _STOP), *differ, _nonfinite(flags), weights, positions)
-
-
-def summary_header(summary: HeaderSummary, member: int) -> Header:
-    """Create the header for the second phase, in which the owner `member` sends its summary."""
-    # each member sends its own NaN flag and position
-    step, missed = summary.positions[member]
-    return Header(
-        summary.stop,
-        step,
-        digest=0,
-        nonfinite=member in summary.nonfinite,
-        joined=int(summary.joined_differ),
-        weight=int(summary.weights[member] > 0),
-        missed=missed,
-        drifted=summary.drifted,
-    )
-
-
-def _positions_and_weights(
-    headers_M3: Tensor,
-) -> tuple[tuple[Position, ...], tuple[int, ...]]:
-    words, mask = headers_M3[:, 1].tolist(), (1 << _MISSED_BITS) - 1
-    positions = (
-        Position(word & ((1 << _MISSED_SHIFT) - 1), word >> _MISSED_SHIFT & mask) for word in words
-    )
-    return tuple(positions), tuple((word >> _WEIGHT_SHIFT) + 1 for word in words)
-
-
-def _any(flags_M: Tensor, bit: int) -> bool:
-    return bool((flags_M & bit).any())
-
-
-def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
-    return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())
 
 
 def counted_messages(messages: Tensor, counted: Sequence[int]) -> Tensor:
@@ -187,17 +129,18 @@ class FragmentMessage:
         codec: codec of the payload.
         numel: number of values in the payload.
         num_buffers: number of fp32 buffer values.
-        gram_size: number of fp32 inner products.
+        members: number of replicas whose inner products are in the message; 0 in the first phase,
+            in which the message has a header.
 
     Attributes:
         num_bytes: size of the message.
     """
 
-    def __init__(self, codec: Codec, numel: int, num_buffers: int, gram_size: int = 0) -> None:
+    def __init__(self, codec: Codec, numel: int, num_buffers: int, members: int = 0) -> None:
         self._codec, self._numel = codec, numel
         self._layout = MessageLayout(
-            header=3 * 8,
-            gram=4 * gram_size,
+            header=0 if members else 8 * len(Header._fields),
+            gram=4 * members**2,
             payload=codec.num_bytes(numel),
             buffers=4 * num_buffers,
         )
@@ -206,20 +149,21 @@ class FragmentMessage:
     def write(
         self,
         message: Tensor,
-        header: Header,
+        header: Header | None,
         values: Tensor,
         buffers: Tensor,
         gram: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        """Write a header and the encoded values to `message`.
+        """Write the header, in the first phase, and the encoded values to `message`.
 
         `message` is uint8, shape (num_bytes,), on the device of `values`; `residual` receives the
         codec's rounding error.
         """
         self._layout.clear_gaps(message)
+        fields: tuple[Tensor | int, ...] = header or ()
         words = self._layout.section(message, "header", torch.int64)
-        for word, value in zip(words, header.words, strict=True):
+        for word, value in zip(words, fields, strict=True):
             # neither `copy_` within a device nor `fill_` makes the host wait for the device
             on_device = isinstance(value, Tensor) and value.device == values.device
             word.copy_(value) if on_device else word.fill_(int(value))
@@ -230,11 +174,11 @@ class FragmentMessage:
         self._layout.section(message, "buffers", torch.float32).copy_(buffers)
 
     def headers(self, messages: Tensor, peers: PeerWatch) -> Tensor:
-        """Return the headers of M messages: int64, shape (M, 3), in host memory."""
+        """Return the headers of M messages: int64, shape (M, 7), in host memory."""
         return on_host(self._layout.sections(messages, "header", torch.int64), peers)
 
     def gram(self, messages: Tensor) -> Tensor:
-        """Return the inner products in M messages: fp32, shape (M, gram_size)."""
+        """Return the inner products in M messages: fp32, shape (M, M * M)."""
         return self._layout.sections(messages, "gram", torch.float32)
 
     def buffers(self, messages: Tensor) -> Tensor:
@@ -317,17 +261,21 @@ def _average(rows_MN: Tensor, weights: Sequence[int] | None, out: Tensor) -> Ten
     return out.div_(size)
 
 
+class Arrived(NamedTuple):
+    """Messages received in an exchange, still encoded; a checkpoint saves the tensors."""
+
+    headers: Tensor  # of all replicas: int64, shape (M, 7), in host memory
+    messages: Tensor  # on the channel's device
+    # if decoding has already begun on a CUDA device: returns the mean and the inner products
+    decoded: Callable[[], tuple[Tensor, Tensor]] | None = None
+
+
 class Arrival(NamedTuple):
     """Result of an exchange, the same on all replicas."""
 
     mean: Tensor  # (N + E,), fp32, over the K replicas that are included
-    stop: bool  # this and the next four fields are as in `HeaderSummary`
-    drifted: bool
-    steps_differ: bool
-    joined_differ: bool
-    nonfinite: tuple[int, ...]
-    positions: tuple[Position, ...]  # of the replicas with which this rank exchanges
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
+    summary: HeaderSummary
 
     def shared_within(self, within: Channel) -> Arrival:
         """Return the result for the whole replica, combined from the results of its ranks.
@@ -335,18 +283,18 @@ class Arrival(NamedTuple):
         A flag is set if it is set on any rank, and inner products are summed over the shards; the
         mean remains this rank's shard, and so do the positions. Collective within the replica.
         """
-        flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
+        flags = torch.tensor(self.summary[:4])
         parts = flags.float(), self.gram.flatten()
         mine = torch.cat([part.to(within.device, non_blocking=True) for part in parts])
         rows = on_host(within.all_gather(mine, WITHIN_TAG).wait(), within.peers)
 
-        anywhere = rows[:, : len(flags)].any(dim=0).tolist()
-        stop, drifted, steps_differ, joined_differ = (bool(flag) for flag in anywhere)
-        # the inner product of full gradients is the sum of the inner products of their shards
-        gram = rows[:, len(flags) :].sum(dim=0).view_as(self.gram)
+        stop, drifted, steps_differ, changes_differ = rows[:, :4].any(dim=0).tolist()
         # `nonfinite` is already combined: ranks share the flag before the launch
-        flagged = stop, drifted, steps_differ, joined_differ
-        return Arrival(self.mean, *flagged, self.nonfinite, self.positions, gram)
+        summary = self.summary._replace(
+            stop=stop, drifted=drifted, steps_differ=steps_differ, changes_differ=changes_differ
+        )
+        # the inner product of full gradients is the sum of the inner products of their shards
+        return Arrival(self.mean, rows[:, 4:].sum(dim=0).view_as(self.gram), summary)
 
 
 def norm_of_mean(gram_KK: Tensor) -> float:
@@ -362,14 +310,6 @@ def mean_cosine(gram_KK: Tensor) -> float:
     size = len(norms_K)
     pairs = size * (size - 1)
     return float((cosines_KK.sum() - cosines_KK.trace()) / pairs) if pairs else 1.0
-
-
-class Arrived(NamedTuple):
-    """Messages received in an exchange."""
-
-    messages: Tensor  # still encoded, on the channel's device; a checkpoint saves them as they are
-    # returns the result, if decoding has already begun on a CUDA device
-    decoded: Callable[[], Arrival] | None = None
 
 
 # -- exchanges
@@ -403,7 +343,7 @@ class FragmentExchange:
         self._buffer_shard = -(-self.num_buffers // size)
         shape = self.codec, self._shard, self._buffer_shard
         self._up = FragmentMessage(*shape)
-        self._down = FragmentMessage(*shape, gram_size=self.route.view.size**2)
+        self._down = FragmentMessage(*shape, members=self.route.view.size)
 
     @property
     def num_bytes(self) -> int:
@@ -431,14 +371,14 @@ class FragmentExchange:
         second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
         def exchange(messages: Tensor) -> Arrived:
-            received = self.route.up(messages, tag).wait()
+            arrived = self._with_headers(self.route.up(messages, tag).wait())
             if not self.route.two_phase:
-                return Arrived(received)
-            reduced, error = self._reduce(received, residual is not None)
+                return arrived
+            reduced, error = self._reduce(arrived, residual is not None)
             if error is not None and residual is not None:
                 is_uploaded = residual.is_cuda and not error.is_cuda
                 second_errors.append(error.pin_memory() if is_uploaded else error)
-            return Arrived(self.route.down(reduced, tag).wait())
+            return Arrived(arrived.headers, self.route.down(reduced, tag).wait())
 
         if values.device != self.route.view.channel.device:
             staged = self.background.staging.stage(
@@ -449,7 +389,7 @@ class FragmentExchange:
                 arrived = exchange(staged())
                 if device != values.device:  # for example, the outer state is in host memory
                     return arrived
-                return arrived._replace(decoded=self.decode(arrived.messages, device))
+                return arrived._replace(decoded=self._start_decoding(arrived, device))
 
             pending = self.background.submit(exchange_and_decode, tag, staged, values.device)
         else:
@@ -459,34 +399,30 @@ class FragmentExchange:
                     lambda: exchange(messages), tag, device=values.device
                 )
             else:
-                pending = self.route.up(messages, tag).then(Arrived)
+                pending = self.route.up(messages, tag).then(self._with_headers)
 
         if residual is None:
             return pending
         kept = residual
         return pending.then(lambda arrived: self._add_errors(arrived, second_errors, kept))
 
-    def decode(self, arrived: Tensor, device: torch.device) -> Callable[[], Arrival]:
-        """Start decoding received messages on `device`; the host does not wait for CUDA.
+    def decode(self, arrived: Arrived, device: torch.device) -> Arrival:
+        """Decode received messages on `device`; the host does not wait for CUDA.
 
-        Returns:
-            A function that returns the exchange's result, ready for use on the caller's current
-            stream.
+        The result is ready for use on the caller's current stream.
         """
-        peers = self.route.view.channel.peers
-        if self.route.two_phase:
-            summary = merge_summaries(self._down.headers(arrived, peers))
-            work = partial(self._read_reduced, len(summary.counted))
-        else:
-            summary = summarize_headers(self._up.headers(arrived, peers))
-            work = partial(self._average, summary)
-        finish = self.background.staging.upload(arrived, device, work)
+        finish = arrived.decoded or self._start_decoding(arrived, device)
+        return Arrival(*finish(), summarize_headers(arrived.headers))
 
-        def arrival() -> Arrival:
-            mean, gram_KK = finish()
-            return Arrival(mean, *summary[:5], summary.positions, gram_KK)
+    def _start_decoding(
+        self, arrived: Arrived, device: torch.device
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        summary = summarize_headers(arrived.headers)
+        decode = self._read_reduced if self.route.two_phase else self._average
+        return self.background.staging.upload(arrived.messages, device, partial(decode, summary))
 
-        return arrival
+    def _with_headers(self, received: Tensor) -> Arrived:
+        return Arrived(self._up.headers(received, self.route.view.channel.peers), received)
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Average the messages of the K members that are included in the mean.
@@ -500,8 +436,9 @@ class FragmentExchange:
         mean, gram_KK = self._up.average(counted, weights)
         return _concatenate(mean, self._up.average_buffers(counted, weights)), gram_KK
 
-    def _read_reduced(self, size: int, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Assemble the mean and inner products of K = `size` members from all owners' messages."""
+    def _read_reduced(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Assemble the mean and inner products of K members from all owners' messages."""
+        size = len(summary.counted)
         values = self._down.values(messages).view(-1)[: self.numel]
         mean = _concatenate(values, self._down.buffers(messages).flatten()[: self.num_buffers])
         return mean, self._down.gram(messages).sum(0)[: size**2].view(size, size)
@@ -522,21 +459,20 @@ class FragmentExchange:
             residual.copy_(errors_SN.view(-1)[:numel])
         return messages
 
-    def _reduce(self, received: Tensor, keep_error: bool) -> tuple[Tensor, Tensor | None]:
+    def _reduce(self, arrived: Arrived, keep_error: bool) -> tuple[Tensor, Tensor | None]:
         """Average the shard that this replica owns; return the encoded mean and rounding error."""
-        summary = summarize_headers(self._up.headers(received, self.route.view.channel.peers))
-        counted = counted_messages(received, summary.counted)
+        summary = summarize_headers(arrived.headers)
+        counted = counted_messages(arrived.messages, summary.counted)
         weights = [summary.weights[m] for m in summary.counted]
         end = (self.route.shard + 1) * self._shard
         mean, gram_KK = self._up.average(counted, weights, padding=max(end - self.numel, 0))
         # K < M if replicas are excluded, but all messages must have the same size
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 
-        message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=received.device)
+        message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=mean.device)
         error = torch.empty_like(mean) if keep_error else None
-        header = summary_header(summary, self.route.view.rank)
         buffers = self._up.average_buffers(counted, weights)
-        self._down.write(message, header, mean, buffers, gram, error)
+        self._down.write(message, None, mean, buffers, gram, error)
         # Only this replica corrects the error, and its gradient has weight 1/K in the next mean, so
         # keep K times the error.
         return message, None if error is None else error.mul_(len(counted))
@@ -623,8 +559,7 @@ class Flight:
 
     def receive(self, device: torch.device, within: Channel | None) -> Arrival:
         """Wait for the messages, decode them, and combine the results of the replica's ranks."""
-        arrived = self.pending.wait()
-        arrival = (arrived.decoded or self.exchange.decode(arrived.messages, device))()
+        arrival = self.exchange.decode(self.pending.wait(), device)
         if within is not None and within.size > 1:
             arrival = arrival.shared_within(within)
         return arrival

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.liveness import AgreedError
-from lightning_commfree.diloco.exchange import Arrival
+from lightning_commfree.diloco.exchange import HeaderSummary
 from lightning_commfree.diloco.outer import WITHIN_TAG, OuterFragment
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.model.shards import local_tensor
@@ -36,7 +36,7 @@ NONFINITE_VALUES = f"NaN, Inf or more than {LARGEST:.1g}"
 
 
 def refuse_landing(
-    arrival: Arrival,
+    summary: HeaderSummary,
     p: int,
     names: Sequence[str],
     step: int,
@@ -52,11 +52,11 @@ def refuse_landing(
         RuntimeError: the replicas launched the fragment at different positions, their global copies
             differ, they unfroze different parameters, or a replica's values are not finite.
     """
-    if arrival.steps_differ:
+    if summary.steps_differ:
         found = [
             f"replica {member} ({_ranks_of(member, settings.replica_size)}) had taken {at} steps"
             f" and left out {missed}"
-            for member, (at, missed) in zip(view.members, arrival.positions, strict=False)
+            for member, (at, missed) in zip(view.members, summary.positions, strict=False)
         ]
         # announced, because the others may be at another point of the fit
         raise view.channel.peers.agreed(
@@ -66,21 +66,21 @@ def refuse_landing(
             " out a step on all ranks alike: a check on one rank's gradients or loss must be"
             " agreed on first."
         )
-    if arrival.joined_differ:
+    if summary.changes_differ:
         raise RuntimeError(
             "The replicas froze or unfroze different parameters, or the same ones at different"
             f" steps (detected while exchanging fragment {p} after inner step {step}). Set"
             " `requires_grad` on the same parameters at the same step on all ranks."
         )
-    if arrival.drifted:
+    if summary.drifted:
         raise RuntimeError(
             f"The replicas' global copies of fragment {p} differ (detected while exchanging it"
             f" after inner step {step}): {', '.join(names)}. They were identical when the fit"
             " began, so either code outside the strategy modified them, or one replica's hardware"
             " is producing incorrect results. Resume from an earlier checkpoint."
         )
-    if arrival.nonfinite:
-        _refuse_nonfinite(arrival.nonfinite, p, step, view.members, settings)
+    if summary.nonfinite:
+        _refuse_nonfinite(summary.nonfinite, p, step, view.members, settings)
 
 
 def _refuse_nonfinite(

@@ -40,7 +40,6 @@ from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.exchange import Membership, View
 from lightning_commfree.diloco.codec import CODECS, codec_of, warm_up
 from lightning_commfree.diloco.exchange import (
-    JOINED_BITS,
     TAG,
     Arrival,
     Arrived,
@@ -244,11 +243,11 @@ class StreamingDiLoCo:
             frozen = self.flights[p].frozen
             arrival = self._receive(p)
             self._outer_step(p, arrival.mean, frozen)
-            if self.view.rank in arrival.nonfinite:
+            if self.view.rank in arrival.summary.nonfinite:
                 self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
                 self.fragments[p].merge(self.settings.mix, frozen=frozen)
-            return arrival.stop
+            return arrival.summary.stop
 
     def _outer_step(self, p: int, mean: Tensor, frozen: Frozen) -> None:
         self.fragments[p].outer_step(mean, frozen)
@@ -282,9 +281,9 @@ class StreamingDiLoCo:
             arrival = self._receive(p)
             self._take_mean(p, arrival.mean if self.num_replicas > 1 else None, frozen)
             self._landings[p] = self._landings[p].then(lambda one: one._replace(outer_lr=1.0))
-            if self.view.rank in arrival.nonfinite:
+            if self.view.rank in arrival.summary.nonfinite:
                 self._reset_after_abstaining(p, [p])
-            return arrival.stop
+            return arrival.summary.stop
 
     def _take_mean(self, p: int, mean: Tensor | None, frozen: Frozen) -> None:
         self.fragments[p].take_mean(mean, frozen)
@@ -340,7 +339,7 @@ class StreamingDiLoCo:
 
         arrival = flight.receive(fragment.global_copy.device, self._within)
         self._check(arrival, p)
-        self._abstentions[p] += len(arrival.nonfinite)
+        self._abstentions[p] += len(arrival.summary.nonfinite)
         landing = partial(
             Landing,
             outer_lr=fragment.outer_lr,
@@ -363,7 +362,7 @@ class StreamingDiLoCo:
 
     def _check(self, arrival: Arrival, p: int) -> None:
         names = self.fragments[p].fragment.parameters
-        refuse_landing(arrival, p, names, self.step, self.view, self.settings)
+        refuse_landing(arrival.summary, p, names, self.step, self.view, self.settings)
 
     def _enter(self, view: View) -> None:
         """Use `view` for all exchanges from now on."""
@@ -460,7 +459,7 @@ class StreamingDiLoCo:
         if not joined and not indices:
             return 0
         text = repr((joined, p, indices)).encode()
-        return int.from_bytes(hashlib.sha256(text).digest()[: JOINED_BITS // 8], "big")
+        return int.from_bytes(hashlib.sha256(text).digest()[:7], "big")  # one int64 word
 
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
         factory = self.settings.outer_optimizer
@@ -602,8 +601,9 @@ class StreamingDiLoCo:
         }
         return shared, own
 
-    def _messages_in_flight(self) -> dict[int, Tensor]:
-        return {p: self._wait(p).pending.wait().messages for p in self.flights}
+    def _messages_in_flight(self) -> dict[int, tuple[Tensor, Tensor]]:
+        arrived = {p: self._wait(p).pending.wait() for p in self.flights}
+        return {p: (one.headers, one.messages) for p, one in arrived.items()}
 
     @torch.no_grad()
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -635,7 +635,7 @@ class StreamingDiLoCo:
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
         for p, messages in own["in_flight"].items():
-            frozen, arrived = Frozen(*map(frozenset, own["frozen"][p])), Arrived(messages)
+            frozen, arrived = Frozen(*map(frozenset, own["frozen"][p])), Arrived(*messages)
             self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived), frozen=frozen)
 
     def overwrites(self, shared: dict[str, Any], own: object) -> set[str]:

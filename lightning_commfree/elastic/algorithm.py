@@ -55,7 +55,6 @@ from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import Route, View
 from lightning_commfree.diloco.codec import Codec
 from lightning_commfree.diloco.exchange import (
-    MAX_WEIGHT,
     TAG,
     Arrived,
     Flight,
@@ -89,7 +88,7 @@ class Delivery(NamedTuple):
     """Result of an exchange: the encoded messages, and the `FragmentExchange` that decodes them."""
 
     exchange: FragmentExchange
-    arrived: Tensor
+    arrived: Arrived
 
 
 class ElasticDiLoCo(StreamingDiLoCo):
@@ -265,7 +264,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._deliveries[p] = self._thread.submit(
             lambda: self._fly(flight, p, values, header, residual), tag, device=values.device
         )
-        arrived = self._deliveries[p].then(lambda delivery: Arrived(delivery.arrived))
+        arrived = self._deliveries[p].then(lambda delivery: delivery.arrived)
         return Flight(self._exchanges[p], arrived)  # `_wait` sets the exchange
 
     def _fly(
@@ -299,7 +298,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             exchange = cheaper_exchange(found, codec, *self._sizes(p), self._inline)
             arrived, error = None, None
             try:
-                arrived = exchange.launch(values, header, residual).wait().messages
+                arrived = exchange.launch(values, header, residual).wait()
             except RuntimeError as raised:
                 error = raised
             if not self._membership.ranks.all(error is None):
@@ -316,7 +315,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 "members": list(found.members),
                 "two_phase": exchange.route.two_phase,
                 "corrects": residual is not None,
-                "arrived": delivery.arrived,
+                "headers": arrived.headers,
+                "arrived": arrived.messages,
             }
             self.views.append((flight, found.members))
             break
@@ -339,13 +339,12 @@ class ElasticDiLoCo(StreamingDiLoCo):
             super().wait_in_flight()
 
     @override
-    def _messages_in_flight(self) -> dict[int, Tensor]:
+    def _messages_in_flight(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}  # not saved: a new job starts from outer weights, a joiner asks a member
 
     @override
     def _weight(self, p: int) -> int:
-        steps = self.inner_steps - self._trained_since[p]
-        return min(steps * self.weight_per_step, MAX_WEIGHT)
+        return (self.inner_steps - self._trained_since[p]) * self.weight_per_step
 
     @override
     def _outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
@@ -456,7 +455,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         route = Route(View(-1, members, channel), message["two_phase"])
         codec = self._codec(not message["corrects"])
         exchange = FragmentExchange(route, codec, *self._sizes(p), self._inline)
-        return Delivery(exchange, message["arrived"])
+        return Delivery(exchange, Arrived(message["headers"], message["arrived"]))
 
     # -- joining
 
@@ -642,10 +641,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """Apply the landing of one missed exchange; return whether any replica requested a stop."""
         p = message["flight"] % len(self.fragments)
         exchange, arrived = self._decoder(message, p)
-        arrival = exchange.decode(arrived, self.fragments[p].global_copy.device)()
+        arrival = exchange.decode(arrived, self.fragments[p].global_copy.device)
         self._outer_step(p, arrival.mean)
         self._keep(message)
-        return arrival.stop
+        return arrival.summary.stop
 
     def _take_outer(self, step: int) -> None:
         """Overwrite the local weights with the outer weights; continue the schedule from `step`.

@@ -44,13 +44,17 @@ Questions = set[Question]
 # landing for nothing that has arrived: it is decoded on the device, which the host does not ask.
 
 
-def on_device(step: str) -> Questions:
-    """The channel is the device's: what the headers say decides what becomes of the values."""
-    return {Question(step, "comm/background.py wait", "wait")}
+def on_device(step: str, size: int) -> Questions:
+    """The channel is the device's: what the headers say decides what becomes of the values.
+
+    If any fragment is exchanged by shards, the thread reads them before it sends the means.
+    """
+    return {Question("thread" if size == 3 else step, "comm/background.py wait", "wait")}
 
 
-def on_host(step: str) -> Questions:
+def on_host(step: str, size: int) -> Questions:
     """The channel is the CPU's: the codes have to come down before they can have been sent."""
+    del size
     return {
         Question(step, "comm/background.py wait", "wait"),
         # the thread waits for them too, before it sends them
@@ -60,8 +64,6 @@ def on_host(step: str) -> Questions:
 
 # Figures of the log are read when it asks for them.
 FIGURES = {Question("figures", "comm/background.py wait", "wait")}
-# The second message of an exchange by shards says what the headers of the first one said.
-SHARDS = {Question("thread", "comm/background.py wait", "wait")}
 # The global copy lives in host memory. It is made there, and so the mean is formed and the outer
 # step taken there, at the landing; the end of a fit makes it the local copy.
 OFFLOADED = {
@@ -119,12 +121,13 @@ class Training:
             differ = False, False, False, False
             return HeaderSummary(*differ, nonfinite, (1,) * len(headers), positions)
 
-        for name in ("summarize_headers", "merge_summaries"):
-            patch.setattr(exchange, name, said)
+        patch.setattr(exchange, "summarize_headers", said)
         if within is not None:  # the flags of the other ranks hold no values either
             whole = exchange.Arrival.shared_within
-            flags = dict.fromkeys(("stop", "drifted", "steps_differ", "joined_differ"), False)
-            shared = lambda arrival, ranks: whole(arrival, ranks)._replace(**flags)  # noqa: E731
+
+            def shared(arrival: exchange.Arrival, ranks: Any) -> exchange.Arrival:
+                return whole(arrival, ranks)._replace(summary=arrival.summary)
+
             patch.setattr(exchange.Arrival, "shared_within", shared)
         no_compiled_loops(patch)
         memory(patch)
@@ -178,8 +181,7 @@ def test_a_launch_waits_for_nothing_and_a_landing_for_what_the_list_names(
     training = Training(monkeypatch, size, channel, dtype=dtype)
     asked = training.run(wire_dtype=wire_dtype)
     here = on_host if channel == CPU else on_device
-    shards = SHARDS if size == 3 and channel == CUDA else set()
-    assert asked == here("after step") | here("finish") | shards | FIGURES
+    assert asked == here("after step", size) | here("finish", size) | FIGURES
 
     assert set(training.diloco.landings) == {0, 1, 2}
     assert (True in training.two_phase()) == (size == 3 and wire_dtype != "topk")
@@ -202,7 +204,7 @@ def test_gathers_beside_shards_leave_from_the_device(monkeypatch: pytest.MonkeyP
 def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     training = Training(monkeypatch, size, CPU)
     asked = training.run(outer_device="cpu", wire_dtype="fp4")
-    waits = {q for step in ("after step", "finish") for q in on_host(step) if q.kind == "wait"}
+    waits = {q for step in ("after step", "finish") for q in on_host(step, size) if q.kind == "wait"}
     assert asked == waits | OFFLOADED
     assert not any(is_walked(f.global_copy) for f in training.diloco.fragments)
 
@@ -224,8 +226,7 @@ def test_an_abstaining_replica_looks_for_nonfinite_values(
     monkeypatch: pytest.MonkeyPatch, size: int, replica: int
 ) -> None:
     asked = Training(monkeypatch, size, CUDA, nonfinite=(replica,)).run(nonfinite="abstain")
-    expected = on_device("after step") | on_device("finish") | FIGURES
-    expected |= SHARDS if size == 3 else set()
+    expected = on_device("after step", size) | on_device("finish", size) | FIGURES
     if replica == 0:
         expected |= after_abstaining("after step") | after_abstaining("finish")
     assert asked == expected

@@ -308,13 +308,13 @@ def test_the_bytes_are_those_of_the_formulas(name: str, size: int) -> None:
         diloco.close()
         return diloco.bytes_per_cycle, channel.sent[TAG]
 
-    header, gram = 24, 4 * size**2
+    header, gram = 56, 4 * size**2
     expected = 0
     for numel in (2000, 7000):
         shard = -(-numel // (size * BLOCK)) * BLOCK
-        up, down = (rounded(header) + rounded(wire.num_bytes(n)) for n in (numel, shard))
-        two = 2 * down + rounded(gram)
-        expected += (size - 1) * (two if (name, size) == ("int2", 3) else up)
+        whole, part = (rounded(wire.num_bytes(n)) for n in (numel, shard))
+        two = (header + part) + (rounded(gram) + part)
+        expected += (size - 1) * (two if (name, size) == ("int2", 3) else header + whole)
     for per_cycle, sent in in_threads(size, replica):
         assert per_cycle == expected
         assert sent == 2 * expected

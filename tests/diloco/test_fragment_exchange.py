@@ -60,7 +60,7 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
             arrived = way.launch(gradient(rank), header, device=CPU).wait()
             sent = channel.ledger.bytes_sent - before
             assert (arrived.decoded is not None) == from_device, "by the thread, on arrival"
-            arrival = (arrived.decoded or way.decode(arrived.messages, CPU))()
+            arrival = way.decode(arrived, CPU)
             outcomes[name, way.route.two_phase] = (
                 arrival,
                 mean_cosine(arrival.gram),
@@ -74,8 +74,7 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
     ]
     for other_step in ways:
         late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
-        read = other_step.decode(late.messages, CPU)()
-        outcomes["late", other_step.route.two_phase] = read.stop, read.drifted, read.steps_differ
+        outcomes["late", other_step.route.two_phase] = other_step.decode(late, CPU).summary
     background.close()
     channel.close()
     return outcomes
@@ -116,15 +115,17 @@ def test_means_flags_and_bytes(
             for outcomes in ranks:
                 arrival, cosine, norm, num_bytes, foretold = outcomes[name, way]
                 assert torch.equal(arrival.mean, expected), (name, way)
-                assert arrival.stop
-                assert arrival.drifted is (name == "bf16")
-                assert not arrival.steps_differ
+                assert arrival.summary.stop
+                assert arrival.summary.drifted is (name == "bf16")
+                assert not arrival.summary.steps_differ
                 assert cosine == pytest.approx(float(similar), abs=1e-5)
                 assert norm == pytest.approx(float(mean.norm()), rel=1e-5)
                 assert num_bytes == foretold
     for outcomes in ranks:
         for way in (False, True):
-            assert outcomes["late", way] == (False, False, True)
+            late = outcomes["late", way]
+            assert (late.stop, late.drifted, late.steps_differ) == (False, False, True)
+            assert [step for step, _ in late.positions] == [7 + rank for rank in range(size)]
         assert outcomes["cheaper"] == [size > 2, size > 2, False], "top-k is always gathered"
 
 
@@ -142,7 +143,7 @@ def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
         way.launch(values, Header(False, 7, 0)) for way, values in zip(ways, sent, strict=True)
     ]
     arrivals = [
-        way.decode(pending.wait().messages, CPU)()
+        way.decode(pending.wait(), CPU)
         for way, pending in zip(ways, pendings, strict=True)
     ]
     background.close()

@@ -91,13 +91,13 @@ def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("wire_dtype", "fragment_bytes"),
-    # blocks 0 and 2, 60 values; block 1, 30 values; the rest, 25: each 24 bytes of header and the
+    # blocks 0 and 2, 60 values; block 1, 30 values; the rest, 25: each 56 bytes of header and the
     # payload, filled up to a multiple of 8
     [
-        ("fp32", [24 + 240, 24 + 120, 24 + 100 + 4]),
-        ("bf16", [24 + 120, 24 + 60 + 4, 24 + 50 + 6]),
-        ("int8", [24 + 4 + 60, 24 + 4 + 30 + 6, 24 + 4 + 25 + 3]),
-        ("fp4", [24 + 32 + 1 + 7, 24 + 16 + 1 + 7, 24 + 16 + 1 + 7]),
+        ("fp32", [56 + 240, 56 + 120, 56 + 100 + 4]),
+        ("bf16", [56 + 120, 56 + 60 + 4, 56 + 50 + 6]),
+        ("int8", [56 + 4 + 60, 56 + 4 + 30 + 6, 56 + 4 + 25 + 3]),
+        ("fp4", [56 + 32 + 1 + 7, 56 + 16 + 1 + 7, 56 + 16 + 1 + 7]),
     ],
 )
 def test_a_cycle_sends_the_predicted_bytes(

@@ -172,16 +172,6 @@ def test_costs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert now >= 0.8 * most, f"{name} costs less: lower its bound to {found[name]}"
 
 
-def test_inner_products_on_a_gpu_are_dots() -> None:
-    """BLAS may compute a product of two wide rows with a vector in two thread blocks."""
-    with CudaWalk() as walk:
-        rows = torch.empty(3, 1000, device=walk.device)
-        with KernelCount() as count:
-            exchange._add_products(rows, torch.empty(3, 3, device=walk.device))
-    assert count.kernels["aten::dot"] == 6
-    assert not {"aten::mv", "aten::mm", "aten::addmv"} & count.kernels.keys()
-
-
 Operation = Callable[[Tensor], object]
 COUNTED: dict[str, tuple[Operation, int, int]] = {  # kernels and bytes, on ten fp32 values
     "in place": (lambda x: x.mul_(2.0), 1, 80),

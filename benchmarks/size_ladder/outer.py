@@ -10,7 +10,7 @@ from torch.optim import SGD
 from typing_extensions import override
 
 from lightning_commfree.diloco import StreamingDiLoCo
-from lightning_commfree.diloco.exchange import Arrival, norm_of_mean
+from lightning_commfree.diloco.exchange import Arrival
 
 
 class RestartedSGD(SGD):
@@ -51,9 +51,8 @@ class RadialDiLoCo(StreamingDiLoCo):
         arrival = super()._receive(p)
         if self._ending:  # the mean of the local weights, which must not be scaled
             return arrival
-        radius = float(arrival.gram.diagonal().clamp(min=0).sqrt().mean())
-        norm = norm_of_mean(arrival.gram)
-        scale = radius / norm if norm else 1.0
+        *norms, of_mean = arrival.norms.sqrt().tolist()
+        scale = sum(norms) / len(norms) / of_mean if of_mean else 1.0
         return arrival._replace(mean=torch.mul(arrival.mean, scale))
 
     @override

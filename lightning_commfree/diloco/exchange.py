@@ -10,8 +10,8 @@ A message has these sections:
 1. *header*, in the first phase only: the fields of `Header`, one int64 word each. A replica sends
    the same header with every shard, so all replicas have all headers after that phase, and keep
    them with the messages of the second phase (`Arrived`).
-2. *gram*, in the second phase only: inner products of all replicas' gradients, restricted to the
-   owner's shard.
+2. *norms*, in the second phase only: squared norms of the replicas' gradients and of their mean,
+   restricted to the owner's shard.
 3. *payload*: the encoded values.
 4. *buffers*: averaged buffers, always in fp32, because a rounded variance could become zero.
 
@@ -95,6 +95,12 @@ class HeaderSummary(NamedTuple):
         finite = finite or [*range(len(self.weights))]
         return [m for m in finite if self.weights[m]] or finite
 
+    @property
+    def counted_weights(self) -> list[int]:
+        """Weights of the members that are included in the mean; if all are equal, even 0, 1."""
+        weights = [self.weights[m] for m in self.counted]
+        return weights if len({*weights}) > 1 else [1] * len(weights)
+
 
 def summarize_headers(headers_MW: Tensor) -> HeaderSummary:
     """Summarize the headers of all replicas: int64, shape (M, 7), in host memory."""
@@ -129,8 +135,8 @@ class FragmentMessage:
         codec: codec of the payload.
         numel: number of values in the payload.
         num_buffers: number of fp32 buffer values.
-        members: number of replicas whose inner products are in the message; 0 in the first phase,
-            in which the message has a header.
+        members: number of replicas for whose norms there is room in the message; 0 in the first
+            phase, in which the message has a header.
 
     Attributes:
         num_bytes: size of the message.
@@ -140,7 +146,7 @@ class FragmentMessage:
         self._codec, self._numel = codec, numel
         self._layout = MessageLayout(
             header=0 if members else 8 * len(Header._fields),
-            gram=4 * members**2,
+            norms=4 * (members + 1) if members else 0,
             payload=codec.num_bytes(numel),
             buffers=4 * num_buffers,
         )
@@ -152,10 +158,10 @@ class FragmentMessage:
         header: Header | None,
         values: Tensor,
         buffers: Tensor,
-        gram: Tensor | None = None,
+        norms: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        """Write the header, in the first phase, and the encoded values to `message`.
+        """Write a header (first phase) or norms (second phase), and the encoded values.
 
         `message` is uint8, shape (num_bytes,), on the device of `values`; `residual` receives the
         codec's rounding error.
@@ -168,8 +174,10 @@ class FragmentMessage:
             on_device = isinstance(value, Tensor) and value.device == values.device
             word.copy_(value) if on_device else word.fill_(int(value))
 
-        if gram is not None:
-            self._layout.section(message, "gram", torch.float32).copy_(gram)
+        if norms is not None:
+            room = self._layout.section(message, "norms", torch.float32)
+            # fewer norms if replicas are excluded, but all messages must have the same size
+            room.copy_(pad(norms, (0, len(room) - len(norms))))
         self._codec.encode(values, self._layout.section(message, "payload"), residual)
         self._layout.section(message, "buffers", torch.float32).copy_(buffers)
 
@@ -177,9 +185,9 @@ class FragmentMessage:
         """Return the headers of M messages: int64, shape (M, 7), in host memory."""
         return on_host(self._layout.sections(messages, "header", torch.int64), peers)
 
-    def gram(self, messages: Tensor) -> Tensor:
-        """Return the inner products in M messages: fp32, shape (M, M * M)."""
-        return self._layout.sections(messages, "gram", torch.float32)
+    def norms(self, messages: Tensor) -> Tensor:
+        """Return the squared norms in M messages: fp32, shape (M, M + 1)."""
+        return self._layout.sections(messages, "norms", torch.float32)
 
     def buffers(self, messages: Tensor) -> Tensor:
         """Return the buffers in M messages: fp32, shape (M, num_buffers)."""
@@ -194,11 +202,11 @@ class FragmentMessage:
         return values_MN
 
     def average(
-        self, messages: Tensor, weights: Sequence[int] | None = None, padding: int = 0
+        self, messages: Tensor, weights: Sequence[int], padding: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Decode M messages; return the mean and the inner products of their values.
+        """Decode M messages; return the mean, and the squared norms of their values and the mean.
 
-        Both results are fp32; their shapes are (numel,) and (M, M).
+        Both results are fp32; their shapes are (numel,) and (M + 1,).
 
         The last `padding` values of each message are set to zero, because not every codec
         preserves zeros.
@@ -206,7 +214,7 @@ class FragmentMessage:
         # chunk by chunk, so that all replicas' decoded values are never in memory at once
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
-        gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)
+        norms = torch.zeros(size + 1, dtype=torch.float32, device=device)
         payloads = [self._layout.section(message, "payload") for message in messages]
 
         buffer_MV: Tensor | None = None
@@ -221,11 +229,12 @@ class FragmentMessage:
                 rows_MV[:, max(stop - chunk.start, 0) :].zero_()
 
             _average(rows_MV, weights, out=mean[chunk])
-            _add_products(rows_MV, gram_MM)
+            for total, row in zip(norms, (*rows_MV, mean[chunk]), strict=True):
+                total += torch.dot(row, row)
 
-        return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
+        return mean, norms
 
-    def average_buffers(self, messages: Tensor, weights: Sequence[int] | None = None) -> Tensor:
+    def average_buffers(self, messages: Tensor, weights: Sequence[int]) -> Tensor:
         """Return the mean of the buffers in M messages: fp32, shape (num_buffers,)."""
         rows_ME = self.buffers(messages)
         mean = _average(rows_ME, weights, out=torch.empty_like(rows_ME[0]))
@@ -233,21 +242,9 @@ class FragmentMessage:
         return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
 
 
-def _add_products(rows_MN: Tensor, gram_MM: Tensor) -> None:
-    """Add the rows' inner products to the upper triangle of `gram_MM`."""
-    # one by one: BLAS is slow for such a wide matrix, and some CUDA versions compute each element
-    # of a matrix-vector product in a single thread block
-    for i, row in enumerate(rows_MN):
-        if row.device.type == "cpu":
-            gram_MM[i, i:] += rows_MN[i:] @ row
-        else:
-            for j, other in enumerate(rows_MN[i:], start=i):
-                gram_MM[i, j] += torch.dot(other, row)
-
-
-def _average(rows_MN: Tensor, weights: Sequence[int] | None, out: Tensor) -> Tensor:
+def _average(rows_MN: Tensor, weights: Sequence[int], out: Tensor) -> Tensor:
     """Write the mean over the replicas to `out`, summing in replica order."""
-    if weights is not None and len(set(weights)) > 1:
+    if len({*weights}) > 1:
         out.zero_()
         for row, weight in zip(rows_MN, weights, strict=True):
             out += row * (weight / sum(weights))
@@ -266,25 +263,26 @@ class Arrived(NamedTuple):
 
     headers: Tensor  # of all replicas: int64, shape (M, 7), in host memory
     messages: Tensor  # on the channel's device
-    # if decoding has already begun on a CUDA device: returns the mean and the inner products
-    decoded: Callable[[], tuple[Tensor, Tensor]] | None = None
+    # if decoding has already begun on a CUDA device: returns the mean and the norms
+    decoded: Callable[[], tuple[Tensor, ...]] | None = None
 
 
 class Arrival(NamedTuple):
     """Result of an exchange, the same on all replicas."""
 
     mean: Tensor  # (N + E,), fp32, over the K replicas that are included
-    gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
+    # (K + 1,), fp32: squared norms of the replicas' outer gradients, as decoded, and of their mean
+    norms: Tensor
     summary: HeaderSummary
 
     def shared_within(self, within: Channel) -> Arrival:
         """Return the result for the whole replica, combined from the results of its ranks.
 
-        A flag is set if it is set on any rank, and inner products are summed over the shards; the
+        A flag is set if it is set on any rank, and squared norms are summed over the shards; the
         mean remains this rank's shard, and so do the positions. Collective within the replica.
         """
         flags = torch.tensor(self.summary[:4])
-        parts = flags.float(), self.gram.flatten()
+        parts = flags.float(), self.norms
         mine = torch.cat([part.to(within.device, non_blocking=True) for part in parts])
         rows = on_host(within.all_gather(mine, WITHIN_TAG).wait(), within.peers)
 
@@ -293,23 +291,28 @@ class Arrival(NamedTuple):
         summary = self.summary._replace(
             stop=stop, drifted=drifted, steps_differ=steps_differ, changes_differ=changes_differ
         )
-        # the inner product of full gradients is the sum of the inner products of their shards
-        return Arrival(self.mean, rows[:, 4:].sum(dim=0).view_as(self.gram), summary)
+        return Arrival(self.mean, rows[:, 4:].sum(dim=0), summary)
 
 
-def norm_of_mean(gram_KK: Tensor) -> float:
-    """Return the norm of the mean of K outer gradients, given their inner products."""
-    return float(gram_KK.sum().clamp(min=0).sqrt()) / len(gram_KK)
+def mean_cosine(norms: Tensor, weights: Sequence[int]) -> float:
+    """Return the mean cosine similarity over all pairs of K outer gradients; 1 if K = 1.
 
+    Pair (i, j) counts with w_i w_j |g_i| |g_j|, where w are the weights and g the gradients: with
+    three or more replicas, pairs of long gradients count more.
 
-def mean_cosine(gram_KK: Tensor) -> float:
-    """Return the mean cosine similarity over all pairs of K outer gradients; 1 if K = 1."""
-    norms_K = gram_KK.diagonal().sqrt()
-    cosines_KK = gram_KK / torch.outer(norms_K, norms_K).clamp(min=1e-30)
-
-    size = len(norms_K)
-    pairs = size * (size - 1)
-    return float((cosines_KK.sum() - cosines_KK.trace()) / pairs) if pairs else 1.0
+    Args:
+        norms: squared norms of the gradients and of their weighted mean, shape (K + 1,).
+        weights: the K weights.
+    """
+    # With shares s = w / sum(w), the mean is sum(s_i g_i). Its squared norm is sum(s_i^2 |g_i|^2)
+    # plus the inner products of all pairs, which would be s_i s_j |g_i| |g_j| at a cosine of 1.
+    *squares, of_mean = norms.double().tolist()
+    lengths = [w / sum(weights) * square**0.5 for w, square in zip(weights, squares, strict=True)]
+    own = sum(length**2 for length in lengths)
+    most = sum(lengths) ** 2 - own
+    if len(lengths) == 1:
+        return 1.0
+    return (of_mean - own) / most if most else 0.0
 
 
 # -- exchanges
@@ -411,12 +414,12 @@ class FragmentExchange:
 
         The result is ready for use on the caller's current stream.
         """
-        finish = arrived.decoded or self._start_decoding(arrived, device)
-        return Arrival(*finish(), summarize_headers(arrived.headers))
+        mean, norms = (arrived.decoded or self._start_decoding(arrived, device))()
+        return Arrival(mean, norms, summarize_headers(arrived.headers))
 
     def _start_decoding(
         self, arrived: Arrived, device: torch.device
-    ) -> Callable[[], tuple[Tensor, Tensor]]:
+    ) -> Callable[[], tuple[Tensor, ...]]:
         summary = summarize_headers(arrived.headers)
         decode = self._read_reduced if self.route.two_phase else self._average
         return self.background.staging.upload(arrived.messages, device, partial(decode, summary))
@@ -428,20 +431,19 @@ class FragmentExchange:
         """Average the messages of the K members that are included in the mean.
 
         Returns:
-            The mean of the N values and E buffers, fp32, shape (N + E,), and the inner products of
-            the members' values, fp32, shape (K, K).
+            The mean of the N values and E buffers, fp32, shape (N + E,), and the squared norms of
+            the members' values and of their mean, fp32, shape (K + 1,).
         """
         counted = counted_messages(messages, summary.counted)
-        weights = [summary.weights[m] for m in summary.counted]
-        mean, gram_KK = self._up.average(counted, weights)
-        return _concatenate(mean, self._up.average_buffers(counted, weights)), gram_KK
+        mean, norms = self._up.average(counted, summary.counted_weights)
+        buffers = self._up.average_buffers(counted, summary.counted_weights)
+        return _concatenate(mean, buffers), norms
 
     def _read_reduced(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Assemble the mean and inner products of K members from all owners' messages."""
-        size = len(summary.counted)
+        """Assemble the mean and the norms of K members from all owners' messages."""
         values = self._down.values(messages).view(-1)[: self.numel]
         mean = _concatenate(values, self._down.buffers(messages).flatten()[: self.num_buffers])
-        return mean, self._down.gram(messages).sum(0)[: size**2].view(size, size)
+        return mean, self._down.norms(messages).sum(0)[: len(summary.counted) + 1]
 
     def _write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
         """Create one message per shard: uint8, shape (S, message bytes)."""
@@ -463,16 +465,13 @@ class FragmentExchange:
         """Average the shard that this replica owns; return the encoded mean and rounding error."""
         summary = summarize_headers(arrived.headers)
         counted = counted_messages(arrived.messages, summary.counted)
-        weights = [summary.weights[m] for m in summary.counted]
         end = (self.route.shard + 1) * self._shard
-        mean, gram_KK = self._up.average(counted, weights, padding=max(end - self.numel, 0))
-        # K < M if replicas are excluded, but all messages must have the same size
-        gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
-
+        padding, weights = max(end - self.numel, 0), summary.counted_weights
+        mean, norms = self._up.average(counted, weights, padding)
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=mean.device)
         error = torch.empty_like(mean) if keep_error else None
         buffers = self._up.average_buffers(counted, weights)
-        self._down.write(message, None, mean, buffers, gram, error)
+        self._down.write(message, None, mean, buffers, norms, error)
         # Only this replica corrects the error, and its gradient has weight 1/K in the next mean, so
         # keep K times the error.
         return message, None if error is None else error.mul_(len(counted))

@@ -48,7 +48,6 @@ from lightning_commfree.diloco.exchange import (
     Header,
     fragment_exchanges,
     mean_cosine,
-    norm_of_mean,
 )
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.frozen import FrozenParameters
@@ -75,7 +74,7 @@ class Landing(NamedTuple):
     """Metrics of one fragment's latest landing."""
 
     gradient_norm: float  # norm of the mean outer gradient
-    cosine: float  # similarity of the replicas' outer gradients, averaged over pairs
+    cosine: float  # similarity of the replicas' outer gradients (`mean_cosine`)
     outer_lr: float  # learning rate of the outer step; 1 for the mean at the end of a fit
     flight_s: float  # time from launch to landing
     waited_s: float  # time during which training was blocked
@@ -348,10 +347,13 @@ class StreamingDiLoCo:
             num_bytes=flight.exchange.num_bytes,
             abstentions=self._abstentions[p],
         )
-        # inner products are copied from a CUDA device while training continues
-        gram, gram_arrived = to_host(arrival.gram, self.view.channel.peers)
-        self._landings[p] = Pending(gram_arrived).then(
-            lambda _: landing(gradient_norm=norm_of_mean(gram), cosine=mean_cosine(gram))
+        # norms are copied from a CUDA device while training continues
+        norms, norms_arrived = to_host(arrival.norms, self.view.channel.peers)
+        weights = arrival.summary.counted_weights
+        self._landings[p] = Pending(norms_arrived).then(
+            lambda _: landing(
+                gradient_norm=float(norms[-1].sqrt()), cosine=mean_cosine(norms, weights)
+            )
         )
         return arrival
 

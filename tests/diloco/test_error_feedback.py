@@ -308,12 +308,12 @@ def test_the_bytes_are_those_of_the_formulas(name: str, size: int) -> None:
         diloco.close()
         return diloco.bytes_per_cycle, channel.sent[TAG]
 
-    header, gram = 56, 4 * size**2
+    header, norms = 56, 4 * (size + 1)
     expected = 0
     for numel in (2000, 7000):
         shard = -(-numel // (size * BLOCK)) * BLOCK
         whole, part = (rounded(wire.num_bytes(n)) for n in (numel, shard))
-        two = (header + part) + (rounded(gram) + part)
+        two = (header + part) + (rounded(norms) + part)
         expected += (size - 1) * (two if (name, size) == ("int2", 3) else header + whole)
     for per_cycle, sent in in_threads(size, replica):
         assert per_cycle == expected

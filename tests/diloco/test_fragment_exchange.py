@@ -21,7 +21,6 @@ from lightning_commfree.diloco.exchange import (
     cheaper_exchange,
     fragment_exchanges,
     mean_cosine,
-    norm_of_mean,
 )
 from tests.diloco.training import (
     NESTEROV,
@@ -35,6 +34,7 @@ from tests.diloco.training import (
 from tests.world import run_ranks
 
 CPU = torch.device("cpu")
+UNEQUAL = 3, 1, 0, 5  # weights of the ranks
 NUMEL = 5000  # no multiple of a block times the ranks
 
 
@@ -43,7 +43,7 @@ def gradient(rank: int) -> Tensor:
     return values * (1.0 + rank)
 
 
-def exchange_both(rank: int, size: int, from_device: bool) -> Any:
+def exchange_both(rank: int, size: int, from_device: bool, weights: tuple[int, ...]) -> Any:
     channel = world(rank, size)
     if from_device:  # by another name, so that values are elsewhere than the channel wants them
         channel.device = torch.device("cpu", 0)
@@ -56,15 +56,16 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
         ]
         for way in ways:
             before = channel.ledger.bytes_sent
-            header = Header(stop=rank == 1, step=7, digest=5 if name != "bf16" else 5 + rank)
+            digest = 5 if name != "bf16" else 5 + rank
+            header = Header(stop=rank == 1, step=7, digest=digest, weight=weights[rank])
             arrived = way.launch(gradient(rank), header, device=CPU).wait()
             sent = channel.ledger.bytes_sent - before
             assert (arrived.decoded is not None) == from_device, "by the thread, on arrival"
             arrival = way.decode(arrived, CPU)
             outcomes[name, way.route.two_phase] = (
                 arrival,
-                mean_cosine(arrival.gram),
-                norm_of_mean(arrival.gram),
+                mean_cosine(arrival.norms, arrival.summary.counted_weights),
+                float(arrival.norms[-1].sqrt()),
                 sent,
                 way.num_bytes,
             )
@@ -88,30 +89,41 @@ def in_shards(name: str, size: int, values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("size", "from_device", "piece"),
-    [(2, False, None), (4, False, BLOCK), (3, True, None)],
+    ("size", "from_device", "piece", "weights"),
+    [
+        (2, False, None, (1,) * 2),
+        (4, False, BLOCK, (7,) * 4),
+        (3, True, None, (0,) * 3),
+        (2, False, None, UNEQUAL),
+        (4, False, BLOCK, UNEQUAL),
+    ],
 )
 def test_means_flags_and_bytes(
     size: int,
     from_device: bool,
     piece: int | None,
+    weights: tuple[int, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if piece is not None:
         monkeypatch.setattr(wire_module, "_CPU_CHUNK", piece)  # the ranks are forked
-    ranks = run_ranks(exchange_both, size, tmp_path, from_device)
+    ranks = run_ranks(exchange_both, size, tmp_path, from_device, weights)
+    counted = [rank for rank in range(size) if weights[rank]] or [*range(size)]
+    equal = len(set(weights)) == 1
+    shares = [1 if equal else weights[rank] / sum(weights[:size]) for rank in counted]
     for name in CODECS:
         for way in (False, True):
             transfer = partial(in_shards, name, size) if way else through(name)
-            sent = torch.stack([transfer(gradient(rank)) for rank in range(size)])
+            sent = torch.stack([transfer(gradient(rank)) for rank in counted])
             mean = torch.zeros(NUMEL)
-            for row in sent:
-                mean += row
-            mean /= size
+            for share, row in zip(shares, sent, strict=True):
+                mean += row * share
+            mean /= size if equal else 1
             expected = transfer(mean) if way else mean
-            units = sent / sent.norm(dim=1, keepdim=True)
-            similar = ((units @ units.T).sum() - size) / (size * (size - 1))
+            products, lengths = sent @ sent.T, sent.norm(dim=1)
+            pairs = torch.outer(torch.tensor(shares), torch.tensor(shares)).triu(diagonal=1)
+            similar = (pairs * products).sum() / (pairs * torch.outer(lengths, lengths)).sum()
             for outcomes in ranks:
                 arrival, cosine, norm, num_bytes, foretold = outcomes[name, way]
                 assert torch.equal(arrival.mean, expected), (name, way)
@@ -120,6 +132,8 @@ def test_means_flags_and_bytes(
                 assert not arrival.summary.steps_differ
                 assert cosine == pytest.approx(float(similar), abs=1e-5)
                 assert norm == pytest.approx(float(mean.norm()), rel=1e-5)
+                if not equal:
+                    assert norm != pytest.approx(float(sent.mean(dim=0).norm()), rel=0.1)
                 assert num_bytes == foretold
     for outcomes in ranks:
         for way in (False, True):
@@ -143,8 +157,7 @@ def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
         way.launch(values, Header(False, 7, 0)) for way, values in zip(ways, sent, strict=True)
     ]
     arrivals = [
-        way.decode(pending.wait(), CPU)
-        for way, pending in zip(ways, pendings, strict=True)
+        way.decode(pending.wait(), CPU) for way, pending in zip(ways, pendings, strict=True)
     ]
     background.close()
     channel.close()

@@ -177,8 +177,9 @@ def test_a_precision_plugin_may_change_the_default_dtype_at_any_time(
         messages = torch.empty(2, layout.num_bytes, dtype=torch.uint8)
         for message, sent in zip(messages, (values, 2.3 * values), strict=True):
             layout.write(message, header, sent, exact)
-        mean, gram = layout.average(messages)
-        return [messages, layout.values(messages), mean, gram, layout.average_buffers(messages)]
+        mean, norms = layout.average(messages, [1, 1])
+        buffers = layout.average_buffers(messages, [1, 1])
+        return [messages, layout.values(messages), mean, norms, buffers]
 
     expected = played()
     with ThreadPoolExecutor(1) as thread:  # which has no workspace yet
@@ -220,9 +221,10 @@ def test_a_gpu_forms_the_same_mean(name: str) -> None:
     messages = torch.empty(len(rows), layout.num_bytes, dtype=torch.uint8)
     for message, row in zip(messages, rows, strict=True):
         layout.write(message, header, row, exact)
-    (mean, gram), (mean_there, gram_there) = map(layout.average, (messages, messages.cuda()))
+    mean, norms = layout.average(messages, [1] * 3)
+    mean_there, norms_there = layout.average(messages.cuda(), [1] * 3)
     assert torch.equal(mean_there.cpu(), mean)
-    torch.testing.assert_close(gram_there.cpu(), gram)
+    torch.testing.assert_close(norms_there.cpu(), norms)
 
 
 @pytest.mark.parametrize(

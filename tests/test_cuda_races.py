@@ -53,7 +53,7 @@ def diloco(
 
 
 def lion(walk: RaceWalk, patch: pytest.MonkeyPatch, **settings: Any) -> None:
-    Worker(patch, 3, walk=walk).run(momentum_sync_every=2, **settings)
+    Worker(patch, 3, walk=walk).run(**settings)
 
 
 def domino(case: Case, walk: RaceWalk, patch: pytest.MonkeyPatch) -> None:

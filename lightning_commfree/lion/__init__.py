@@ -41,7 +41,6 @@ Departures from the paper:
 - A parameter that has no gradient on any worker is neither moved nor decayed, as with any torch
   optimizer. If only some workers have a gradient, the others vote zero and keep their momentum
   buffers.
-- Momentum buffers can be averaged every few steps (arXiv:2411.16462). This is off by default.
 - Matrices can vote with the signs of c after Newton-Schulz iterations (SignMuon, arXiv:2605.16311).
   This is off by default.
 """

@@ -167,13 +167,10 @@ class VotingSession:
         }
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the calculated bytes sent per cycle, by tag, and the number of steps per cycle.
-
-        A cycle ends with a momentum sync. Without momentum syncs, it is a single step.
-        """
+        """Return the calculated bytes sent per step, by tag, and 1: every step is the same."""
         # this assumes that all optimizers step once per batch
-        cycles = [voting.cycle() for voting in self.votings]
-        return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]
+        sent = (voting.bytes_per_step for voting in self.votings)
+        return sum(sent, Counter[str]()), 1
 
     # -- outside of steps
 

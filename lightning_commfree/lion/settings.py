@@ -25,7 +25,6 @@ class LionSettings:
 
     vote: str = "majority"
     ties: str = "zero"
-    momentum_sync_every: int = 0
     nonfinite: str = "raise"
     node_size: int = 1
     inside: Any = "ddp"  # a name, or Domino settings (`lion` must not import their class)
@@ -34,7 +33,6 @@ class LionSettings:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
-        check_count("momentum_sync_every", self.momentum_sync_every, 0, ", where 0 means never")
         check_count("node_size", self.node_size, 1)
         check_count("check_drift_every", self.check_drift_every, 0, ", where 0 means never")
         if self.vote == "average" and self.ties != "zero":

@@ -51,9 +51,6 @@ class DistributedLionStrategy(ReplicaStrategy):
         ties: "zero": no update on a tie, so that the result uses a second bit per parameter if ties
             are possible; "random": a random sign, the same on all workers, so that the result uses
             one bit. A parameter whose update is exactly zero on every worker is never updated.
-        momentum_sync_every: number of steps between averages of the workers' momentum buffers,
-            which cost 64 / `momentum_sync_every` bits per parameter per step; 0 disables averaging,
-            as in the paper.
         nonfinite: how to handle NaN or Inf in a worker's gradient. "raise": all ranks stop with an
             error that names the worker. "abstain": that worker votes 0 on the affected bucket of
             parameters and does not update its momentum.
@@ -94,7 +91,6 @@ class DistributedLionStrategy(ReplicaStrategy):
         self,
         vote: str = "majority",
         ties: str = "zero",
-        momentum_sync_every: int = 0,
         nonfinite: str = "raise",
         node_size: int = 1,
         inside: str | FSDPSettings | DominoSettings = "ddp",
@@ -106,7 +102,6 @@ class DistributedLionStrategy(ReplicaStrategy):
         self.settings = LionSettings(
             vote,
             ties,
-            momentum_sync_every,
             nonfinite,
             node_size,
             layout_name(inside),

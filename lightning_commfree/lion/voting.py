@@ -3,8 +3,7 @@
 1. *Launch*: cast a bucket's ballot and send it. If overlap is allowed, this happens during
    backward, as soon as the bucket's last gradient is ready; otherwise at the optimizer step.
 2. *Land*: wait for the results of all buckets.
-3. *Apply*: update the parameters and momentum buffers. Every `momentum_sync_every` steps, average
-   the momentum buffers over the workers.
+3. *Apply*: update the parameters and this worker's momentum buffers.
 
 A background thread exchanges the ballots in CPU memory (`ballot`).
 """
@@ -49,13 +48,10 @@ from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule, compare_to
 from lightning_commfree.lion.worker import (
-    MOMENTUM_TAG,
     FlatMomenta,
     LionParam,
-    average_momenta,
     cast_ballot,
     hyperparameters,
-    momentum_bytes,
     take_step,
     warm_up,
 )
@@ -180,11 +176,6 @@ class Voting:
             self.abstentions += len(each.result.summary.abstaining)
         self.step += 1
 
-        every = self.settings.momentum_sync_every
-        if every and self.step % every == 0:
-            for bucket in self.buckets:
-                average_momenta(self._members(bucket.parameters), self.view, self.node)
-
     @contextmanager
     def during_backward(self) -> Iterator[None]:
         """Context manager that launches votes during a backward pass, as gradients become ready.
@@ -302,25 +293,9 @@ class Voting:
     # -- bytes and metrics
 
     @property
-    def bytes_per_step(self) -> int:
-        """Expected number of bytes that this rank sends per step, excluding momentum syncs.
-
-        Assumes that no worker votes zero.
-        """
-        return sum(vote.bytes_by_tag.total() for vote in self._votes)
-
-    def cycle(self) -> tuple[Counter[str], int]:
-        """Return the calculated bytes sent per cycle, by tag, and the number of steps per cycle.
-
-        A cycle ends with a momentum sync. Without momentum syncs, it is a single step.
-        """
-        every = max(self.settings.momentum_sync_every, 1)
-        per_step = sum((vote.bytes_by_tag for vote in self._votes), Counter[str]())
-        sent = Counter({tag: every * num_bytes for tag, num_bytes in per_step.items()})
-        if self.settings.momentum_sync_every:
-            members = (self._members(bucket.parameters) for bucket in self.buckets)
-            sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.view, self.node) for m in members)
-        return sent, every
+    def bytes_per_step(self) -> Counter[str]:
+        """Return the number of bytes that this rank sends per step, by tag, if no vote is zero."""
+        return sum((vote.bytes_by_tag for vote in self._votes), Counter[str]())
 
     def shares(self) -> dict[str, float]:
         """Return the fractions of ties, zeros and agreement in the last step (`vote_shares`)."""

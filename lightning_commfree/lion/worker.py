@@ -17,8 +17,7 @@ instead of c (SignMuon, arXiv:2605.16311). This direction takes matrix products,
 on a GPU, so it differs between devices. Parameters stay identical, because only the result of the
 vote moves them.
 
-Momentum buffers are not exchanged and drift apart, unless `average_momenta` (from
-arXiv:2411.16462) averages them periodically.
+Momentum buffers are not exchanged and drift apart.
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
-from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.compiled import load_kernels, load_loops
-from lightning_commfree.comm.exchange import Route, View, ordered_sum
 from lightning_commfree.lion.ballot import (
     HAS_GRADIENT,
     NONFINITE,
@@ -468,43 +464,6 @@ def _loops(momentum: Tensor) -> ModuleType | None:
     if momentum.dtype == torch.float32 and momentum.device.type == "cuda":
         return load_kernels("lightning_commfree.lion.worker_triton", "Lion's steps")
     return None
-
-
-MOMENTUM_TAG = "momentum"
-
-
-def average_momenta(members: Sequence[LionParam], view: View, node: Channel | None = None) -> None:
-    """Replace momentum buffers with their mean over the workers; blocks until done.
-
-    If the ranks of `node` hold the same momentum buffers, each rank averages a slice.
-    """
-    momenta = [member.state["momentum"].view(-1) for member in members]
-    values = torch.cat([momentum.to(view.channel.device) for momentum in momenta])
-
-    slices, own_slice = (node.size, node.rank) if node else (1, 0)
-    shards = view.size * slices
-    padded = pad(values, (0, -values.numel() % shards)).view(slices, view.size, -1)
-    # two phases, summed in worker order: as many bytes as a ring all-reduce, but bit-identical
-    route = Route(view, two_phase=True)
-    total = ordered_sum(route.up(padded[own_slice], MOMENTUM_TAG).wait())
-    mean = route.down(total / view.size, MOMENTUM_TAG).wait().flatten()
-    if node is not None:
-        mean = node.all_gather(mean.to(node.device), MOMENTUM_TAG).wait()
-
-    sizes = [momentum.numel() for momentum in momenta]
-    means = torch.split(mean.flatten()[: values.numel()], sizes)
-    for momentum, new in zip(momenta, means, strict=True):
-        momentum.copy_(new)
-
-
-def momentum_bytes(members: Sequence[LionParam], view: View, node: Channel | None = None) -> int:
-    """Return the number of bytes that this rank sends to other workers in `average_momenta`."""
-    slices = node.size if node else 1
-    numel = sum(member.parameter.numel() for member in members)
-    widest = max(member.state["momentum"].element_size() for member in members)
-    shard_bytes = -(-numel // (view.size * slices)) * widest
-    route = Route(view, two_phase=True)
-    return route.bytes_up(shard_bytes) + route.bytes_down(shard_bytes)
 
 
 def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -161,7 +161,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "average, bf16": {
         "kind": Voter,
         "vote": "average",
-        "momentum_sync_every": 4,
         "trainer": {"precision": "bf16-true"},
     },
 }

@@ -19,7 +19,13 @@ from tests.world import run_ranks
     [
         ({"vote": "median"}, ValueError, "`vote='median'` is not valid. Choose one of 'majority',"),
         ({"overlap": "no"}, TypeError, "`overlap='no'` must be True or False."),
-        ({"momentum_sync_every": 2.5}, TypeError, "`momentum_sync_every=2.5` must be an integer"),
+        ({"check_drift_every": 2.5}, TypeError, "`check_drift_every=2.5` must be an integer"),
+        (
+            {"momentum_sync_every": 4},
+            TypeError,
+            "`DistributedLionStrategy` does not accept the argument `momentum_sync_every`."
+            " Supported arguments: `vote`, `ties`, `nonfinite`, `node_size`,",
+        ),
         (
             {"find_unused_parameters": True},
             TypeError,

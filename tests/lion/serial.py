@@ -66,12 +66,3 @@ class SerialLion:
                     with torch.no_grad():
                         change = delta(directions, self.vote) * group["lr"]
                         p.copy_(p * (1 - group["lr"] * group["weight_decay"]) - change)
-
-    def average_momenta(self) -> None:
-        """Give all workers the mean of their momenta, added up in their order."""
-        for p in self.momenta[0]:
-            total = self.momenta[0][p].clone()
-            for momenta in self.momenta[1:]:
-                total += momenta[p]
-            for momenta in self.momenta:
-                momenta[p] = total / len(self.momenta)

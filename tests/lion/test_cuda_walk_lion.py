@@ -47,11 +47,6 @@ EVERY_STEP = {
 }
 # The thread waits for the same, before it sends them.
 THREAD = {Question("thread", "comm/background.py wait", "wait")}
-MOMENTUM_SYNC = {
-    # From time to time, and blocking by its contract: the mean is formed on the channel's device.
-    Question("optimizer", "lion/worker.py average_momenta", "copy down"),
-    Question("optimizer", "lion/worker.py average_momenta", "copy up"),
-}
 TIES = {
     # Ties are looked for where the votes are counted, which is in host memory under the strategy.
     Question("count", "lion/vote.py count", "value"),
@@ -155,11 +150,6 @@ def test_kernels_wait_for_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
     monkeypatch.setattr(worker, "load_kernels", lambda module, what: kernels)
     assert here.run() == JOIN | EVERY_STEP | THREAD
-
-
-def test_momenta_are_averaged_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Worker(monkeypatch, 3).run(momentum_sync_every=2)
-    assert asked == JOIN | EVERY_STEP | THREAD | MOMENTUM_SYNC
 
 
 @pytest.mark.parametrize("vote", VOTES)

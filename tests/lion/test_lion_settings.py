@@ -28,7 +28,6 @@ from lightning_commfree.lion import LionSettings
             ValueError,
             r"`nonfinite='skip'` is not valid. Choose one of 'raise', 'abstain'",
         ),
-        ({"momentum_sync_every": -1}, ValueError, r"`momentum_sync_every=-1` must be at least 0"),
         ({"check_drift_every": -5}, ValueError, r"at least 0, where 0 means never"),
         ({"node_size": 0}, ValueError, r"`node_size=0` must be at least 1\.$"),
         ({"node_size": True}, TypeError, r"`node_size=True` must be an integer.* is a bool"),
@@ -48,7 +47,7 @@ def test_a_wrong_value_is_refused(
 
 def test_the_defaults_are_the_papers() -> None:
     plain = LionSettings()
-    assert (plain.vote, plain.ties, plain.momentum_sync_every) == ("majority", "zero", 0)
+    assert (plain.vote, plain.ties) == ("majority", "zero")
     assert (plain.nonfinite, plain.node_size, plain.check_drift_every) == ("raise", 1, 100)
 
 
@@ -58,7 +57,6 @@ def test_facts_tell_any_two_settings_apart() -> None:
     others: dict[str, Any] = {
         "vote": "average",
         "ties": "random",
-        "momentum_sync_every": 3,
         "nonfinite": "abstain",
         "node_size": 2,
         "inside": "fsdp",

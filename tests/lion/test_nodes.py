@@ -34,8 +34,8 @@ def opposed(step: int, node: int) -> Gradients:
 @pytest.mark.parametrize("vote", ["majority", "average"])
 @pytest.mark.parametrize(("nodes", "size"), [(1, 2), (2, 3), (3, 2)])
 def test_nodes_vote_as_so_many_workers(nodes: int, size: int, vote: str) -> None:
-    twin = play(nodes, 8, vote, sync_every=3)
-    runs = train(nodes, size, 8, vote=vote, check_drift_every=1, momentum_sync_every=3)
+    twin = play(nodes, 8, vote)
+    runs = train(nodes, size, 8, vote=vote, check_drift_every=1)
     assert len(runs) == nodes * size
     for rank, run in enumerate(runs):
         training.assert_same_steps(run, twin, rank)
@@ -60,7 +60,7 @@ def test_a_rank_sends_its_part_to_other_nodes(
 
     def rank(channel: Any, node: Any) -> tuple[Run, int]:
         one = Worker(channel, LionSettings(node_size=size, **settings), node)
-        return one.train(3, opposed), one.voting.bytes_per_step
+        return one.train(3, opposed), one.voting.bytes_per_step.total()
 
     for run, foretold in in_nodes(nodes, size, rank):
         assert run.sent == [expected] * 3

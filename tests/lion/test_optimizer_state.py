@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_commfree.lion import DistributedLion, worker
+from lightning_commfree.lion import DistributedLion, mean_momenta, worker
 from tests.lion import training
 from tests.lion.training import train_alone
 
@@ -112,3 +112,30 @@ def test_each_parameter_has_its_own_momentum_though_a_bucket_has_one_tensor(
             assert [m.shape for m in momenta] == [p.shape for p in bucket.parameters]
     assert_same_state(loaded, lion)
     training.assert_same(dict(other), dict(named), "parameters")
+
+
+def random_values(seed: int, numel: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * numel + seed)
+    return torch.randn(numel, generator=generator)
+
+
+def test_the_mean_of_saved_states() -> None:
+    """For another number of workers; everything but the momentum is the first one's."""
+    states = []
+    for seed in range(3):
+        parameters = [nn.Parameter(random_values(seed, n).to(torch.bfloat16)) for n in (5, 7)]
+        lion = DistributedLion(parameters, lr=0.1 * (seed + 1))
+        for parameter in parameters:
+            parameter.grad = random_values(seed + 9, parameter.numel()).to(torch.bfloat16)
+        lion.step()
+        states.append(lion.state_dict())
+    before = copy.deepcopy(states)
+    mean = mean_momenta(states)
+    assert mean["param_groups"] == before[0]["param_groups"]
+    for index, state in mean["state"].items():
+        momenta = [other["state"][index]["momentum"] for other in before]
+        assert torch.equal(state["momentum"], (momenta[0] + momenta[1] + momenta[2]) / 3)
+        assert torch.equal(state["master"], before[0]["state"][index]["master"])
+    for state, was in zip(states, before, strict=True):
+        for index, kept in was["state"].items():
+            training.assert_same(state["state"][index], kept, "the states are left alone")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tests.lion.training import Run, Worker, assert_same, assert_same_steps, pla
 from tests.world import run_ranks
 
 STEPS = 24
-CASES = list(product(("majority", "average"), (0, 8)))  # vote, momentum_sync_every
+VOTES = ("majority", "average")
 
 
 def open_all(rank: int, size: int) -> Channel:
@@ -32,7 +31,7 @@ def worker(rank: int, size: int, **settings: Any) -> Worker:
 
 def train(rank: int, size: int, steps: int, data: Any, **settings: Any) -> tuple[Run, int]:
     one = worker(rank, size, **settings)
-    outcome = one.train(steps, data), one.voting.bytes_per_step
+    outcome = one.train(steps, data), one.voting.bytes_per_step.total()
     one.channel.close()
     return outcome
 
@@ -97,7 +96,7 @@ def backward(rank: int, size: int, overlap: bool) -> dict[str, Tensor]:
 def in_two_nodes(rank: int) -> Run:
     across = Channel.open([[0, 2], [1, 3]], rank, Ledger())
     within = Channel.open([[0, 1], [2, 3]], rank, Ledger())
-    settings = LionSettings(node_size=2, check_drift_every=1, momentum_sync_every=5)
+    settings = LionSettings(node_size=2, check_drift_every=1)
     run = Worker(across, settings, within).train(20)
     across.close()
     within.close()
@@ -113,10 +112,7 @@ def everything(rank: int, size: int) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         training.small_buckets(patch)
         runs: dict[Any, Any] = {
-            (vote, every): train(
-                rank, size, STEPS, training.gradients, vote=vote, momentum_sync_every=every
-            )[0]
-            for vote, every in CASES
+            vote: train(rank, size, STEPS, training.gradients, vote=vote)[0] for vote in VOTES
         }
         for ties in ("zero", "random"):
             runs["equal data", ties] = train(rank, size, 20, equal_data, ties=ties)[0]
@@ -134,13 +130,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(everything, 4, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.parametrize(("vote", "every"), CASES)
-def test_every_step_equals_the_twin_bit_for_bit(ranks: list[Any], vote: str, every: int) -> None:
+@pytest.mark.parametrize("vote", VOTES)
+def test_every_step_equals_the_twin_bit_for_bit(ranks: list[Any], vote: str) -> None:
     """24 steps, two groups, decay, two halvings of the rate, zeros, gradients that are None."""
-    twin = play(len(ranks), STEPS, vote, sync_every=every)
+    twin = play(len(ranks), STEPS, vote)
     for rank, runs in enumerate(ranks):
-        assert_same_steps(runs[vote, every], twin, rank)
-    assert_same(ranks[0][vote, every].momenta, twin.momenta)
+        assert_same_steps(runs[vote], twin, rank)
+    assert_same(ranks[0][vote].momenta, twin.momenta)
 
 
 @pytest.mark.parametrize("ties", ["zero", "random"])
@@ -178,7 +174,7 @@ def test_votes_during_backward_change_nothing(ranks: list[Any]) -> None:
 
 
 def test_two_nodes_of_two_are_two_workers(ranks: list[Any]) -> None:
-    twin = play(2, 20, sync_every=5)
+    twin = play(2, 20)
     for rank, runs in enumerate(ranks):
         assert_same_steps(runs["nodes"], twin, rank)
         if rank < 2:

@@ -129,9 +129,7 @@ class Worker:
         return sum(self.channel.sent.values())
 
 
-def play(
-    workers: int, steps: int, vote: str = "majority", data: Data = gradients, sync_every: int = 0
-) -> Run:
+def play(workers: int, steps: int, vote: str = "majority", data: Data = gradients) -> Run:
     """The same in a for-loop; momenta are those of worker 0."""
     named = parameters()
     twin = SerialLion(groups(named), workers, vote)
@@ -140,8 +138,6 @@ def play(
         schedule(step, twin.groups)
         votes = [data(step, worker) for worker in range(workers)]
         twin.step([{p: mine[name] for name, p in named.items()} for mine in votes])
-        if sync_every and (step + 1) % sync_every == 0:
-            twin.average_momenta()
         seen.append(snapshot(named))
     momenta = {name: twin.momenta[0][p] for name, p in named.items()}
     return Run(seen, momenta, [], {})

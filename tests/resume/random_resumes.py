@@ -130,7 +130,6 @@ def draw(seed: int) -> Case:
             "ties": pick(
                 ["zero", "random"] if vote == "majority" and inside != "domino" else ["zero"]
             ),
-            "momentum_sync_every": pick([0, 3]),
             "overlap": pick([True, False]),
         }
     else:

@@ -169,7 +169,7 @@ class Stopwatch(pl.Callback):
     def _formula_bytes(self, trainer: pl.Trainer) -> int | None:
         if not isinstance(trainer.strategy, DistributedLionStrategy):
             return None
-        return self._steps * trainer.strategy.algorithm.votings[0].bytes_per_step.total()
+        return self._steps * trainer.strategy.algorithm.voting.bytes_per_step.total()
 
 
 def _ledger(strategy: Strategy) -> LedgerTotals | None:

@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import DEFAULT_TIMEOUT, RankInfo, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
-from lightning_commfree.fit.checks import check_ddp_kwargs
+from lightning_commfree.fit.checks import check_ddp_kwargs, refuse_manual
 from lightning_commfree.fit.clock import Clock
 from lightning_commfree.fit.contracts import Between, Inside
 from lightning_commfree.fit.drift import DriftCheck
@@ -258,6 +258,8 @@ class ReplicaStrategy(DDPStrategy):
         self._resume.before_setup()
         probe(trainer)
         save_on_sigterm_only(trainer, self.ranks, self.patches)
+        if why := self.session_type.why_not_manual:
+            refuse_manual(type(self).__name__, self.module, why)
         self.inside.check(self, trainer)
         # counted before sharding, while every rank has the full model
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)

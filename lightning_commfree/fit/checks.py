@@ -189,7 +189,8 @@ def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> Non
         raise ValueError(
             f"`{strategy}` does not support manual optimization: {reason}. Set"
             " `automatic_optimization = True` and use one optimizer, with a parameter group for"
-            " each learning rate, or use the `ddp` strategy."
+            " each learning rate, or use `StreamingDiLoCoStrategy` with `inside='ddp'`, which"
+            " supports manual optimization, or the `ddp` strategy."
         )
 
 

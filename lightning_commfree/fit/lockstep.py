@@ -6,27 +6,25 @@ whether its data stream of unknown length ends with this step (`Stopping.stream_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.fit.contracts import EveryStep
 from lightning_commfree.fit.session import FitSession
 from lightning_commfree.resume.rank_files import copy_to_cpu
-
-TAG = "order"
-_NO_STEP = -1  # sent instead of an optimizer's index
 
 
 class LockstepSession(FitSession[EveryStep]):
     """Fit session for algorithms that communicate at every step."""
 
     compares_weights = True
+    why_not_manual = (
+        "its ranks exchange something at every optimizer step, but manual optimization may step"
+        " any number of times per batch, and other optimizers on other ranks"
+    )
 
     @override
     def begin(self, resumed: bool) -> None:
@@ -34,32 +32,6 @@ class LockstepSession(FitSession[EveryStep]):
         self.between.follow_parameters()
         self.between.send_flags(lambda: stopping.wanted, lambda: stopping.stream_ends)
         super().begin(resumed)
-
-    @override
-    def batch_begins(self) -> None:
-        # with manual optimization, the last batch of a stream may have no vote to carry the flag
-        channel = self._world if self.clock.spans_batch else self._channels.within
-        self._stopping.share_last_batch(channel)
-
-    @contextmanager
-    @override
-    def training(self) -> Iterator[None]:
-        with super().training():
-            yield
-            self._compare_order(None)
-
-    @contextmanager
-    @override
-    def step(self, optimizer: Optimizer) -> Iterator[None]:
-        self._compare_order(optimizer)
-        with super().step(optimizer):
-            yield
-
-    @override
-    def _raw_step_begins(self, optimizer: Optimizer) -> None:
-        if self._trainer.training:
-            self._compare_order(optimizer)
-        super()._raw_step_begins(optimizer)
 
     @override
     def sees(self, optimizer: Optimizer) -> None:
@@ -109,33 +81,3 @@ class LockstepSession(FitSession[EveryStep]):
     @override
     def fit_ends(self) -> None:
         self.between.average_buffers()
-
-    def _compare_order(self, optimizer: Optimizer | None) -> None:
-        """With manual optimization, check that all ranks step the same optimizer next; collective.
-
-        `optimizer` is the optimizer to be stepped next, or None if no step follows in this batch.
-
-        Raises:
-            AgreedError: the ranks are about to step different optimizers; raised on all ranks.
-        """
-        # with different orders, ranks would wait for each other until the timeout
-        world, trainer = self._world, self._trainer
-        if not self.clock.spans_batch or world.size == 1:
-            return
-        index = _NO_STEP
-        if optimizer is not None:
-            index = [one is optimizer for one in trainer.optimizers].index(True)
-        mine = torch.tensor([trainer.fit_loop.total_batch_idx, index], device=world.device)
-        found = world.all_gather(mine, TAG).wait().tolist()
-        if any(one != found[0] for one in found):
-            orders = [
-                f"rank {rank} "
-                + ("takes no further step in" if i == _NO_STEP else f"steps optimizer {i} in")
-                + f" batch {at}"
-                for rank, (at, i) in enumerate(found)
-            ]
-            raise AgreedError(
-                f"The ranks are stepping their optimizers in different orders: {', '.join(orders)}."
-                " With manual optimization, `training_step` must step the same optimizers on the"
-                " same batches on all ranks, in the same order."
-            )

@@ -53,6 +53,7 @@ class FitSession(Generic[B]):
     least_ranks = 1  # minimum size of the DDP job with which traffic is compared
     trains_independently = False  # ranks exchange nothing at most steps
     compares_weights = False  # each step's exchange also compares the ranks' weights
+    why_not_manual: str | None = None  # the reason, if manual optimization is refused
     computing = False  # whether a training step is running
     accumulates = False  # whether no optimizer step follows the training step
 

@@ -47,7 +47,7 @@ NORM_TAG = "fsdp_norm"  # exchanged in this file, so its bytes are measured
 
 _WHY_NOT_MANUAL = (
     "FSDP (`inside='fsdp'`) treats `training_step` as the model's forward and expects backward"
-    " after it, but manual optimization calls backward inside it. `inside='ddp'` supports it"
+    " after it, but manual optimization calls backward inside it"
 )
 
 

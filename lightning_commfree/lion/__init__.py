@@ -48,7 +48,7 @@ Departures from the paper:
 from __future__ import annotations
 
 from lightning_commfree.lion.optimizer import DistributedLion
-from lightning_commfree.lion.session import VotingSession, only_lions, refuse_without_momenta
+from lightning_commfree.lion.session import VotingSession, only_lion, refuse_without_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import mean_momenta
@@ -59,6 +59,6 @@ __all__ = [
     "Voting",
     "VotingSession",
     "mean_momenta",
-    "only_lions",
+    "only_lion",
     "refuse_without_momenta",
 ]

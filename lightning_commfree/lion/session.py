@@ -1,12 +1,11 @@
-"""Run the votes of `DistributedLion` optimizers during one fit; save and restore their state."""
+"""Run the votes of a `DistributedLion` optimizer during one fit; save and restore its state."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from lightning_commfree.model.replication import AveragedBuffers, digests_of_all
 
 
 def agree_on_parameters(
-    channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: str
+    channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, nn.Parameter]]:
     """Check that all ranks optimize the same parameters, in the same groups; collective.
 
@@ -44,8 +43,7 @@ def agree_on_parameters(
             " them from the optimizer."
         )
 
-    fingerprint = {"optimizer": optimizer}
-    fingerprint |= {f"parameter {name} in group": str(group_of[p]) for name, p in named}
+    fingerprint = {f"parameter {name} in group": str(group_of[p]) for name, p in named}
     names = {p: name for name, p in named}
     for i, group in enumerate(groups):
         for key in ("lr", "betas", "weight_decay"):
@@ -64,14 +62,11 @@ _DDP = repr("ddp")  # value of `inside` in a fingerprint if all ranks hold full 
 
 
 class VotingSession:
-    """Runs the votes of `DistributedLion` optimizers for one fit; collective over all ranks.
-
-    Each optimizer has a `Voting`, which runs when the optimizer steps. If there are several
-    optimizers, as with manual optimization, they must step in the same order on all ranks.
+    """Runs the votes of a `DistributedLion` optimizer for one fit; collective over all ranks.
 
     Args:
         module: the module that contains the parameters.
-        optimizers: this rank's optimizers.
+        lion: this rank's optimizer.
         settings: settings for the votes.
         channels: three channels: between all ranks, between the workers, and between the ranks of
             this worker.
@@ -81,9 +76,9 @@ class VotingSession:
     Attributes:
         stream_ended: whether any worker's data stream ended at the last step; the same on all
             ranks.
-        lions: the optimizers.
+        lion: the optimizer.
         buffers: the buffers that all ranks average.
-        votings: one `Voting` per optimizer.
+        voting: takes the optimizer's steps.
 
     Raises:
         ValueError: parameters, their order or their groups differ between ranks.
@@ -95,18 +90,18 @@ class VotingSession:
     def __init__(
         self,
         module: nn.Module,
-        optimizers: Sequence[DistributedLion],
+        lion: DistributedLion,
         settings: LionSettings,
         channels: ReplicaChannels,
         overlaps: bool,
     ) -> None:
-        self._module, self.lions, self._settings = module, optimizers, settings
+        self._module, self.lion, self._settings = module, lion, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
         self.buffers = AveragedBuffers(module)
         self._averaged = self._trainable()  # names of the parameters that DDP averages in a node
         self.stream_ended = False
-        self.votings = [self._join(i) for i, _ in enumerate(optimizers)]
+        self.voting = self._join()
 
     # -- during a step
 
@@ -117,8 +112,7 @@ class VotingSession:
             stop: returns whether this rank requests a stop.
             stream_ends: returns whether this rank's data stream ends at this step.
         """
-        for voting in self.votings:
-            voting.stop, voting.stream_ends = stop, stream_ends
+        self.voting.stop, self.voting.stream_ends = stop, stream_ends
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -127,18 +121,15 @@ class VotingSession:
         Raises:
             RuntimeError: parameters became trainable during the fit, and `node_size` is above 1.
         """
-        for i, lion in enumerate(self.lions):
-            before = self.votings[i]
-            if not lion.is_voted_on or lion.voting is not before:
-                # the user added parameters to the optimizer or replaced it: join again
-                self.votings[i] = self._join(i)
-                self.votings[i].load_state_dict(before.state_dict())
-                self.send_flags(before.stop, before.stream_ends)
+        before = self.voting
+        if not self.lion.is_voted_on or self.lion.voting is not before:
+            # the user added parameters to the optimizer or replaced it: join again
+            self.voting = self._join()
+            self.voting.load_state_dict(before.state_dict())
+            self.send_flags(before.stop, before.stream_ends)
         if self._settings.node_size > 1:
             self._refuse_unfrozen()
-        with ExitStack() as stack:
-            for voting in self.votings if self._overlaps else ():
-                stack.enter_context(voting.during_backward())
+        with self.voting.during_backward() if self._overlaps else nullcontext():
             yield
 
     def after_step(self, stop: bool) -> bool:
@@ -150,54 +141,37 @@ class VotingSession:
             Whether any worker requested a stop.
         """
         del stop
-        stop_agreed = any(voting.stop_agreed for voting in self.votings)
-        self.stream_ended = any(voting.stream_ended for voting in self.votings)
-        # clear the flags, because some optimizers may not step next time
-        for voting in self.votings:
-            voting.stop_agreed = voting.stream_ended = False
+        voting = self.voting
+        stop_agreed, self.stream_ended = voting.stop_agreed, voting.stream_ended
+        # clear the flags, because the next step may hold no vote: fp16 scaling may skip it
+        voting.stop_agreed = voting.stream_ended = False
         return stop_agreed
 
     def figures(self) -> dict[str, float]:
-        """Return a dict of metrics; with several optimizers, names end in `_0`, `_1`, ..."""
-        several = len(self.votings) > 1
-        return {
-            f"lion/{name}{f'_{i}' if several else ''}": figure
-            for i, voting in enumerate(self.votings)
-            for name, figure in voting.figures().items()
-        }
+        """Return a dict of metrics (`Voting.figures`)."""
+        return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
         """Return the calculated bytes sent per step, by tag, and 1: every step is the same."""
-        # this assumes that all optimizers step once per batch
-        sent = (voting.bytes_per_step for voting in self.votings)
-        return sum(sent, Counter[str]()), 1
+        return self.voting.bytes_per_step, 1
 
     # -- outside of steps
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Vote with `optimizers` instead of the previous ones, starting at the next step.
+        """Vote with the new optimizer instead of the previous one, starting at the next step.
 
         Raises:
-            TypeError: one of `optimizers` is not a `DistributedLion`.
-            ValueError: there are more or fewer optimizers than before.
+            TypeError: it is not a single `DistributedLion`.
         """
-        hook = "a hook replaced an optimizer with"
-        lions = only_lions("DistributedLionStrategy", optimizers, hook)
-        if len(lions) != len(self.lions):
-            raise ValueError(
-                f"A hook replaced this fit's {len(self.lions)} optimizers with {len(lions)}."
-                " Replace each optimizer with exactly one new optimizer, on all ranks after the"
-                " same step."
-            )
-        for lion in self.lions:
-            if not any(lion is one for one in lions):
-                lion.leave()
-        self.lions = lions
+        hook = "a hook replaced the optimizer with"
+        lion = only_lion("DistributedLionStrategy", optimizers, hook)
+        if lion is not self.lion:
+            self.lion.leave()
+        self.lion = lion
 
     def follow_parameters(self) -> None:
-        """Update the optimizers' master copies of parameters that other code has modified."""
-        for lion in self.lions:
-            lion.follow_parameters()
+        """Update the optimizer's master copies of parameters that other code has modified."""
+        self.lion.follow_parameters()
 
     @torch.no_grad()
     def average_buffers(self) -> None:
@@ -236,16 +210,14 @@ class VotingSession:
         buffers = dict(zip(averaged, self.buffers.tensors(averaged), strict=True))
         digests = digests_of_all(self._channels.world, list(buffers.values()), BUFFERS_TAG)
         own = {"buffers": buffers} if bool((digests != digests[0]).any()) else {}
-        votings = [voting.state_dict() for voting in self.votings]
-        return {"votings": votings, "own_buffers": sorted(self.buffers.own)}, own
+        return {"voting": self.voting.state_dict(), "own_buffers": sorted(self.buffers.own)}, own
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Restore a state returned by `state_dict`."""
         self.buffers.keep_own(shared["own_buffers"])
         for name, values in (own or {}).get("buffers", {}).items():
             self._module.get_buffer(name).detach().copy_(values)
-        for voting, state in zip(self.votings, shared["votings"], strict=True):
-            voting.load_state_dict(state)
+        self.voting.load_state_dict(shared["voting"])
 
     def overwrites(self, shared: object, own: dict[str, Any]) -> set[str]:
         """Return the names of the module's tensors that `load_state_dict` would overwrite."""
@@ -299,20 +271,18 @@ class VotingSession:
         return own, message
 
     def close(self) -> None:
-        """Stop voting; the optimizers return to plain Lion."""
-        for lion in self.lions:
-            lion.leave()
+        """Stop voting; the optimizer returns to plain Lion."""
+        self.lion.leave()
 
     # -- inside
 
-    def _join(self, i: int) -> Voting:
-        lion, which = self.lions[i], f"{i + 1} of {len(self.lions)}"
-        world, groups = self._channels.world, lion.param_groups
-        named = agree_on_parameters(world, self._module, groups, which)
+    def _join(self) -> Voting:
+        world, groups = self._channels.world, self.lion.param_groups
+        named = agree_on_parameters(world, self._module, groups)
         within, sharded = self._channels.within, self._settings.inside != "ddp"
         node = within if not sharded and self._settings.node_size > 1 else None
         shard_peers = within if sharded else None
-        return lion.join(named, self._view, self._settings, node, shard_peers)
+        return self.lion.join(named, self._view, self._settings, node, shard_peers)
 
     def _trainable(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
@@ -327,36 +297,36 @@ class VotingSession:
             )
 
 
-def only_lions(
+def only_lion(
     strategy: str,
     optimizers: Sequence[Optimizer],
     source: str = "`configure_optimizers` returned",
-) -> list[DistributedLion]:
-    """Return `optimizers`; raise a `TypeError` if any is not a `DistributedLion`."""
-    for optimizer in optimizers:
-        if not isinstance(optimizer, DistributedLion):
-            raise TypeError(
-                f"`{strategy}` requires `DistributedLion`, but {source}"
-                f" `{type(optimizer).__name__}`, which does not support voting. Use"
-                " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
-                " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than for AdamW and"
-                " a weight decay larger by the same factor, or use the `ddp` strategy."
-            )
-    return cast(list[DistributedLion], [*optimizers])
+) -> DistributedLion:
+    """Return the optimizer of a fit; raise a `TypeError` if it is not a `DistributedLion`."""
+    (optimizer,) = optimizers  # Lightning allows several only in manual optimization
+    if not isinstance(optimizer, DistributedLion):
+        raise TypeError(
+            f"`{strategy}` requires `DistributedLion`, but {source}"
+            f" `{type(optimizer).__name__}`, which does not support voting. Use"
+            " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
+            " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than for AdamW and"
+            " a weight decay larger by the same factor, or use the `ddp` strategy."
+        )
+    return optimizer
 
 
-def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
-    """Check that the optimizers loaded momentum buffers from a checkpoint.
+def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
+    """Check that the optimizer loaded momentum buffers from a checkpoint.
 
     Args:
-        lions: the optimizers, after loading their states.
+        lion: the optimizer, after loading its state.
         step: number of steps taken before the checkpoint was saved. At 0, there are no momentum
             buffers yet.
 
     Raises:
-        ValueError: no optimizer has a momentum buffer, although `step` > 0.
+        ValueError: it has no momentum buffer, although `step` > 0.
     """
-    if step and not any("momentum" in own for lion in lions for own in lion.state.values()):
+    if step and not any("momentum" in own for own in lion.state.values()):
         raise ValueError(
             f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum"
             " buffers, so it was saved by an optimizer other than `DistributedLion`. Resume with"

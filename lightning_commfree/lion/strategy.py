@@ -25,7 +25,7 @@ from lightning_commfree.layouts import (
     choose_layout,
     layout_name,
 )
-from lightning_commfree.lion import LionSettings, VotingSession, only_lions, refuse_without_momenta
+from lightning_commfree.lion import LionSettings, VotingSession, only_lion, refuse_without_momenta
 from lightning_commfree.model.replication import AveragedBuffers
 
 
@@ -137,13 +137,11 @@ class DistributedLionStrategy(ReplicaStrategy):
 
     @override
     def begin(self, trainer: pl.Trainer) -> VotingSession:
-        lions = only_lions(type(self).__name__, self.optimizers)
+        lion = only_lion(type(self).__name__, self.optimizers)
         if self.world_size > 1:
             refuse_max_norm(type(self).__name__, self.module)
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)
-        if not self.module.automatic_optimization:
-            why.append("with manual optimization backward runs before the optimizer's step")
         if self.inside.size > 1:
             why.append(f"`node_size={self.inside.size}` averages them over the node first")
         if self.overlap and why:
@@ -164,10 +162,10 @@ class DistributedLionStrategy(ReplicaStrategy):
                 " is compiled as a whole, and torch.compile returns all of its gradients together."
                 " Compile block by block instead: `for block in blocks: block.compile()`."
             )
-        return VotingSession(self.module, lions, self.settings, self.channels, self._overlaps)
+        return VotingSession(self.module, lion, self.settings, self.channels, self._overlaps)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if not self._resume.is_changed("optimizer_states"):  # a hook may drop the states
-            refuse_without_momenta(self.algorithm.lions, checkpoint.get("global_step", 0))
+            refuse_without_momenta(self.algorithm.lion, checkpoint.get("global_step", 0))

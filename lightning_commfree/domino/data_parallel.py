@@ -19,13 +19,12 @@ gradients are restored only in the first row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
@@ -81,10 +80,6 @@ class GradientMean:
         """Do nothing: `DominoSession.after_backward` exchanges the stop flags before the step."""
         del stop
         return False
-
-    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Do nothing when optimizers are replaced: only gradients are exchanged."""
-        del optimizers
 
     def figures(self) -> dict[str, float]:
         """Return no metrics: traffic is counted in the ledger."""

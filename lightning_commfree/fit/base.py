@@ -364,9 +364,9 @@ class ReplicaStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _prepare_replaced(self) -> None:
-        """Pass optimizers that a hook has set on the Trainer to the layout and the algorithm."""
-        self.inside.begin(self.optimizers)
+        """Pass optimizers that a hook has set on the Trainer to the algorithm and the layout."""
         self.session.follow_optimizers(self.optimizers)
+        self.inside.begin(self.optimizers)
         self._prepared = [*self.optimizers]
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:

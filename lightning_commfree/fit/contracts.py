@@ -201,14 +201,6 @@ class Between(Resumable, Protocol):
         """
         ...
 
-    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Switch to new optimizers that a hook has set; called before they take a step.
-
-        Raises:
-            ValueError: the algorithm cannot use the new optimizers.
-        """
-        del optimizers
-
     def figures(self) -> dict[str, float]:
         """Return the latest metrics by name, for the Trainer's loggers."""
         return {}

@@ -129,6 +129,10 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             self.clock.uncounted = before
 
     @override
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        self.between.follow_optimizers(optimizers)
+
+    @override
     def sees(self, optimizer: Optimizer) -> None:
         optimizers = self.between.optimizers
         if self._trainer.training and not any(optimizer is one for one in optimizers):

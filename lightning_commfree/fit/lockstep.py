@@ -35,15 +35,12 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def sees(self, optimizer: Optimizer) -> None:
-        if self._trainer.training and not self._knows(optimizer):
+        if self._trainer.training and not any(optimizer is one for one in self._optimizers):
             raise RuntimeError(
-                f"`{type(optimizer).__name__}` steps parameters of the module, but it is not in"
-                " `trainer.optimizers`. Its steps are not exchanged, so the ranks would end with"
-                " different weights. Return it from `configure_optimizers`."
+                f"`{type(optimizer).__name__}` steps parameters of the module, but"
+                " `configure_optimizers` did not return it. Its steps are not exchanged, so the"
+                " ranks would end with different weights. Return it from `configure_optimizers`."
             )
-
-    def _knows(self, optimizer: Optimizer) -> bool:
-        return any(optimizer is one for one in self._trainer.optimizers)
 
     @override
     def left_out(self) -> None:

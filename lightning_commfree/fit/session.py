@@ -70,6 +70,7 @@ class FitSession(Generic[B]):
         self._trainer, self._module = trainer, trainer.lightning_module
         self._ranks, self._channels, self._stopping = ranks, ranks.channels, stopping
         self.clock = stopping.clock
+        self._optimizers = [*trainer.optimizers]  # those that the algorithm knows
         check_agreement(self._world, between.fingerprint())
 
         num_ranks = max(ranks.size, self.least_ranks)
@@ -215,15 +216,18 @@ class FitSession(Generic[B]):
         self.log.after_step()
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Switch to the optimizers that a hook has set in place of the old ones."""
-        # with manual optimization, every rank has already begun the step, so the ranks' positions
-        # would not show a difference
-        if not (self.trains_independently or self.clock.spans_batch):
-            self._stopping.check_together(
-                "A hook replaced the optimizers",
-                "Assign `trainer.optimizers` on all ranks after the same step.",
-            )
-        self.between.follow_optimizers(optimizers)
+        """Refuse optimizers that a hook has set in place of the old ones.
+
+        Raises:
+            RuntimeError: always; a session that supports other optimizers overrides this.
+        """
+        raise RuntimeError(
+            f"A hook replaced `trainer.optimizers` during the fit (with"
+            f" {', '.join(f'`{type(one).__name__}`' for one in optimizers)}), which"
+            f" {self.between.name} does not support. Create the optimizer in"
+            " `configure_optimizers` and change its `param_groups` instead, or use"
+            " `StreamingDiLoCoStrategy`, under which hooks may replace optimizers."
+        )
 
     def after_step(self) -> None:
         """Hook for subclasses that runs after a step, once ranks have agreed on whether to stop."""

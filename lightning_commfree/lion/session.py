@@ -122,8 +122,7 @@ class VotingSession:
             RuntimeError: parameters became trainable during the fit, and `node_size` is above 1.
         """
         before = self.voting
-        if not self.lion.is_voted_on or self.lion.voting is not before:
-            # the user added parameters to the optimizer or replaced it: join again
+        if not self.lion.is_voted_on:  # the user added parameters to the optimizer: join again
             self.voting = self._join()
             self.voting.load_state_dict(before.state_dict())
             self.send_flags(before.stop, before.stream_ends)
@@ -156,18 +155,6 @@ class VotingSession:
         return self.voting.bytes_per_step, 1
 
     # -- outside of steps
-
-    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Vote with the new optimizer instead of the previous one, starting at the next step.
-
-        Raises:
-            TypeError: it is not a single `DistributedLion`.
-        """
-        hook = "a hook replaced the optimizer with"
-        lion = only_lion("DistributedLionStrategy", optimizers, hook)
-        if lion is not self.lion:
-            self.lion.leave()
-        self.lion = lion
 
     def follow_parameters(self) -> None:
         """Update the optimizer's master copies of parameters that other code has modified."""
@@ -297,16 +284,12 @@ class VotingSession:
             )
 
 
-def only_lion(
-    strategy: str,
-    optimizers: Sequence[Optimizer],
-    source: str = "`configure_optimizers` returned",
-) -> DistributedLion:
+def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion:
     """Return the optimizer of a fit; raise a `TypeError` if it is not a `DistributedLion`."""
     (optimizer,) = optimizers  # Lightning allows several only in manual optimization
     if not isinstance(optimizer, DistributedLion):
         raise TypeError(
-            f"`{strategy}` requires `DistributedLion`, but {source}"
+            f"`{strategy}` requires `DistributedLion`, but `configure_optimizers` returned"
             f" `{type(optimizer).__name__}`, which does not support voting. Use"
             " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
             " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than for AdamW and"

@@ -281,7 +281,7 @@ def test_parameters_of_a_hidden_optimizer_become_a_fragment(ranks: Any) -> None:
 def test_a_hidden_optimizer_of_a_worker_is_an_error(ranks: Any) -> None:
     for rank in ranks["lion"]:
         assert rank["hidden optimizer"].error.startswith(
-            "`DistributedLion` steps parameters of the module, but it is not in"
+            "`DistributedLion` steps parameters of the module, but `configure_optimizers` did not"
         )
 
 

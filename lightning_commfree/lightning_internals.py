@@ -23,8 +23,8 @@ val_loop.on_run_end             swap them out again (`fit_session`)
 automatic_optimization.         notice a batch without an optimizer step (`around_steps`)
 _optimizer_step
 epoch_loop._should_check_val_fx validate on one elastic replica only (`elastic_diloco`)
-setup_data and reset of         use the same number of batches on ranks that share a model
-evaluation loops                (`evaluation`)
+setup_data of evaluation loops  compare the numbers of batches of ranks that share a model
+                                (`evaluation`)
 strategy.process_dataloader     record the RNG state (`resume.data_position`)
 two methods of the checkpoint   find the checkpoint on any rank's disk (`around_loading`)
 connector
@@ -41,7 +41,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -51,7 +51,7 @@ from typing import Any, NamedTuple, cast
 from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.host import HOST, VARIABLE, SIGTERMException, TrainerFn, pl
+from lightning_commfree.host import HOST, VARIABLE, SIGTERMException, pl
 
 
 class Patches:
@@ -167,15 +167,6 @@ TIMED = Feature(
 EPOCHS = Feature(
     "equalizing epochs across ranks (give all ranks the same number of batches, or they hang)",
     ("fit_loop._combined_loader", "fit_loop._data_fetcher"),
-)
-EVALUATION = Feature(
-    "equalizing validation, test and predict batches across ranks that share a model (give all"
-    " ranks the same number of batches, or they hang)",
-    (
-        "fit_loop.epoch_loop.val_loop._max_batches",
-        "fit_loop.epoch_loop.val_loop._data_fetcher",
-        "predict_loop.max_batches",
-    ),
 )
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
 WORLD = Feature(
@@ -616,40 +607,3 @@ def has_no_batch(loop: Any) -> bool:
     """
     fetched = getattr(loop._data_fetcher, "batches", None)
     return fetched is not None and not fetched
-
-
-def evaluation_loop(trainer: pl.Trainer) -> Any:
-    """Return the evaluation loop of the running `fit`, `validate`, `test` or `predict` call."""
-    loops = {
-        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
-    assert trainer.state.fn is not None, "the Trainer is running"
-    return loops[trainer.state.fn]
-
-
-def batch_limits(loop: Any) -> list[int | float]:
-    """Return an evaluation loop's list of batch limits, one per loader.
-
-    Lightning replaces the list whenever it creates new loaders.
-    """
-    limits: list[int | float] = vars(loop).get("_max_batches", vars(loop).get("max_batches"))
-    return limits
-
-
-def fetches_ahead(loop: Any) -> bool:
-    """Return whether a loop prefetches its first batch because its data has no known length."""
-    return loop._data_fetcher.length is None and hasattr(loop._data_fetcher, "batches")
-
-
-def drop_first_batch(loop: Any) -> None:
-    """Discard a loop's prefetched first batch, so that the loop ends without running any batch."""
-    fetcher = loop._data_fetcher
-    fetcher.batches, fetcher.done = [], True
-
-
-def wrap_batches(loop: Any, wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
-    """Replace a loop's batch iterator with `wrap(iterator)`; prefetched batches are unaffected."""
-    loop._data_fetcher.iterator = wrap(loop._data_fetcher.iterator)

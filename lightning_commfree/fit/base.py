@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -33,7 +33,7 @@ from lightning_commfree.fit.checks import check_ddp_kwargs, refuse_manual
 from lightning_commfree.fit.clock import Clock
 from lightning_commfree.fit.contracts import Between, Inside
 from lightning_commfree.fit.drift import DriftCheck
-from lightning_commfree.fit.evaluation import SharedEvaluation
+from lightning_commfree.fit.evaluation import check_evaluation
 from lightning_commfree.fit.local_weights import LocalWeightsSession
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.fit.session import FitLog, FitSession, OutsideOfFit
@@ -114,7 +114,6 @@ class ReplicaStrategy(DDPStrategy):
         self.session: FitSession[Any] = OutsideOfFit()
         self._prepared: list[Optimizer] = []  # already passed to `inside` and the algorithm
         self._log: FitLog | None = None
-        self._evaluation: SharedEvaluation
         self._drift: DriftCheck | None = None
         self.ranks = Ranks(
             self,
@@ -251,7 +250,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._evaluation = SharedEvaluation(trainer, self.ranks, self.inside, self.patches)
+        check_evaluation(trainer, self.ranks, self.inside, self.patches)
         if trainer.state.fn != TrainerFn.FITTING:
             self.inside.set_up_evaluation(trainer, super().setup)
             return
@@ -328,18 +327,22 @@ class ReplicaStrategy(DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.inside.same_batch:
             self.inside.check_first("validate", (args, kwargs))
-        with self._evaluation.batch():
+        with self._evaluating():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation.batch():
+        with self._evaluating():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation.batch():
+        with self._evaluating():
             return super().predict_step(*args, **kwargs)
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Return a context manager in which errors of collectives name lost ranks."""
+        return self.ranks.guarded("evaluation") if self.inside.shares_model else nullcontext()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -1,8 +1,7 @@
-"""Ranks that share a model evaluate as many batches as the one of their replica with the fewest."""
+"""Ranks that share a model must have the same number of batches to evaluate."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -76,7 +75,7 @@ class Fit:
     """A short fit with validations, and what follows it."""
 
     def __init__(self, strategy: Any, module: Any, size: int, rows: Any) -> None:
-        self.module, self.rows, self.said = module, rows, ""
+        self.module, self.rows = module, rows
         self.trainer = quiet_trainer(
             strategy=strategy,
             devices=size,
@@ -87,15 +86,13 @@ class Fit:
 
     def run(self, function: str, *args: Any, **kwargs: Any) -> dict[str, int]:
         self.module.counts = {}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            getattr(self.trainer, function)(self.module, *args, **kwargs)
-        self.said = " ".join(str(w.message) for w in caught if "replica" in str(w.message))
+        getattr(self.trainer, function)(self.module, *args, **kwargs)
         return self.module.counts
 
     def fails(self, function: str, *args: Any) -> str:
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(ValueError, match="The ranks of a replica share a model") as error:
             self.run(function, *args)
+        assert self.module.counts == {}, "refused before the first batch"
         return str(error.value)
 
     def training(self) -> DataLoader[Any]:
@@ -103,41 +100,37 @@ class Fit:
 
 
 def four(rank: int, size: int) -> dict[str, Any]:
-    """Only rank 1 has fewer batches, so replica 0 stops early, and replica 1 does not."""
+    """Replica 1 has fewer batches than replica 0; then rank 1 fewer than rank 0."""
     rows, found = dataset(40), {}
-    batches = SHORT if rank == 1 else LONG
+    batches = LONG if rank < 2 else SHORT
     fit = Fit(StreamingDiLoCoStrategy(replica_size=2, **SHARDED), Counted(), size, rows)
     found["fit"] = fit.run("fit", fit.training(), [some(rows, batches), some(rows, LONG)])
-    found["said"] = fit.said
-    found["validate"] = fit.run("validate", some(rows, batches))
-    found["test"] = fit.run("test", some(rows, batches))
-    found["stream"] = fit.run("validate", some(rows, batches, stream=True))
-    found["stream, said"] = fit.said
-    found["predict"] = fit.run("predict", some(rows, LONG), return_predictions=False)
-    found["refused"] = fit.fails("predict", some(rows, batches))
+    found["predict"] = fit.run("predict", some(rows, batches), return_predictions=False)
+    uneven = SHORT if rank == 1 else LONG
+    for function in ("validate", "test", "predict"):
+        found[f"{function}, uneven"] = fit.fails(function, [some(rows, LONG), some(rows, uneven)])
+    # otherwise Lightning itself refuses an empty loader, on that rank
+    fit.module.allow_zero_length_dataloader_with_multiple_devices = True
+    found["empty"] = fit.fails("validate", some(rows, 0 if rank == 1 else LONG))
+    stream = some(rows, LONG, stream=True)
+    found["stream"] = fit.fails("validate", stream)
+    fit.trainer.limit_val_batches = SHORT
+    found["limited"] = fit.run("validate", stream), fit.run("validate", some(rows, uneven))
     return found
 
 
-def two(rank: int, size: int) -> dict[str, Any]:
-    text, found = causal_lm.words(40), {}
+def in_fits(rank: int, size: int) -> dict[str, Any]:
+    text, rows, found = causal_lm.words(40), dataset(40), {}
     batches = LONG if rank == 1 else SHORT
     fit = Fit(DominoTPStrategy(2, "batch", timeout=TIMEOUT), CountedText("gpt2"), size, text)
-    found["domino"] = fit.run("fit", fit.training(), some(text, batches))
-    fit = Fit(DominoTPStrategy(2, "batch", timeout=TIMEOUT), CountedText("gpt2"), size, text)
-    found["domino, stream"] = fit.run("fit", fit.training(), some(text, batches, stream=True))
+    found["fit"] = fit.run("fit", fit.training(), some(text, LONG))
     # the model is whole again, and every rank evaluates alone
-    found["domino, alone"] = fit.run("validate", some(text, batches))
-
-    rows, lion = dataset(40), DistributedLionStrategy(node_size=2, **SHARDED)
+    found["alone"] = fit.run("validate", some(text, batches))
+    fit = Fit(DominoTPStrategy(2, "batch", timeout=TIMEOUT), CountedText("gpt2"), size, text)
+    found["domino"] = fit.fails("fit", fit.training(), some(text, batches))
+    lion = DistributedLionStrategy(node_size=2, **SHARDED)
     fit = Fit(lion, CountedVoter(), size, rows)
-    found["lion"] = fit.run("fit", fit.training(), some(rows, batches))
-    empty = some(rows, LONG * rank, stream=True)
-    found["empty"] = fit.run("validate", empty)
-    found["empty, said"] = fit.said
-    fit.trainer.limit_val_batches = LONG - 1
-    found["empty, limited"] = fit.run("validate", empty)
-    found["limited"] = fit.run("validate", some(rows, batches, stream=True))
-    found["predicted stream"] = fit.fails("predict", some(rows, batches, stream=True))
+    found["lion"] = fit.fails("fit", fit.training(), some(rows, batches))
     return found
 
 
@@ -148,54 +141,50 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(two, 2, tmp_path_factory.mktemp("two"))
+    return run_ranks(in_fits, 2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", ["validate", "test", "stream"])
-def test_each_replica_stops_with_its_shortest_loader(replicas: Any, name: str) -> None:
-    assert [sum(rank[name].values()) for rank in replicas] == [SHORT, SHORT, LONG, LONG]
-
-
-def test_a_validation_in_a_fit_is_shortened_loader_by_loader(replicas: Any) -> None:
+def test_replicas_may_have_different_numbers(replicas: Any) -> None:
     for rank, found in enumerate(replicas):
-        shortest = SHORT if rank < 2 else LONG
-        assert found["fit"] == {"validate 0": SANITY + shortest, "validate 1": SANITY + LONG}
+        batches = LONG if rank < 2 else SHORT
+        assert found["fit"] == {"validate 0": SANITY + batches, "validate 1": SANITY + LONG}
+        assert found["predict"] == {"predict": batches}
 
 
-def test_a_warning_names_ranks_and_numbers(replicas: Any) -> None:
-    assert "rank 0 has 5, but another rank of its replica has 3" in replicas[0]["said"]
-    assert "Metrics leave out the extra batches" in replicas[0]["said"]
-    assert [rank["said"] for rank in replicas[1:]] == ["", "", ""]
-    assert "the data of rank 1 ends first" in replicas[0]["stream, said"]
-    assert [rank["stream, said"] for rank in replicas[1:]] == ["", "", ""]
-
-
-def test_predict_leaves_out_no_rows(replicas: Any, pair: Any) -> None:
+@pytest.mark.parametrize(
+    ("function", "name", "advice"),
+    [
+        ("validate", "val", f"or set `limit_val_batches={SHORT}`."),
+        ("test", "test", f"or set `limit_test_batches={SHORT}`."),
+        ("predict", "predict", "or predict on a single device, from a checkpoint."),
+    ],
+)
+def test_an_error_on_all_ranks_names_the_loader_and_the_lengths(
+    replicas: Any, function: str, name: str, advice: str
+) -> None:
     for found in replicas:
-        assert found["predict"] == {"predict": LONG}
-        assert "`predict` would leave out rows" in found["refused"]
-        assert "rank 0 has 5, but another rank of its replica has 3" in found["refused"]
+        text = found[f"{function}, uneven"]
+        assert f"`{name}_dataloaders[1]` has {SHORT} on rank 1 and {LONG} on rank 0." in text
+        assert text.endswith(advice)
+
+
+def test_a_rank_without_any_batch_is_named(replicas: Any) -> None:
+    for found in replicas:
+        assert f"`val_dataloaders[0]` has 0 on rank 1 and {LONG} on rank 0." in found["empty"]
+
+
+def test_a_stream_needs_a_limit(replicas: Any) -> None:
+    for found in replicas:
+        assert "`val_dataloaders[0]` has no length on rank 0. Set `limit_val_b" in found["stream"]
+        assert found["limited"] == ({"validate 0": SHORT}, {"validate 0": SHORT})
+
+
+@pytest.mark.parametrize("name", ["domino", "lion"])
+def test_a_fit_is_refused_before_its_sanity_check(pair: Any, name: str) -> None:
     for found in pair:
-        assert "`predict` would leave out rows" in found["predicted stream"]
-        assert "the data of rank 0 ends first" in found["predicted stream"]
-
-
-@pytest.mark.parametrize("name", ["domino", "domino, stream", "lion"])
-def test_every_layout_that_shares_a_model_is_covered(pair: Any, name: str) -> None:
-    assert [found[name] for found in pair] == [{"validate 0": SANITY + SHORT}] * 2
+        assert f"has {SHORT} on rank 0 and {LONG} on rank 1." in found[name]
 
 
 def test_ranks_that_hold_the_model_again_evaluate_all_they_have(pair: Any) -> None:
-    counts = [found["domino, alone"]["validate 0"] for found in pair]
-    assert counts == [SHORT, LONG]
-
-
-def test_a_stream_without_any_batch_ends_at_once_on_all_ranks(pair: Any) -> None:
-    for found in pair:
-        assert found["empty"] == {}
-        assert found["empty, limited"] == {}
-    assert "the data of rank 0 ends first" in pair[0]["empty, said"]
-
-
-def test_a_stream_that_is_shorter_than_a_limit_counts(pair: Any) -> None:
-    assert [found["limited"] for found in pair] == [{"validate 0": SHORT}] * 2
+    assert [found["fit"] for found in pair] == [{"validate 0": SANITY + LONG}] * 2
+    assert [found["alone"]["validate 0"] for found in pair] == [SHORT, LONG]

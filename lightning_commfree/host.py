@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Mapping
 from importlib.util import find_spec
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 VARIABLE = "COMMFREE_HOST"
 _MODULES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -56,7 +52,6 @@ _OTHER = next(name for name in _MODULES if name != HOST)
 if TYPE_CHECKING or HOST == "lightning":
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO
-    from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
     from lightning.pytorch import callbacks
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -71,7 +66,6 @@ if TYPE_CHECKING or HOST == "lightning":
 else:
     import pytorch_lightning as pl
     from lightning_fabric.plugins import CheckpointIO
-    from lightning_fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
     from pytorch_lightning import callbacks
     from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from pytorch_lightning.core.optimizer import LightningOptimizer
@@ -98,43 +92,7 @@ def wrong_host(what: str) -> str:
     )
 
 
-def when_other_is_imported(call: Callable[[Any], None]) -> None:
-    """Call `call` with the other Lightning package's strategy registry as soon as it is imported.
-
-    If that package has already been imported, `call` is called immediately.
-    """
-    if other_is_imported():
-        call(import_module(f"{_MODULES[_OTHER]}.strategies").StrategyRegistry)
-    else:
-        sys.meta_path.insert(0, _AfterImport(call))
-
-
-class _AfterImport(MetaPathFinder):
-    """Import hook that waits for the first import of the other Lightning package.
-
-    After the package has been imported, it calls `call` with the package's strategy registry.
-    """
-
-    def __init__(self, call: Callable[[Any], None]) -> None:
-        self._call = call
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _MODULES[_OTHER]:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_call(module: ModuleType) -> None:
-                load(module)
-                when_other_is_imported(self._call)
-
-            spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
-        return spec
-
-
 __all__ = [
-    "FABRIC_STRATEGIES",
     "HOST",
     "VARIABLE",
     "AsyncCheckpointIO",
@@ -157,6 +115,5 @@ __all__ = [
     "is_overridden",
     "pl",
     "other_is_imported",
-    "when_other_is_imported",
     "wrong_host",
 ]

@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_commfree.comm.requests import STOP
 from lightning_commfree.model.weight_swap import SharedCopy, WeightSwap
 from lightning_commfree.strategies import DataParallel, LocalUpdates, ReplicaStrategy
 
@@ -16,29 +17,31 @@ class LocalSGD(LocalUpdates):
 
     name = "Local SGD"
 
-    def __init__(self, module, channel, every):
+    def __init__(self, module, channel, requests, every):
         self.step = 0
-        self._shared, self._channel, self._every = SharedCopy(module), channel, every
+        self._channel, self._requests, self._every = channel, requests, every
+        self._shared = SharedCopy(module)
         self.weight_swap = WeightSwap([self._shared])
 
-    def after_step(self, stop):
+    def after_step(self):
         self.step += 1
-        return self.step % self._every == 0 and self._average(stop)
+        if self.step % self._every == 0:
+            self._average()
 
-    def finish(self, stop):
+    def finish(self):
         with self.weight_swap.local_weights():
-            return self._average(stop)
+            self._average()
 
     @torch.no_grad()
-    def _average(self, stop):
-        local = self._shared.local
-        sums = torch.cat([*(tensor.reshape(-1) for tensor in local), torch.tensor([float(stop)])])
+    def _average(self):
+        local, stops = self._shared.local, float(self._requests.outgoing() == STOP)
+        sums = torch.cat([*(tensor.reshape(-1) for tensor in local), torch.tensor([stops])])
         sums = self._channel.all_reduce(sums, "average").wait()
         *means, wishes = sums.split([*(tensor.numel() for tensor in local), 1])
         for tensor, mean in zip(local, means, strict=True):
             tensor.copy_((mean / self._channel.size).view_as(tensor))
         self._shared.take_local()
-        return bool(wishes)  # whether some replica wants all to stop
+        self._requests.incoming(STOP if wishes else 0)  # some replica wants all to stop
 
     def cycle(self):  # bytes that a rank sends in so many steps, by tag
         size = sum(tensor.numel() for tensor in self._shared.local) + 1
@@ -65,7 +68,7 @@ class LocalSGDStrategy(ReplicaStrategy):
         return {"every": str(self.every)}
 
     def begin(self, trainer):
-        return LocalSGD(self.module, self.channels.between, self.every)
+        return LocalSGD(self.module, self.channels.between, self.requests, self.every)
 
 
 if __name__ == "__main__":

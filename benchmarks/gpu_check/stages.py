@@ -116,7 +116,7 @@ def kernels(machine: Machine) -> Iterator[Check]:
     message = FragmentMessage(CODECS["fp4"], numel, 0)
     messages = torch.empty(2, message.num_bytes, dtype=torch.uint8, device=device)
     for one in messages:
-        message.write(one, Header(False, 1, 0), values, values[:0])
+        message.write(one, Header(0, 1, 0), values, values[:0])
     table["mean and norms of 2 messages"] = partial(message.average, messages, [1, 1])
     timings = take_turns(table, 9, partial(seconds_of, device=device))
 

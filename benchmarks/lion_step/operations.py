@@ -144,7 +144,7 @@ class Worker:
     def cast(self) -> None:
         """Cast the ballots of all buckets."""
         for bucket, members, valid in zip(self._buckets, self._members, self._valid, strict=True):
-            cast_ballot(bucket, members, valid, flags=False, digest=0)
+            cast_ballot(bucket, members, valid, requests=0, digest=0)
 
     @torch.no_grad()
     def apply(self) -> None:

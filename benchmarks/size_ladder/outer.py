@@ -56,9 +56,9 @@ class RadialDiLoCo(StreamingDiLoCo):
         return arrival._replace(mean=torch.mul(arrival.mean, scale))
 
     @override
-    def _finish_fragment(self, p: int, stop: bool) -> bool:
+    def _finish_fragment(self, p: int) -> None:
         self._ending = True
         try:
-            return super()._finish_fragment(p, stop)
+            super()._finish_fragment(p)
         finally:
             self._ending = False

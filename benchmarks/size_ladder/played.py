@@ -158,7 +158,7 @@ def _outer_round(replica: StreamingDiLoCo) -> None:
     for p in replica.in_flight:
         replica.land(p)
     for p, fragment in enumerate(replica.fragments):
-        replica.launch(p, stop=False)
+        replica.launch(p)
         replica.land(p)
         fragment.show()
 

@@ -37,6 +37,7 @@ from lightning_commfree.comm.background import Background, on_host
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import MessageLayout, Route, View, routes
 from lightning_commfree.comm.liveness import PeerWatch
+from lightning_commfree.comm.requests import union
 from lightning_commfree.diloco.codec import BLOCK, Codec, chunks, decode_all
 from lightning_commfree.diloco.outer import NONE_FROZEN, WITHIN_TAG, Frozen
 
@@ -49,7 +50,7 @@ TAG = "outer_gradient"
 class Header(NamedTuple):
     """Metadata sent with a replica's values; creating it does not synchronize with the GPU."""
 
-    stop: bool
+    requests: int  # bits of `comm.requests`
     step: int
     digest: Tensor | int  # hash of the sender's global copy; 0 if it is not compared
     nonfinite: Tensor | bool = False  # the values contain NaN or Inf
@@ -76,7 +77,7 @@ class Position(NamedTuple):
 class HeaderSummary(NamedTuple):
     """Summary of the headers of all replicas in an exchange."""
 
-    stop: bool  # some replica requests a stop
+    requests: int  # the union of all replicas' requests
     drifted: bool  # the hashes of the global copies differ
     steps_differ: bool  # the messages were sent after different steps or batches
     changes_differ: bool  # different fragments have joined, or different parameters were frozen
@@ -104,10 +105,10 @@ class HeaderSummary(NamedTuple):
 
 def summarize_headers(headers_MW: Tensor) -> HeaderSummary:
     """Summarize the headers of all replicas: int64, shape (M, 7), in host memory."""
-    stop, step, digest, nonfinite, changed, weights, missed = headers_MW.T.tolist()
+    requests, step, digest, nonfinite, changed, weights, missed = headers_MW.T.tolist()
     positions = tuple(map(Position, step, missed))
     return HeaderSummary(
-        stop=any(stop),
+        requests=union(requests),
         drifted=len({*digest}) > 1,
         steps_differ=len({*positions}) > 1,
         changes_differ=len({*changed}) > 1,
@@ -278,18 +279,22 @@ class Arrival(NamedTuple):
     def shared_within(self, within: Channel) -> Arrival:
         """Return the result for the whole replica, combined from the results of its ranks.
 
-        A flag is set if it is set on any rank, and squared norms are summed over the shards; the
-        mean remains this rank's shard, and so do the positions. Collective within the replica.
+        A flag or request is set if it is set on any rank, and squared norms are summed over the
+        shards; the mean remains this rank's shard, and so do the positions. Collective within the
+        replica.
         """
-        flags = torch.tensor(self.summary[:4])
+        flags = torch.tensor(self.summary[:4], dtype=torch.int64)
         parts = flags.float(), self.norms
         mine = torch.cat([part.to(within.device, non_blocking=True) for part in parts])
         rows = on_host(within.all_gather(mine, WITHIN_TAG).wait(), within.peers)
 
-        stop, drifted, steps_differ, changes_differ = rows[:, :4].any(dim=0).tolist()
+        drifted, steps_differ, changes_differ = rows[:, 1:4].any(dim=0).tolist()
         # `nonfinite` is already combined: ranks share the flag before the launch
         summary = self.summary._replace(
-            stop=stop, drifted=drifted, steps_differ=steps_differ, changes_differ=changes_differ
+            requests=union([int(bits) for bits in rows[:, 0]]),
+            drifted=drifted,
+            steps_differ=steps_differ,
+            changes_differ=changes_differ,
         )
         return Arrival(self.mean, rows[:, 4:].sum(dim=0), summary)
 

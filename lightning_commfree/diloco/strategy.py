@@ -201,7 +201,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             self.module, settings.num_fragments, settings.fragment_pattern, self.optimizers
         )
         replicas, within = FixedMembership(self.channels.between), self.channels.within
-        self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, replicas, within)
+        self._diloco = StreamingDiLoCo(
+            self.module, fragments, self.settings, replicas, within, self.requests
+        )
         self._diloco.follow_optimizers(self.optimizers)
         # in manual optimization, GANs freeze one network while they train another
         self._diloco.ignores_frozen = not self.module.automatic_optimization

@@ -38,6 +38,7 @@ from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.exchange import Membership, View
+from lightning_commfree.comm.requests import Requests
 from lightning_commfree.diloco.codec import CODECS, codec_of, warm_up
 from lightning_commfree.diloco.exchange import (
     TAG,
@@ -106,6 +107,7 @@ class StreamingDiLoCo:
         within: channel between the k ranks of this replica, which have the same gradients; None if
             every rank is a replica. Each rank holds 1/k of the outer state and exchanges it with
             the same rank in the other replicas. All ranks must call every method.
+        requests: sent with every fragment that is launched; by default, none.
 
     Attributes:
         step: number of inner steps taken, including those skipped by a gradient scaler.
@@ -136,7 +138,9 @@ class StreamingDiLoCo:
         settings: DiLoCoSettings,
         membership: Membership,
         within: Channel | None = None,
+        requests: Requests | None = None,
     ) -> None:
+        self.requests = requests or Requests()
         self.settings, self.codec = settings, codec_of(settings.wire_dtype)
         # no later round would make up for rounding errors in the last round or an evaluation round
         self._last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
@@ -186,16 +190,8 @@ class StreamingDiLoCo:
         yield
 
     @torch.no_grad()
-    def after_step(self, stop: bool = False) -> bool:
+    def after_step(self) -> None:
         """Count an inner step, and launch and land fragments according to the schedule.
-
-        Args:
-            stop: whether this replica requests a stop; sent with the fragments that are launched
-                now.
-
-        Returns:
-            Whether any replica requested a stop when it launched the fragments that land now; the
-            same on all replicas.
 
         Raises:
             RuntimeError: a fragment cannot land (`nonfinite.refuse_landing`), or parameters were
@@ -209,14 +205,14 @@ class StreamingDiLoCo:
         if launches or self._frozen.unfrozen():
             self._check_all_in_fragments()
         for p in launches:
-            self.launch(p, stop)
+            self.launch(p)
 
         # a fragment that is not in flight was landed early by `finish`
-        landings = [p for p in self.schedule.landed_at(self.step) if p in self.flights]
-        stops = [self.land(p) for p in landings]
-        return any(stops)
+        for p in self.schedule.landed_at(self.step):
+            if p in self.flights:
+                self.land(p)
 
-    def launch(self, p: int, stop: bool) -> None:
+    def launch(self, p: int) -> None:
         """Launch a fragment: start sending its outer gradient to all replicas."""
         with record_function(f"launch fragment #{p}"):
             fragment, residual = self.fragments[p], self.fragments[p].residual
@@ -230,14 +226,10 @@ class StreamingDiLoCo:
                 fragment.subtract_from(outer, values)
                 if residual is not None:  # error feedback
                     values[: fragment.parameter_numel] += residual.mul_(self._feedback)
-                self.flights[p] = self._send(p, values, stop, residual, outer=outer, frozen=frozen)
+                self.flights[p] = self._send(p, values, residual, outer=outer, frozen=frozen)
 
-    def land(self, p: int) -> bool:
-        """Land a fragment: take the outer step and merge the global copy into the local copy.
-
-        Returns:
-            Whether any replica requested a stop when it launched the fragment.
-        """
+    def land(self, p: int) -> None:
+        """Land a fragment: take the outer step and merge the global copy into the local copy."""
         with record_function(f"land fragment #{p}"):
             frozen = self.flights[p].frozen
             arrival = self._receive(p)
@@ -246,7 +238,6 @@ class StreamingDiLoCo:
                 self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
                 self.fragments[p].merge(self.settings.mix, frozen=frozen)
-            return arrival.summary.stop
 
     def _outer_step(self, p: int, mean: Tensor, frozen: Frozen) -> None:
         self.fragments[p].outer_step(mean, frozen)
@@ -255,34 +246,34 @@ class StreamingDiLoCo:
     # -- the end of a fit
 
     @torch.no_grad()
-    def finish(self, stop: bool = False) -> bool:
+    def finish(self) -> None:
         """Land in-flight fragments, then average the replicas' local weights.
 
         All replicas must call this method after the same step. Global and local copies, and
         averaged buffers, then equal that mean bit for bit on all replicas; a second call changes
         nothing. A single replica keeps its local weights. The outer optimizer's state is unchanged.
-        Arguments, result and errors are as in `after_step`.
+        Errors are as in `after_step`.
         """
         self._check_all_in_fragments()
         with self.weight_swap.local_weights():
-            stops = [self.land(p) for p in list(self.flights)]
-            stops += [self._finish_fragment(p, stop) for p in range(len(self.fragments))]
+            for p in list(self.flights):
+                self.land(p)
+            for p in range(len(self.fragments)):
+                self._finish_fragment(p)
             self.average_moved()
-            return any(stops)
 
-    def _finish_fragment(self, p: int, stop: bool) -> bool:
-        """Average a fragment's local copies; return whether any replica requested a stop."""
+    def _finish_fragment(self, p: int) -> None:
+        """Average a fragment's local copies."""
         with record_function(f"launch fragment #{p}"):
             # without the residual, which is not part of the local weights
             frozen, values = self._frozen_at(p), self.fragments[p].outer_gradient()
-            self.flights[p] = self._send(p, values, stop, frozen=frozen)
+            self.flights[p] = self._send(p, values, frozen=frozen)
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
             self._take_mean(p, arrival.mean if self.num_replicas > 1 else None, frozen)
             self._landings[p] = self._landings[p].then(lambda one: one._replace(outer_lr=1.0))
             if self.view.rank in arrival.summary.nonfinite:
                 self._reset_after_abstaining(p, [p])
-            return arrival.summary.stop
 
     def _take_mean(self, p: int, mean: Tensor | None, frozen: Frozen) -> None:
         self.fragments[p].take_mean(mean, frozen)
@@ -298,7 +289,6 @@ class StreamingDiLoCo:
         self,
         p: int,
         values: Tensor,
-        stop: bool,
         residual: Tensor | None = None,
         tag: str = TAG,
         outer: Tensor | None = None,
@@ -313,7 +303,8 @@ class StreamingDiLoCo:
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         hashed = self._digest(p, outer) if tag == TAG else 0
         changed, weight = self._changed_hash(p, frozen), self._weight(p)
-        header = Header(stop, self.step, hashed, nonfinite, changed, weight, self.missed)
+        requests = self.requests.outgoing() if tag == TAG else 0  # nobody reads an evaluation's
+        header = Header(requests, self.step, hashed, nonfinite, changed, weight, self.missed)
         flight = self._launch(p, values, header, residual, tag)
         return replace(flight, frozen=frozen)
 
@@ -338,6 +329,7 @@ class StreamingDiLoCo:
 
         arrival = flight.receive(fragment.global_copy.device, self._within)
         self._check(arrival, p)
+        self.requests.incoming(arrival.summary.requests)
         self._abstentions[p] += len(arrival.summary.nonfinite)
         landing = partial(
             Landing,
@@ -526,7 +518,7 @@ class StreamingDiLoCo:
             # launch all exchanges first, so that transfers overlap with decoding
             gradients = enumerate(fragment.outer_gradient() for fragment in self.fragments)
             flights = [
-                self._send(p, g, False, tag=EVALUATION_TAG, frozen=self._frozen_at(p))
+                self._send(p, g, tag=EVALUATION_TAG, frozen=self._frozen_at(p))
                 for p, g in gradients
             ]
             self._mean = []

@@ -76,10 +76,8 @@ class GradientMean:
         """Return a context manager that does nothing: a step needs no preparation."""
         return nullcontext()
 
-    def after_step(self, stop: bool) -> bool:
-        """Do nothing: `DominoSession.after_backward` exchanges the stop flags before the step."""
-        del stop
-        return False
+    def after_step(self) -> None:
+        """Do nothing: `DominoSession.after_backward` exchanges requests before the step."""
 
     def figures(self) -> dict[str, float]:
         """Return no metrics: traffic is counted in the ledger."""

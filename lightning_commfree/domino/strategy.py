@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Traffic
+from lightning_commfree.comm.requests import union
 from lightning_commfree.comm.settings import check_count
 from lightning_commfree.domino import DominoSettings, GradientMean, looks_finite, refuse_nonfinite
 from lightning_commfree.domino.data_parallel import FLAGS_TAG
@@ -25,10 +26,8 @@ class DominoSession(FitSession[GradientMean]):
     """Fit session for Domino, in which the ranks that share a model communicate on every batch.
 
     Before each optimizer step, every rank sends three numbers to all others: the index of its
-    batch, whether its gradient contains NaN or Inf, and whether it requests a stop.
+    batch, whether its gradient contains NaN or Inf, and its requests.
     """
-
-    _stops = False  # whether some rank requests a stop after the current step
 
     @override
     def batch_begins(self) -> None:
@@ -57,8 +56,8 @@ class DominoSession(FitSession[GradientMean]):
         module, world = self._module, self._world
         batch = self._trainer.fit_loop.total_batch_idx
         is_finite = looks_finite(module.parameters(), world.peers)
-        mine = torch.tensor([batch, not is_finite, self._stopping.wanted])
-        batches, nonfinite, stops = world.all_gather(mine, FLAGS_TAG).wait().unbind(1)
+        mine = torch.tensor([batch, not is_finite, self._stopping.requests.outgoing()])
+        batches, nonfinite, requests = world.all_gather(mine, FLAGS_TAG).wait().unbind(1)
         if len(set(batches.tolist())) > 1:
             found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]
             raise RuntimeError(
@@ -66,16 +65,11 @@ class DominoSession(FitSession[GradientMean]):
                 " callback probably skipped a batch on only some ranks. Skip it on all ranks or on"
                 " none."
             )
-        self._stops = bool(stops.any())
+        self._stopping.requests.incoming(union(requests.tolist()))
         if nonfinite.any():
             step, size = self._trainer.global_step + 1, self._channels.within.size
             refuse_nonfinite(world, module, loss, step, size)
         self.between.land(module)
-
-    @override
-    def after_step(self) -> None:
-        if self._stops:
-            self._stopping.agree_in_step()
 
 
 class DominoTPStrategy(ReplicaStrategy):

@@ -53,6 +53,7 @@ from typing_extensions import override
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import Route, View
+from lightning_commfree.comm.requests import STOP, Requests
 from lightning_commfree.diloco.codec import Codec
 from lightning_commfree.diloco.exchange import (
     TAG,
@@ -130,6 +131,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         settings: DiLoCoSettings,
         membership: ElasticMembership,
         within: Channel | None = None,
+        requests: Requests | None = None,
     ) -> None:
         assert settings.evaluate == "outer", "other weights need all replicas at the same time"
         ledger = membership.ledger
@@ -151,7 +153,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._others_step = 0
         self._landed_steps = self._last_steps = 0  # inner steps in the latest landing
         self._donors_views: dict[int, tuple[int, ...]] = {}  # member slots by exchange
-        super().__init__(module, fragments, settings, membership, within)
+        super().__init__(module, fragments, settings, membership, within, requests)
         self._frozen_digests = self._frozen.digests()
         membership.transfer.serve(self.snapshot, self.messages)
 
@@ -193,25 +195,25 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return True
 
     @override
-    def after_step(self, stop: bool = False) -> bool:
+    def after_step(self) -> None:
         self.inner_steps += 1
         if self.is_rejoining:
             self.step += 1
             self.skipped = self._rejoin()
-            return False
+            return
+        self.skipped = 0
         try:
-            stops, self.skipped = super().after_step(stop), 0
+            super().after_step()
         except LeftBehindError:
             steps_in_flight = self.settings.overlap_steps * len(self.fragments)
             # the other replicas have landed the only in-flight fragment without this replica
             if not (self.may_rejoin and 0 < steps_in_flight < self.settings.sync_every):
                 raise
             self._begin_to_rejoin()
-            stops, self.skipped = False, self._rejoin()
-        while self._is_behind and not stops:
-            stops = super().after_step(stop)
+            self.skipped = self._rejoin()
+        while self._is_behind and not self.requests.stops:
+            super().after_step()
             self.skipped += 1
-        return stops
 
     @property
     def _is_behind(self) -> bool:
@@ -225,11 +227,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return by_time and membership.is_launched(self.launched)
 
     @override
-    def finish(self, stop: bool = False) -> bool:
+    def finish(self) -> None:
         if self.is_rejoining:
             self._rejoin(must=True)
         self._membership.end()
-        return super().finish(stop)
+        super().finish()
 
     def drain(self, seconds: float) -> None:
         """Wait for in-flight exchanges to complete, for at most `seconds`.
@@ -563,7 +565,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self._trained_since[p] = since
         while self.launch_step(self.launched) == self.step:
             p = self.launched % len(self.fragments)
-            self.launch(p, stop=False)
+            self.launch(p)
             if not self.settings.overlap_steps:
                 self.land(p)
         self._enter(self._membership.view())
@@ -644,7 +646,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         arrival = exchange.decode(arrived, self.fragments[p].global_copy.device)
         self._outer_step(p, arrival.mean)
         self._keep(message)
-        return arrival.summary.stop
+        return bool(arrival.summary.requests & STOP)
 
     def _take_outer(self, step: int) -> None:
         """Overwrite the local weights with the outer weights; continue the schedule from `step`.

@@ -304,7 +304,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             by_time,
         )
         self._diloco = diloco = ElasticDiLoCo(
-            self.module, fragments, settings, membership, self.channels.within
+            self.module, fragments, settings, membership, self.channels.within, self.requests
         )
         diloco.follow_optimizers(self.optimizers)
         diloco.ignores_frozen = not self.module.automatic_optimization

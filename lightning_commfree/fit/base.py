@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import DEFAULT_TIMEOUT, RankInfo, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
+from lightning_commfree.comm.requests import Requests
 from lightning_commfree.fit.checks import check_ddp_kwargs, refuse_manual
 from lightning_commfree.fit.clock import Clock
 from lightning_commfree.fit.contracts import Between, Inside
@@ -94,10 +95,12 @@ class ReplicaStrategy(DDPStrategy):
         session: state of the current fit, and its hooks.
         ddp_kwargs: the arguments of `DDPStrategy` that differ from its defaults.
         patches: wrappers around Lightning's methods during a fit.
+        requests: what this rank and the others request with their next exchange; from `begin` on.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
     """
 
     settings: Any
+    requests: Requests
     liveness = True
     session_type: type[FitSession[Any]] = LocalWeightsSession
     model: Any
@@ -267,6 +270,7 @@ class ReplicaStrategy(DDPStrategy):
         stopping = self.stopping(trainer, clock)
         super().setup(trainer)
         self.inside.begin(self.optimizers)
+        self.requests = stopping.requests
         between = self.begin(trainer)
         self._prepared = [*self.optimizers]
         self.session = self.session_type(

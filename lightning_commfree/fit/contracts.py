@@ -193,11 +193,12 @@ class Between(Resumable, Protocol):
         """Return a context manager that wraps a step: forward, backward, clipping and update."""
         return nullcontext()
 
-    def after_step(self, stop: bool) -> bool:
+    def after_step(self) -> None:
         """Run the algorithm's communication after a step, as counted by `Clock`.
 
-        `stop` is whether this rank requests a stop; it is sent to the other ranks. Returns whether
-        all ranks stop now; the result is the same on every rank.
+        Every header contains the strategy's `requests.outgoing()`, and `requests.incoming` is
+        called with the union of all ranks' bits when an exchange lands, after the same step on all
+        ranks.
         """
         ...
 
@@ -232,11 +233,8 @@ class LocalUpdates(Between, Protocol):
         """
         return None
 
-    def finish(self, stop: bool) -> bool:
-        """Synchronize fully, so that the local weights of all replicas equal the shared weights.
-
-        The argument and the return value are the same as in `after_step`.
-        """
+    def finish(self) -> None:
+        """Synchronize fully, so that the local weights of all replicas equal the shared weights."""
         ...
 
     def wait_in_flight(self) -> None:
@@ -276,19 +274,6 @@ class LocalUpdates(Between, Protocol):
 
 class EveryStep(Between, Protocol):
     """An algorithm that communicates at every step, so that all replicas hold the same weights."""
-
-    stream_ended: bool = False  # whether any rank's data stream ended with the latest step
-
-    def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Register functions that return this rank's two flags, which are sent at every step.
-
-        Args:
-            stop: a function that returns whether this rank requests a stop; `after_step` then
-                returns whether any rank requests one.
-            stream_ends: a function that returns whether this rank's data stream ends with this
-                step.
-        """
-        ...
 
     def follow_parameters(self) -> None:
         """Update internal copies of weights that hooks have modified before the first step."""

@@ -22,13 +22,14 @@ def check_evaluation(trainer: pl.Trainer, ranks: Ranks, inside: Inside, patches:
     In a `fit`, this is its validation loop, for the first time before the sanity check. The check
     is collective and raises a `ValueError` on all ranks.
     """
-    loop, name = {
+    loops: dict[Any, tuple[Any, str]] = {
         TrainerFn.FITTING: (trainer.fit_loop.epoch_loop.val_loop, "val"),
         TrainerFn.VALIDATING: (trainer.validate_loop, "val"),
         TrainerFn.TESTING: (trainer.test_loop, "test"),
         TrainerFn.PREDICTING: (trainer.predict_loop, "predict"),
-    }[trainer.state.fn]  # type: ignore[index]
-    set_up: Any = loop.setup_data
+    }
+    loop, name = loops[trainer.state.fn]
+    set_up = loop.setup_data
 
     def set_up_and_check() -> None:
         set_up()

@@ -214,8 +214,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         self._stopping.check_epoch_ends()
         self._agree_on_buffers()
         with self._world.ledger.during(END):
-            if self.between.finish(self._stopping.wanted):
-                self._stopping.agree_in_step()
+            self.between.finish()
+            self._stopping.follow_requests()
         self._finished_at = self.between.step
 
     def _take_changes(self) -> None:
@@ -230,7 +230,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             self._swap.take_local()  # a mean would be rounded by the wire format
         else:
             with self._world.ledger.during(END):
-                self.between.finish(self._stopping.wanted)
+                self.between.finish()
 
     @contextmanager
     def _with_shared_weights(self) -> Iterator[bool]:

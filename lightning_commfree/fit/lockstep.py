@@ -1,8 +1,4 @@
-"""Fit session for ranks that communicate at every step and then hold identical weights.
-
-With each exchange, every rank sends two flags: whether it requests a stop (`Stopping.wanted`), and
-whether its data stream of unknown length ends with this step (`Stopping.stream_ends`).
-"""
+"""Fit session for ranks that communicate at every step and then hold identical weights."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from lightning_commfree.resume.rank_files import copy_to_cpu
 class LockstepSession(FitSession[EveryStep]):
     """Fit session for algorithms that communicate at every step."""
 
-    compares_weights = True
+    compares_weights = shares_stream_ends = True
     why_not_manual = (
         "its ranks exchange something at every optimizer step, but manual optimization may step"
         " any number of times per batch, and other optimizers on other ranks"
@@ -28,9 +24,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def begin(self, resumed: bool) -> None:
-        stopping = self._stopping
         self.between.follow_parameters()
-        self.between.send_flags(lambda: stopping.wanted, lambda: stopping.stream_ends)
         super().begin(resumed)
 
     @override
@@ -50,11 +44,6 @@ class LockstepSession(FitSession[EveryStep]):
             "Ranks that exchange something at every step must take the same steps. Agree on the"
             " condition first, for example with an all-reduce, or use `nonfinite='abstain'`.",
         )
-
-    @override
-    def after_step(self) -> None:
-        if self.between.stream_ended:
-            self._stopping.end_epoch()
 
     @override
     def validation_begins(self) -> None:

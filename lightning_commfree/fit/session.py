@@ -53,6 +53,7 @@ class FitSession(Generic[B]):
     least_ranks = 1  # minimum size of the DDP job with which traffic is compared
     trains_independently = False  # ranks exchange nothing at most steps
     compares_weights = False  # each step's exchange also compares the ranks' weights
+    shares_stream_ends = False  # the end of a stream is a request, sent with each step's exchange
     why_not_manual: str | None = None  # the reason, if manual optimization is refused
     computing = False  # whether a training step is running
     accumulates = False  # whether no optimizer step follows the training step
@@ -97,7 +98,7 @@ class FitSession(Generic[B]):
         self.clock.steps = self.steps_before()
         self._hooks = StepHooks(self._module, self._raw_step_begins, self._raw_step_ends, self.sees)
         self._at_begin = self.clock.steps, self._weight_hashes()
-        self._stopping.begin(self.trains_independently)
+        self._stopping.begin(self.trains_independently, self.shares_stream_ends)
         self.log.begin()
 
     def steps_before(self) -> int:
@@ -210,8 +211,8 @@ class FitSession(Generic[B]):
             self._stopping.batch_ends(stepped)
         if not stepped:  # part of a batch, or no optimizer has stepped in it
             return
-        if self.between.after_step(self._stopping.wanted):
-            self._stopping.agree_in_step()
+        self.between.after_step()
+        self._stopping.follow_requests()
         self.after_step()
         self.log.after_step()
 

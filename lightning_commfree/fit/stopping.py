@@ -5,9 +5,9 @@ Lightning's own limit on batches is lowered, so progress bars, schedulers and va
 and all ranks reach the same steps, validations, checkpoints and epoch ends without asking each
 other.
 
-*Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent as a
-flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
-(`agree_in_step`). When all ranks are at the same point anyway (after validation, at the end of an
+*Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent with the
+next exchange (`comm.requests`), and all ranks stop when that exchange has landed
+(`follow_requests`). When all ranks are at the same point anyway (after validation, at the end of an
 epoch and before a checkpoint), they agree immediately on `should_stop` (`agree_here`). SIGTERM
 takes effect only after the next step: at these points Lightning would exit the fit without calling
 another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` first.
@@ -33,6 +33,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.liveness import PeerWatch
+from lightning_commfree.comm.requests import STOP, STREAM_ENDS, Requests
 from lightning_commfree.fit.clock import Clock
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.fit.signals import DeferredSigterm
@@ -72,18 +73,22 @@ class Stopping:
         self._step = 0  # number of steps begun, or of batches if a step spans one
         self._ends: EpochEnds | None = None
         self._first_to_end: int | None = None  # the rank whose data has ended the current epoch
+        self._shares_stream_ends = False
         self.sigterm = DeferredSigterm(trainer, clock, patches)
+        self.requests = Requests(self._outgoing)
         if self._several:
             self._follow_loops(patches)
 
     # -- called as a fit proceeds
 
-    def begin(self, trains_independently: bool) -> None:
+    def begin(self, trains_independently: bool, shares_stream_ends: bool) -> None:
         """Prepare for the first training step.
 
         `trains_independently` is whether ranks skip communication in most steps, so that they
-        cannot report the end of their data.
+        cannot report the end of their data; `shares_stream_ends` is whether every step's exchange
+        contains their requests, and so reports it.
         """
+        self._shares_stream_ends = shares_stream_ends
         self._trains, self._step = True, self._trainer.global_step
         if self._several:
             self._independent_streams = trains_independently and self._unsized
@@ -108,14 +113,23 @@ class Stopping:
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank requests a stop; sent with the next exchange."""
+        """Whether this rank requests a stop."""
         return self._requested or self.sigterm.requested
 
-    def agree_in_step(self) -> None:
-        """Stop all ranks after the current step, if any rank requests it; collective.
+    def _outgoing(self) -> int:
+        ends = self._shares_stream_ends and self.stream_ends
+        return STOP * self.wanted + STREAM_ENDS * ends
 
-        Call it on all ranks when an exchange of the step contained a request (`wanted`).
-        """
+    def follow_requests(self) -> None:
+        """Do what the exchanges that have landed request; collective if they request anything."""
+        landed = self.requests.take()
+        if landed & STOP:
+            self.agree_in_step()
+        if landed & STREAM_ENDS:
+            self.end_epoch()
+
+    def agree_in_step(self) -> None:
+        """Stop all ranks after the current step, if any rank requests it; collective."""
         if self._several:
             sigterm = self.sigterm
             flags = self._requested + 2 * sigterm.requested + 4 * sigterm.requeue_requested

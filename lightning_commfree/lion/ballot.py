@@ -1,7 +1,7 @@
 """Exchange the workers' ballots for one bucket of parameters, and compute Delta, the result.
 
 A ballot is a header and two bit planes, c > 0 and c != 0. The header is two int64 words and one
-byte per parameter tensor. The first word contains flags and the number of zeros. The second
+byte per parameter tensor. The first word contains requests and the number of zeros. The second
 contains hashes of values that must be the same on all workers: hyperparameters in the upper half,
 parameters in the lower half. Every worker receives all headers, so all workers make the same
 decision.
@@ -41,12 +41,11 @@ from torch.nn.functional import pad
 from lightning_commfree.comm.background import on_host
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import Route, View, routes
+from lightning_commfree.comm.requests import union
 from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
 
-# Flags in a header's first word, below the number of zeros. STOP: the worker asks all workers to
-# stop. STREAM_ENDS: the worker's data stream, of unknown length, ends at this step.
-STOP, STREAM_ENDS = 1, 2
-_ZEROS_SHIFT = 8
+_ZEROS_SHIFT = 8  # in a header's first word, the worker's requests are below the number of zeros
+_REQUESTS = (1 << _ZEROS_SHIFT) - 1
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES, DIGEST_BYTES = 16, 8
 _DIGEST_BITS = 32  # size of the parameters' hash, which is in the lower bits
@@ -63,8 +62,7 @@ class Ballot(NamedTuple):
 class HeaderSummary(NamedTuple):
     """Summary of all workers' headers; the same on every worker."""
 
-    stop: bool  # whether any worker requests a stop
-    stream_ends: bool  # whether any worker's data stream ends at this step
+    requests: int  # the union of all workers' requests, as bits of `comm.requests`
     zeros: int  # largest number of zero votes by any worker that does not abstain
     abstaining: tuple[int, ...]  # worker indices
     faults: tuple[tuple[int, int], ...]  # (worker, parameter) pairs with NaN or Inf
@@ -98,13 +96,13 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
 
 
 def write_header(
-    out: Tensor, flags: int, numel: int, nonzeros: Sequence[Tensor | int], digest: Tensor | int
+    out: Tensor, requests: int, numel: int, nonzeros: Sequence[Tensor | int], digest: Tensor | int
 ) -> None:
     """Write the two words of a ballot's header without making the host wait for the device.
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        flags: `STOP`, `STREAM_ENDS`, their sum, or 0.
+        requests: bits of `comm.requests`.
         numel: number of votes in the ballot.
         nonzeros: counts of nonzero votes in parts of the ballot, as ints or 0-d int64 tensors.
             Their sum is subtracted from `numel` to get the number of zeros.
@@ -113,7 +111,7 @@ def write_header(
     words = out[:_WORDS_BYTES].view(torch.int64)
     # a sum that starts from 0 would launch an additional kernel
     nonzero = sum(nonzeros[1:], nonzeros[0]) if nonzeros else 0
-    words[0].fill_(((numel << _ZEROS_SHIFT) + flags) - (nonzero << _ZEROS_SHIFT))
+    words[0].fill_(((numel << _ZEROS_SHIFT) + requests) - (nonzero << _ZEROS_SHIFT))
     words[1].fill_(digest)
 
 
@@ -126,7 +124,7 @@ def marks_of(headers: Tensor, parameters: int) -> Tensor:
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
-    """Combine the flags, abstentions and hashes in all workers' ballot headers.
+    """Combine the requests, abstentions and hashes in all workers' ballot headers.
 
     `headers` is uint8, shape (workers, header bytes), in host memory.
     """
@@ -138,8 +136,7 @@ def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
     parameters_differ, hyperparameters_differ = differing([digest for _, digest in words])
 
     return HeaderSummary(
-        stop=any(flags & STOP for flags, _ in words),
-        stream_ends=any(flags & STREAM_ENDS for flags, _ in words),
+        requests=union([first & _REQUESTS for first, _ in words]),
         zeros=max(
             [first >> _ZEROS_SHIFT for w, (first, _) in enumerate(words) if w not in abstaining]
             or [0]
@@ -378,7 +375,7 @@ class NodeBallotExchange:
             node, and the result planes, with one row per rank.
         """
         differ = summary.parameters_differ, summary.hyperparameters_differ
-        seen = [summary.stop, summary.stream_ends, *differ, refused]
+        seen = [summary.requests, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
         message = torch.cat([flags, digest_of(ballot.header), planes.flatten()])
         gathered = on_host(
@@ -388,14 +385,12 @@ class NodeBallotExchange:
         # the node acts as one worker, but an exchange may have been rejected on only some ranks
         sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
         flags, digests, planes = torch.split(gathered, sizes, dim=1)
-        stop, stream_ends, parameters, hyperparameters, refused = (
-            flags[:, : len(seen)].bool().any(0).tolist()
-        )
+        requests, *others = flags[:, : len(seen)].T.tolist()
+        parameters, hyperparameters, refused = map(any, others)
         # the exchange compared each rank with other nodes only; compare the node's own ranks here
         within = differing(digests.contiguous().view(torch.int64).flatten().tolist())
         shared = summary._replace(
-            stop=stop,
-            stream_ends=stream_ends,
+            requests=union(requests),
             parameters_differ=parameters or within[0],
             hyperparameters_differ=hyperparameters or within[1],
         )

@@ -15,6 +15,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.job import ReplicaChannels
+from lightning_commfree.comm.requests import Requests
 from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
@@ -72,10 +73,9 @@ class VotingSession:
             this worker.
         overlaps: whether votes may start during backward. If so, nothing may change gradients after
             backward.
+        requests: sent with every ballot; by default, none.
 
     Attributes:
-        stream_ended: whether any worker's data stream ended at the last step; the same on all
-            ranks.
         lion: the optimizer.
         buffers: the buffers that all ranks average.
         voting: takes the optimizer's steps.
@@ -94,25 +94,17 @@ class VotingSession:
         settings: LionSettings,
         channels: ReplicaChannels,
         overlaps: bool,
+        requests: Requests | None = None,
     ) -> None:
         self._module, self.lion, self._settings = module, lion, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
         self.buffers = AveragedBuffers(module)
         self._averaged = self._trainable()  # names of the parameters that DDP averages in a node
-        self.stream_ended = False
+        self._requests = requests or Requests()
         self.voting = self._join()
 
     # -- during a step
-
-    def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Set the functions that return this rank's flags, which are sent with every ballot.
-
-        Args:
-            stop: returns whether this rank requests a stop.
-            stream_ends: returns whether this rank's data stream ends at this step.
-        """
-        self.voting.stop, self.voting.stream_ends = stop, stream_ends
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -125,26 +117,13 @@ class VotingSession:
         if not self.lion.is_voted_on:  # the user added parameters to the optimizer: join again
             self.voting = self._join()
             self.voting.load_state_dict(before.state_dict())
-            self.send_flags(before.stop, before.stream_ends)
         if self._settings.node_size > 1:
             self._refuse_unfrozen()
         with self.voting.during_backward() if self._overlaps else nullcontext():
             yield
 
-    def after_step(self, stop: bool) -> bool:
-        """Read the flags that were sent with this step's ballots, and update `stream_ended`.
-
-        `stop` is ignored, because ballots already contain this rank's request (`send_flags`).
-
-        Returns:
-            Whether any worker requested a stop.
-        """
-        del stop
-        voting = self.voting
-        stop_agreed, self.stream_ended = voting.stop_agreed, voting.stream_ended
-        # clear the flags, because the next step may hold no vote: fp16 scaling may skip it
-        voting.stop_agreed = voting.stream_ended = False
-        return stop_agreed
+    def after_step(self) -> None:
+        """Do nothing: the votes have been exchanged within the step."""
 
     def figures(self) -> dict[str, float]:
         """Return a dict of metrics (`Voting.figures`)."""
@@ -269,7 +248,9 @@ class VotingSession:
         within, sharded = self._channels.within, self._settings.inside != "ddp"
         node = within if not sharded and self._settings.node_size > 1 else None
         shard_peers = within if sharded else None
-        return self.lion.join(named, self._view, self._settings, node, shard_peers)
+        voting = self.lion.join(named, self._view, self._settings, node, shard_peers)
+        voting.requests = self._requests
+        return voting
 
     def _trainable(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}

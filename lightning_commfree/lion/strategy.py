@@ -162,7 +162,9 @@ class DistributedLionStrategy(ReplicaStrategy):
                 " is compiled as a whole, and torch.compile returns all of its gradients together."
                 " Compile block by block instead: `for block in blocks: block.compile()`."
             )
-        return VotingSession(self.module, lion, self.settings, self.channels, self._overlaps)
+        return VotingSession(
+            self.module, lion, self.settings, self.channels, self._overlaps, self.requests
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -30,11 +30,10 @@ from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.liveness import AgreedError
+from lightning_commfree.comm.requests import Requests, union
 from lightning_commfree.lion.ballot import (
     DOWN_TAG,
     NODE_TAG,
-    STOP,
-    STREAM_ENDS,
     UP_TAG,
     Ballot,
     BallotExchange,
@@ -100,11 +99,7 @@ class Voting:
 
     Attributes:
         step: number of completed steps.
-        stop: function that returns whether this worker requests a stop; called for every ballot.
-        stop_agreed: whether any worker requested a stop in the last step; the same on all workers.
-        stream_ends: function that returns whether this worker's data stream ends at this step;
-            called for every ballot.
-        stream_ended: whether any worker's stream ended at the last step; the same on all workers.
+        requests: sent with every ballot; those of all workers land with the step.
         abstentions: number of times any worker abstained on a bucket because of NaN or Inf.
     """
 
@@ -124,10 +119,7 @@ class Voting:
         self.buckets = split_into_buckets(parameters, shards, bucket_numel)
 
         self.step = 0
-        self.stop: Callable[[], bool] = lambda: False
-        self.stop_agreed = False
-        self.stream_ends: Callable[[], bool] = lambda: False
-        self.stream_ended = False
+        self.requests = Requests()
         self.abstentions = 0
 
         self._members = members
@@ -166,8 +158,9 @@ class Voting:
         summaries = [result.summary for result in results]
         raises = self.settings.nonfinite == "raise"
         refused = any(summary.refuses(raises) for summary in summaries)
-        stop, ended = any(s.stop for s in summaries), any(s.stream_ends for s in summaries)
-        self.stop_agreed, self.stream_ended, refused = self._on_any_shard([stop, ended, refused])
+        requests = union([summary.requests for summary in summaries])
+        requests, refused = self._on_any_shard(requests, refused)
+        self.requests.incoming(requests)
         if refused:
             raise self._refusal(results)
 
@@ -207,18 +200,18 @@ class Voting:
         if index == 0:  # call `_members` once per step, because it goes through all groups
             each = iter(self._members([p for b in self.buckets for p in b.parameters]))
             self._in_step = [list(islice(each, len(b.parameters))) for b in self.buckets]
-        flags = STOP * self.stop() + STREAM_ENDS * self.stream_ends()
-        members = self._in_step[index]
-        flight = self._votes[index].launch(members, self.step, flags, self._background)
+        members, requests = self._in_step[index], self.requests.outgoing()
+        flight = self._votes[index].launch(members, self.step, requests, self._background)
         self._flights.append(flight)
 
-    def _on_any_shard(self, flags: list[bool]) -> list[bool]:
-        """Return, for each flag, whether it is set on any rank of this worker."""
+    def _on_any_shard(self, requests: int, refused: bool) -> tuple[int, bool]:
+        """Combine the requests, and whether the step is rejected, over this worker's ranks."""
         peers = self._shard_peers
         if peers is None or peers.size == 1:
-            return flags
-        mine = torch.tensor(flags, dtype=torch.uint8, device=peers.device)
-        return on_host(peers.all_gather(mine, NODE_TAG).wait(), peers.peers).bool().any(0).tolist()
+            return requests, refused
+        mine = torch.tensor([requests, refused], dtype=torch.uint8, device=peers.device)
+        of_all, refusals = on_host(peers.all_gather(mine, NODE_TAG).wait(), peers.peers).T.tolist()
+        return union(of_all), any(refusals)
 
     def _refusal(self, results: Sequence[VoteResult]) -> RuntimeError:
         """Return the error for a step that was rejected on all workers."""
@@ -352,11 +345,11 @@ class BucketVote:
         return self._exchange.bytes_by_tag
 
     def launch(
-        self, members: list[LionParam], step: int, flags: int, background: Background
+        self, members: list[LionParam], step: int, requests: int, background: Background
     ) -> BallotInFlight:
         """Cast this worker's ballot and start exchanging it.
 
-        `step` is the number of completed steps; `flags` is as in `write_header`.
+        `step` is the number of completed steps; `requests` is as in `write_header`.
         """
         self._step = step
         with record_function(f"launch vote #{self.bucket.index}"):
@@ -367,7 +360,9 @@ class BucketVote:
             hashes = join_digests(tuning, _digest(self.bucket) if due else 0)
 
             momenta = self._momenta.of(members)
-            raw = cast_ballot(self.bucket, members, self._valid_on_device, flags, hashes, momenta)
+            raw = cast_ballot(
+                self.bucket, members, self._valid_on_device, requests, hashes, momenta
+            )
             host, wait_for_host = to_host(raw, self._view.channel.peers)
             head = header_bytes(len(self.bucket.parameters))
             ballot = Ballot(host[:head], *host[head:].view(2, -1))

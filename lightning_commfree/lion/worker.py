@@ -151,7 +151,7 @@ def cast_ballot(
     bucket: Bucket,
     members: list[LionParam],
     valid: Tensor,
-    flags: int,
+    requests: int,
     digest: Tensor | int,
     momenta: Tensor | None = None,
 ) -> Tensor:
@@ -161,7 +161,7 @@ def cast_ballot(
         bucket: the bucket.
         members: the bucket's parameters, in the bucket's order.
         valid: uint8, shape (bucket.plane_bytes,): bits that are not padding.
-        flags: as in `write_header`.
+        requests: as in `write_header`.
         digest: as in `write_header`.
         momenta: result of `FlatMomenta.of`.
 
@@ -211,7 +211,7 @@ def cast_ballot(
     if totals is not None:
         nonzeros.append(totals[0])
         marks.add_(totals[1:], alpha=NONFINITE)
-    write_header(header, flags, bucket.numel, nonzeros, digest)
+    write_header(header, requests, bucket.numel, nonzeros, digest)
     return buffer
 
 

@@ -204,7 +204,9 @@ def test_gathers_beside_shards_leave_from_the_device(monkeypatch: pytest.MonkeyP
 def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     training = Training(monkeypatch, size, CPU)
     asked = training.run(outer_device="cpu", wire_dtype="fp4")
-    waits = {q for step in ("after step", "finish") for q in on_host(step, size) if q.kind == "wait"}
+    waits = {
+        q for step in ("after step", "finish") for q in on_host(step, size) if q.kind == "wait"
+    }
     assert asked == waits | OFFLOADED
     assert not any(is_walked(f.global_copy) for f in training.diloco.fragments)
 

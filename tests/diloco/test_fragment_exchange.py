@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.exchange import View, routes
+from lightning_commfree.comm.requests import STOP
 from lightning_commfree.diloco import codec as wire_module
 from lightning_commfree.diloco.codec import BLOCK, CODECS
 from lightning_commfree.diloco.exchange import (
@@ -57,7 +58,7 @@ def exchange_both(rank: int, size: int, from_device: bool, weights: tuple[int, .
         for way in ways:
             before = channel.ledger.bytes_sent
             digest = 5 if name != "bf16" else 5 + rank
-            header = Header(stop=rank == 1, step=7, digest=digest, weight=weights[rank])
+            header = Header(STOP * (rank == 1), step=7, digest=digest, weight=weights[rank])
             arrived = way.launch(gradient(rank), header, device=CPU).wait()
             sent = channel.ledger.bytes_sent - before
             assert (arrived.decoded is not None) == from_device, "by the thread, on arrival"
@@ -74,7 +75,7 @@ def exchange_both(rank: int, size: int, from_device: bool, weights: tuple[int, .
         for name in ("fp4", "int2", "topk")
     ]
     for other_step in ways:
-        late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
+        late = other_step.launch(gradient(rank), Header(0, 7 + rank, 0)).wait()
         outcomes["late", other_step.route.two_phase] = other_step.decode(late, CPU).summary
     background.close()
     channel.close()
@@ -127,7 +128,7 @@ def test_means_flags_and_bytes(
             for outcomes in ranks:
                 arrival, cosine, norm, num_bytes, foretold = outcomes[name, way]
                 assert torch.equal(arrival.mean, expected), (name, way)
-                assert arrival.summary.stop
+                assert arrival.summary.requests == STOP
                 assert arrival.summary.drifted is (name == "bf16")
                 assert not arrival.summary.steps_differ
                 assert cosine == pytest.approx(float(similar), abs=1e-5)
@@ -138,7 +139,7 @@ def test_means_flags_and_bytes(
     for outcomes in ranks:
         for way in (False, True):
             late = outcomes["late", way]
-            assert (late.stop, late.drifted, late.steps_differ) == (False, False, True)
+            assert (late.requests, late.drifted, late.steps_differ) == (0, False, True)
             assert [step for step, _ in late.positions] == [7 + rank for rank in range(size)]
         assert outcomes["cheaper"] == [size > 2, size > 2, False], "top-k is always gathered"
 
@@ -153,9 +154,7 @@ def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
     if rank == late:
         background.submit(lambda: time.sleep(0.3), "late")
     sent = [gradient(rank)[:n] for n in sizes]
-    pendings = [
-        way.launch(values, Header(False, 7, 0)) for way, values in zip(ways, sent, strict=True)
-    ]
+    pendings = [way.launch(values, Header(0, 7, 0)) for way, values in zip(ways, sent, strict=True)]
     arrivals = [
         way.decode(pending.wait(), CPU) for way, pending in zip(ways, pendings, strict=True)
     ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_commfree.comm.requests import STOP
 from tests.diloco.training import (
     Net,
     after_some_steps,
@@ -110,8 +111,8 @@ def test_a_cycle_sends_the_predicted_bytes(
         assert outcome == [expected, expected, 0]
 
 
-def steps_told_to_stop(rank: int, size: int, asks_from: dict[int, int]) -> tuple[list[int], bool]:
-    """Return the steps at which this rank was told to stop, and what `finish` said.
+def steps_told_to_stop(rank: int, size: int, asks_from: dict[int, int]) -> tuple[list[int], int]:
+    """Return the steps at which this rank was told to stop, and what landed in `finish`.
 
     Args:
         rank: this rank.
@@ -120,9 +121,14 @@ def steps_told_to_stop(rank: int, size: int, asks_from: dict[int, int]) -> tuple
     """
     module = Net()
     diloco = start(module, world(rank, size), num_fragments=2, overlap_steps=1)
-    first = asks_from.get(rank, math.inf)
-    told = [step for step in range(1, 12) if diloco.after_step(stop=step >= first)]
-    return told, diloco.finish(stop=rank == 2)
+    first, told = asks_from.get(rank, math.inf), []
+    for step in range(1, 12):
+        diloco.requests.outgoing = lambda asks=step >= first: STOP * asks
+        diloco.after_step()
+        told += [step] if diloco.requests.take() else []
+    diloco.requests.outgoing = lambda: STOP * (rank == 2)
+    diloco.finish()
+    return told, diloco.requests.take()
 
 
 @pytest.mark.parametrize(
@@ -138,10 +144,13 @@ def test_one_replica_that_wants_to_stop_tells_all_at_the_same_step(
     asks_from: dict[int, int], told: list[int], tmp_path: Path
 ) -> None:
     """Launches after steps 4, 6, 8, 10, landings a step later; without a launch nothing travels."""
-    assert run_ranks(steps_told_to_stop, 3, tmp_path, asks_from) == [(told, True)] * 3
+    assert run_ranks(steps_told_to_stop, 3, tmp_path, asks_from) == [(told, STOP)] * 3
 
 
 def test_nobody_stops_a_finish_that_nobody_asked_for() -> None:
     _, diloco = after_some_steps(5)
-    assert diloco.finish() is False
-    assert diloco.finish(stop=True) is True
+    diloco.finish()
+    assert diloco.requests.take() == 0
+    diloco.requests.outgoing = lambda: STOP
+    diloco.finish()
+    assert diloco.requests.take() == STOP

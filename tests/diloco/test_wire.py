@@ -171,7 +171,7 @@ def test_a_precision_plugin_may_change_the_default_dtype_at_any_time(
     """Lightning's bf16-true does so around every training step, while a thread decodes."""
     wire, values = FORMATS[name], torch.randn(3 * BLOCK + 5)
     layout = FragmentMessage(wire, values.numel(), num_buffers=2)
-    exact, header = torch.tensor([1.0, 3.0000002]), Header(stop=False, step=1, digest=0)
+    exact, header = torch.tensor([1.0, 3.0000002]), Header(requests=0, step=1, digest=0)
 
     def played() -> list[Tensor]:
         messages = torch.empty(2, layout.num_bytes, dtype=torch.uint8)
@@ -217,7 +217,7 @@ def test_a_gpu_makes_the_same_payload_and_values_and_never_waits(name: str) -> N
 def test_a_gpu_forms_the_same_mean(name: str) -> None:
     rows = [torch.randn(1000 * BLOCK + 7) for _ in range(3)]
     layout = FragmentMessage(FORMATS[name], rows[0].numel(), num_buffers=1)
-    exact, header = torch.ones(1), Header(stop=False, step=1, digest=0)
+    exact, header = torch.ones(1), Header(requests=0, step=1, digest=0)
     messages = torch.empty(len(rows), layout.num_bytes, dtype=torch.uint8)
     for message, row in zip(messages, rows, strict=True):
         layout.write(message, header, row, exact)

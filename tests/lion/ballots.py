@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.exchange import Route, View
+from lightning_commfree.comm.requests import STOP
 from lightning_commfree.lion.ballot import (
     Ballot,
     BallotExchange,
@@ -49,7 +50,7 @@ def valid_of(bucket: Bucket) -> Tensor:
 
 
 def ballot_of(
-    bucket: Bucket, gradients: Sequence[Tensor | None], stop: bool, digest: int
+    bucket: Bucket, gradients: Sequence[Tensor | None], requests: int, digest: int
 ) -> Ballot:
     """Return the ballot of a worker whose directions are these: b1 is 0, so c is the gradient."""
     members = []
@@ -60,7 +61,7 @@ def ballot_of(
         members.append(
             LionParam(own, state, {"lr": 1.0, "betas": (0.0, 0.99), "weight_decay": 0.0})
         )
-    raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
+    raw = cast_ballot(bucket, members, valid_of(bucket), requests, digest)
     cut = header_bytes(len(bucket.parameters))
     return Ballot(raw[:cut], *raw[cut:].view(2, -1))
 
@@ -86,7 +87,7 @@ def play(
     def worker(channel: ThreadChannel) -> Outcome:
         rank = channel.rank
         digest = 0 if digests is None else digests[rank]
-        ballot = ballot_of(bucket, gradients[rank], rank in stops, digest)
+        ballot = ballot_of(bucket, gradients[rank], STOP * (rank in stops), digest)
         exchange = exchange_of(way, channel, bucket, rule)
         result = exchange.run(ballot, refuse_faults)
         return Outcome(result.summary, read(result, bucket.numel), dict(channel.sent))

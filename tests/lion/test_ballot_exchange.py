@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_commfree.comm.requests import STOP
 from lightning_commfree.lion.ballot import DOWN_TAG, join_digests
 from lightning_commfree.lion.vote import Majority
 from tests.lion.ballots import RULES, Outcome, formula, play
@@ -161,7 +162,7 @@ def test_hyperparameters_and_parameters_are_told_apart(
 def test_the_wish_to_stop_reaches_all(way: str, stops: tuple[int, ...]) -> None:
     gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
     for outcome in play(way, Majority(), [70], gradients, stops=stops):
-        assert outcome.summary.stop == bool(stops)
+        assert outcome.summary.requests == STOP * bool(stops)
         assert_all_are([outcome], torch.ones(70))
 
 

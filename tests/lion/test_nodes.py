@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_commfree.comm.requests import STOP, STREAM_ENDS
 from lightning_commfree.lion import LionSettings
 from tests.lion import training
 from tests.lion.threads import in_nodes
@@ -70,18 +71,18 @@ def test_a_rank_sends_its_part_to_other_nodes(
 def test_one_ranks_wish_to_stop_and_end_of_stream_reach_every_rank() -> None:
     """Of rank 3 of three nodes of two: only ranks 1 and 5 hear it from its channel."""
 
-    def rank(channel: Any, node: Any) -> list[tuple[bool, bool]]:
+    def rank(channel: Any, node: Any) -> list[int]:
         one, said = Worker(channel, LionSettings(node_size=2), node), []
         for step in range(4):
             here = (channel.rank, node.rank) == (1, 1)
-            one.voting.stop = lambda asks=here and step == 1: asks
-            one.voting.stream_ends = lambda ends=here and step == 2: ends
+            asks = STOP * (here and step == 1) + STREAM_ENDS * (here and step == 2)
+            one.voting.requests.outgoing = lambda asks=asks: asks
             one.step(training.gradients(step, channel.rank))
-            said.append((one.voting.stop_agreed, one.voting.stream_ended))
+            said.append(one.voting.requests.take())
         one.lion.leave()
         return said
 
-    expected = [(False, False), (True, False), (False, True), (False, False)]
+    expected = [0, STOP, STREAM_ENDS, 0]
     assert in_nodes(3, 2, rank) == [expected] * 6
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.exchange import View
+from lightning_commfree.comm.requests import STOP, STREAM_ENDS
 from lightning_commfree.lion import DistributedLion, LionSettings
 from tests.lion import training
 from tests.lion.serial import SerialLion, sign
@@ -210,17 +211,18 @@ def test_shares_of_ties_zeros_and_agreement(workers: int, vote: str) -> None:
 
 
 def test_all_learn_in_the_vote_itself_of_a_wish_to_stop_and_of_a_streams_end() -> None:
-    def worker(channel: Any) -> list[tuple[bool, bool]]:
+    def worker(channel: Any) -> list[int]:
         one, said = Worker(channel, LionSettings()), []
         for step, ending in enumerate(([], [1], [0, 1, 2], [])):
-            one.voting.stop = lambda now=step == 1 and channel.rank == 2: now
-            one.voting.stream_ends = lambda ending=ending: channel.rank in ending
+            now, ends = step == 1 and channel.rank == 2, channel.rank in ending
+            asks = STOP * now + STREAM_ENDS * ends
+            one.voting.requests.outgoing = lambda asks=asks: asks
             one.step(training.gradients(step, channel.rank))
-            said.append((one.voting.stop_agreed, one.voting.stream_ended))
+            said.append(one.voting.requests.take())
         one.lion.leave()
         return said
 
-    expected = [(False, False), (True, True), (False, True), (False, False)]
+    expected = [0, STOP | STREAM_ENDS, STREAM_ENDS, 0]
     assert in_threads(3, worker) == [expected] * 3
 
 

@@ -1,0 +1,48 @@
+"""Requests that travel with the next exchange, for every algorithm alike.
+
+A rank never asks the others whether they want to stop. It puts its wish into the header of the next
+exchange that is due anyway, and every rank acts on the union of all wishes when that exchange has
+landed, which is after the same step on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+STOP = 1  # stop after the step in which this exchange lands
+STREAM_ENDS = 2  # the sender's data, of unknown length, ends with this step
+
+
+class Requests:
+    """One rank's requests.
+
+    Args:
+        outgoing: function that returns this rank's own requests, as bits. An algorithm calls it
+            whenever it writes a header, on any thread, so it must not block.
+    """
+
+    def __init__(self, outgoing: Callable[[], int] = lambda: 0) -> None:
+        self.outgoing = outgoing
+        self._landed = 0
+
+    def incoming(self, bits: int) -> None:
+        """Record the union of all members' requests, when an exchange lands."""
+        self._landed |= bits
+
+    @property
+    def stops(self) -> bool:
+        """Whether a landed exchange contained a `STOP` that has not been taken yet."""
+        return bool(self._landed & STOP)
+
+    def take(self) -> int:
+        """Return what has landed since the last call, as bits."""
+        landed, self._landed = self._landed, 0
+        return landed
+
+
+def union(bits: list[int]) -> int:
+    """Return the union of several ranks' requests."""
+    result = 0
+    for each in bits:
+        result |= each
+    return result

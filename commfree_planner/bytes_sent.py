@@ -7,10 +7,8 @@ them.
 from __future__ import annotations
 
 _BLOCK = 256  # values per scale, in int8, fp4 and int2
-_CHUNK, _KEPT = 4096, 64  # values per chunk, and sent of each, in topk
 GRADIENT_DTYPES = ("fp32", "bf16")
-WIRE_DTYPES = ("fp32", "bf16", "int8", "fp4", "int2", "topk")
-GATHERED = ("topk",)  # wire formats that every replica sends to all others
+WIRE_DTYPES = ("fp32", "bf16", "int8", "fp4", "int2")
 
 
 def payload_bytes(numel: int, wire_dtype: str) -> int:
@@ -19,14 +17,13 @@ def payload_bytes(numel: int, wire_dtype: str) -> int:
     Raises:
         ValueError: `wire_dtype` is not in `WIRE_DTYPES`.
     """
-    scales, kept = -(-numel // _BLOCK), -(-numel // _CHUNK) * _KEPT
+    scales = -(-numel // _BLOCK)
     sizes = {
         "fp32": 4 * numel,
         "bf16": 2 * numel,
         "int8": numel + 4 * scales,
         "fp4": 8 * -(-numel // 16) + scales,  # two codes per byte, in whole words
         "int2": 8 * -(-numel // 32) + 2 * scales,  # four codes per byte
-        "topk": 2 * kept // _KEPT + 14 * kept // 8,  # a scale per chunk; 14 bits per sent value
     }
     if wire_dtype not in sizes:
         raise ValueError(
@@ -46,18 +43,18 @@ def all_reduce_rounds(num_replicas: int) -> int:
     return 2 * (num_replicas - 1)
 
 
-def exchange_phases(num_replicas: int, gather: bool = False) -> int:
+def exchange_phases(num_replicas: int) -> int:
     """Return the number of phases of the exchange in `exchange_bytes`: one to gather, or two."""
-    return 1 if gather or num_replicas <= 2 else 2
+    return 1 if num_replicas <= 2 else 2
 
 
-def exchange_rounds(num_replicas: int, gather: bool = False) -> int:
+def exchange_rounds(num_replicas: int) -> int:
     """Return the number of latencies of the exchange in `exchange_bytes`.
 
     In a phase all replicas send to all others at once. It has two latencies: gloo's receiver tells
     the sender that it is ready, then the data comes.
     """
-    return 0 if num_replicas == 1 else 2 * exchange_phases(num_replicas, gather)
+    return 0 if num_replicas == 1 else 2 * exchange_phases(num_replicas)
 
 
 def vote_bytes(numel: int, num_replicas: int) -> float:
@@ -84,12 +81,12 @@ def power_sgd_floats(numel: int, width: float, rank: int, in_block: bool) -> flo
     return min(rank * sides, numel)
 
 
-def exchange_bytes(num_bytes: int, num_replicas: int, gather: bool = False) -> float:
+def exchange_bytes(num_bytes: int, num_replicas: int) -> float:
     """Return the bytes that a replica sends to exchange a payload of `num_bytes`.
 
     The cheaper of two methods: every replica gathers all payloads, b(M-1); or each replica averages
     its shard of all payloads and the encoded means are gathered, 2b(M-1)/M. They are equal for
-    M = 2. With `gather`, always the former.
+    M = 2.
     """
     gathered = num_bytes * (num_replicas - 1)
-    return gathered if gather else min(gathered, all_reduce_bytes(num_bytes, num_replicas))
+    return min(gathered, all_reduce_bytes(num_bytes, num_replicas))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from commfree_planner.bytes_sent import (
-    GATHERED,
     GRADIENT_DTYPES,
     WIRE_DTYPES,
     all_reduce_bytes,
@@ -139,9 +138,9 @@ class Training:
             num_fragments=num_fragments,
             overlap_steps=overlap_steps,
             by_layer=False,
-            rounds=exchange_rounds(self.num_replicas, wire_dtype in GATHERED),
+            rounds=exchange_rounds(self.num_replicas),
             connections=max(self.num_replicas - 1, 1),
-            phases=exchange_phases(self.num_replicas, wire_dtype in GATHERED),
+            phases=exchange_phases(self.num_replicas),
             sync_seconds=self.sync_seconds if self.num_replicas > 1 else 0.0,
         )
 
@@ -160,7 +159,7 @@ class Training:
 
     def _outer_bytes(self, wire_dtype: str, numel: int) -> float:
         sent = payload_bytes(numel, wire_dtype)
-        return exchange_bytes(sent, self.num_replicas, wire_dtype in GATHERED)
+        return exchange_bytes(sent, self.num_replicas)
 
     def _gradient_bytes(self, dtype: str, numel: int) -> float:
         return all_reduce_bytes(payload_bytes(numel, dtype), self.num_replicas)

@@ -55,9 +55,6 @@ OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "lion": ("optimizer=distributed_lion",),  # of one worker: no vote
     "sign_muon": ("optimizer=distributed_lion", "optimizer.ns_steps=5"),
 }
-WIRES: Mapping[str, str] = {  # that are no `wire_dtype` by name
-    "sparseloco": "{_target_: lightning_commfree.diloco.TopKCodec, error_feedback: 0.95}",
-}
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Cell:
         replicas: M, or 0 for DDP.
         sync_every: H.
         tokens_per_parameter: length of the run.
-        wire: `wire_dtype`, or of `WIRES`.
+        wire: `wire_dtype`; in records also "topk" and "sparseloco", which no longer run.
         optimizer: of `OPTIMIZERS`.
         outer_lr: of the outer SGD.
         momentum: of the outer SGD, Nesterov's.
@@ -199,7 +196,7 @@ class Cell:
             "strategy=streaming_diloco",
             f"strategy.sync_every={self.sync_every}",
             f"strategy.overlap_steps={OVERLAP}",
-            f"strategy.wire_dtype={WIRES.get(self.wire, self.wire)}",
+            f"strategy.wire_dtype={self.wire}",
             f"strategy.mix={self.mix}",
             f"strategy.outer_optimizer={{_target_: {target}, {sgd}}}",
         ]
@@ -343,7 +340,6 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     small, middle, large, largest = NAMES
     varying, steady = MODELS[:1], MODELS[1:]  # the gap of Llama varies less over seeds
     long: dict[str, Any] = {"tokens_per_parameter": LONG}
-    sparse: dict[str, Any] = {"sync_every": 30, "wire": "sparseloco", **SPARSELOCO}
     muon: dict[str, Any] = {"replicas": (4,), "optimizer": "muon"}
     yield from of_seeds(small)
     yield from of_seeds(small, replicas=(2, 4), sync_every=30)
@@ -367,21 +363,16 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
         for cell in grid(small, 1, replicas=(2, 4), models=varying, **long)
     )
     yield from grid(large, 1, replicas=(2,), models=varying)
-    yield from of_seeds(small, replicas=(2, 4), sync_every=30, wire="topk", **long)
     yield from of_seeds(small, **muon, **long)
     yield from grid(large, 1, replicas=(8, 1), models=steady)
     yield from grid(large, 1, replicas=(4,), models=varying)
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(2, 4), wire=wire)
-    topk: dict[str, Any] = {"replicas": (2, 4), "sync_every": 30, "wire": "topk"}
-    yield from grid(small, 1, **topk)
     for trial in TRIALS:
         yield from grid(small, 1, replicas=(4,), models=steady, **trial)
     best = finalists(losses)
     for trial in best:
         yield from of_seeds(small, replicas=(4,), models=steady, **trial)
-    yield from of_seeds(small, models=steady, **topk)
-    yield from grid(small, 1, replicas=(4, 2), models=steady, **sparse)
     # more cycles of H at the same size
     yield from grid(small, 1, replicas=(4,), models=steady, **long)
     for trial in best:
@@ -389,7 +380,6 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     for trial in best:
         yield from of_seeds(small, replicas=(8,), models=steady, **trial)
     yield from of_seeds(small, **muon)
-    yield from of_seeds(small, **topk)
     for trial in best:
         yield from of_seeds(small, replicas=(4, 8), **trial)
     for optimizer in ("lion", "sign_muon"):
@@ -397,12 +387,10 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(middle)
     # the paper's outer step at the second size
     yield from of_seeds(middle, replicas=(4, 8), models=steady, outer_lr=0.4)
-    # do int2 and topk need more exchanges?
+    # does int2 need more exchanges?
     for wire in ("int2", "fp32"):
         yield from of_seeds(small, replicas=(4,), sync_every=30, wire=wire)
-    yield from grid(small, 1, replicas=(2, 4), **sparse)
     yield from of_seeds(small, **long)
-    yield from of_seeds(small, replicas=(2, 4), **sparse)
     yield from of_seeds(small, sync_every=30)
     yield from of_seeds(middle, sync_every=30)
     yield from of_seeds(large)

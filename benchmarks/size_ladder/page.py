@@ -151,9 +151,11 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "## Other wires",
         "",
-        "Percent above the run with the other wire, of the same seed. sparseloco is topk with the"
+        "Percent above the run with the other wire, of the same seed. topk sent the 64 largest of"
+        " 4096 values, two bits each, and all replicas gathered them; sparseloco is topk with the"
         " settings of SparseLoCo: error feedback with weight 0.95, outer lr 1 without momentum,"
-        " mix 0.",
+        " mix 0. The library had topk up to the commits named above. It is now an example without"
+        " these details (`examples/topk_codec.py`), and both are no longer run.",
         "",
         *_wires(losses),
         "",

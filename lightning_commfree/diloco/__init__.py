@@ -59,7 +59,7 @@ Departures from the paper:
 
 from __future__ import annotations
 
-from lightning_commfree.diloco.codec import CODECS, Codec, Int2Codec, TopKCodec
+from lightning_commfree.diloco.codec import CODECS, Codec, Int2Codec
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -80,7 +80,6 @@ __all__ = [
     "OuterOptimizerFactory",
     "Schedule",
     "StreamingDiLoCo",
-    "TopKCodec",
     "default_outer_optimizer",
     "split_into_fragments",
 ]

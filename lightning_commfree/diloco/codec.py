@@ -12,7 +12,6 @@ bf16        16              to nearest, ties to even; NaN and Inf are preserved
 int8        8.125           to the nearest multiple of the block's largest magnitude / 127
 fp4         4.03            to the nearest of zero and seven powers of two of either sign (E3M0)
 int2        2.06            to one of four levels per block; error feedback
-topk        0.223           the 64 largest of 4096 values, two bits each; error feedback
 ==========  ==============  ===================================================================
 
 Int8, fp4 and int2 have one scale per *block* of consecutive values (`quantize`). Values are
@@ -28,10 +27,7 @@ and above (`tests/diloco/test_error_feedback.py`). So the default weight is 0.5.
 momentum, weights from 0.95 to 1 are best.
 
 To use your own codec, pass an object that implements `Codec` as `wire_dtype`, as in
-`examples/sign_codec.py`. A codec may also have the attribute `gather_only`. If it is True, every
-replica gets every payload (the gather route of `comm.exchange`), so that values are encoded only
-once. The top-k codec sets it: on the two-phase route, the mean has up to as many nonzero values as
-all payloads together, and encoding the mean would discard most of them.
+`examples/sign_codec.py` and `examples/topk_codec.py`.
 """
 
 from __future__ import annotations
@@ -40,11 +36,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import (
     lift_nibbles_part,
@@ -53,16 +48,12 @@ from lightning_commfree.comm.bits import (
     unpack_codes_part,
 )
 from lightning_commfree.comm.compiled import load_loops
-from lightning_commfree.comm.settings import check_count
 from lightning_commfree.diloco import quantize
 
 BLOCK = 256  # values
 _CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks spend more time on call overhead
 _DEVICE_CHUNK = 2**25  # values; few launches, and the workspace uses 8 bytes per value
-_MAX_TOPK_CHUNK = 2**12  # positions have 12 bits
-_INT2_LEVELS = 1, 3  # magnitudes, in units of the scale
 _FEEDBACK = 0.5  # stable with the default outer optimizer, and with twice its learning rate
-_TOPK_LEVELS = 3, 4  # closer together than for int2, because all selected values are large
 
 
 def num_blocks(numel: int) -> int:
@@ -70,14 +61,14 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def chunks(numel: int, device: torch.device, block: int = BLOCK) -> Iterator[slice]:
+def chunks(numel: int, device: torch.device) -> Iterator[slice]:
     """Yield slices that split `numel` values into chunks of whole blocks, sized for the device.
 
     If the last block is shorter than the others, it is a separate chunk.
     """
     # a shorter last block gets its own chunk, so that all blocks in a chunk have the same size
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
-    whole = numel // block * block
+    whole = numel // BLOCK * BLOCK
     for start in range(0, whole, step):
         yield slice(start, min(start + step, whole))
     if whole < numel:
@@ -261,7 +252,7 @@ class Int2Codec:
             for chunk in chunks(values.numel(), values.device):
                 blocks, shape = blocks_of(chunk)
                 values_BV = values[chunk].view(shape)
-                codes = quantize.encode_two_bits(values_BV, *_INT2_LEVELS, scales[blocks])
+                codes = quantize.encode_int2(values_BV, scales[blocks])
                 pack_codes_part(codes, 2, chunk.start, packed)
         _write_residual(self, values, out, residual)
 
@@ -275,119 +266,11 @@ class Int2Codec:
         else:
             codes = torch.empty(out.shape, dtype=torch.uint8, device=out.device)
             unpack_codes_part(packed, 2, values.start, codes)
-            quantize.decode_two_bits(
-                codes.view(shape), *_INT2_LEVELS, scales[blocks], out.view(shape)
-            )
+            quantize.decode_int2(codes.view(shape), scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         split = 2 * num_blocks(numel)
         return payload[:split].view(torch.bfloat16), payload[split:]
-
-
-@dataclass(frozen=True)
-class TopKCodec:
-    """Codec that sends only the values with the largest magnitudes (SparseLoCo, arXiv:2508.15706).
-
-    All other values decode to zero; error feedback adds them to the next outer gradient. If a chunk
-    has fewer than `keep` nonzero values, its largest value is sent several times. A payload has
-    four sections, each for all chunks: the bf16 scales; the low 8 bits of the positions; the high 4
-    bits of the positions, two per byte; and the values as 2-bit codes, four per byte.
-
-    Args:
-        chunk: number of consecutive values from which `keep` are selected: a power of two from 256
-            to 4096. The last chunk of a fragment may be shorter.
-        keep: number of values to send per chunk, 1 to 256.
-        error_feedback: weight of the rounding error in the fragment's next outer gradient, above 0
-            and at most 1. The paper uses 0.95, with outer SGD without momentum.
-
-    Raises:
-        ValueError: an argument is out of range.
-        TypeError: `chunk` or `keep` is not an integer.
-    """
-
-    chunk: int = 4096
-    keep: int = 64
-    error_feedback: float = _FEEDBACK
-    gather_only: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_count("chunk", self.chunk, BLOCK, ": it counts the values of which `keep` are sent")
-        check_count("keep", self.keep, 1, ": it counts the values that are sent per chunk")
-        if self.chunk & (self.chunk - 1) or self.chunk > _MAX_TOPK_CHUNK:
-            raise ValueError(
-                f"`chunk={self.chunk}` must be a power of two from {BLOCK} to {_MAX_TOPK_CHUNK}:"
-                " positions in a chunk are sent as 12-bit integers."
-            )
-        if self.keep > BLOCK:
-            raise ValueError(
-                f"`keep={self.keep}` exceeds {BLOCK}, the maximum number of values that can share a"
-                " scale. Lower `chunk` to send a larger share of the values."
-            )
-        if not 0.0 < self.error_feedback <= 1.0:
-            raise ValueError(
-                f"`error_feedback={self.error_feedback}` must be above 0 and at most 1: without"
-                " error feedback, most values would never be sent."
-            )
-
-    @property
-    def name(self) -> str:
-        """Name of the codec, with all its settings; must be the same on all replicas."""
-        return f"topk(chunk={self.chunk}, keep={self.keep}, error_feedback={self.error_feedback})"
-
-    def num_bytes(self, numel: int) -> int:
-        """Return the payload size in bytes: 2 per chunk, and 14 bits per selected value, padded."""
-        selected = self._num_chunks(numel) * self.keep
-        scales = 2 * self._num_chunks(numel)
-        return scales + selected + packed_size(selected, 4) + packed_size(selected, 2)
-
-    def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Select values chunk by chunk, and encode them with their positions."""
-        scales, low, high, packed = self._split(out, values.numel())
-        for part in chunks(values.numel(), values.device, self.chunk):
-            missing = -(part.stop - part.start) % self.chunk
-            part_N = pad(values[part], (0, missing)) if missing else values[part]
-            positions_BK, values_BK = quantize.largest(part_N.view(-1, self.chunk), self.keep)
-            first, count = part.start // self.chunk, len(positions_BK)
-            codes = quantize.encode_two_bits(
-                values_BK, *_TOPK_LEVELS, scales[first : first + count]
-            )
-
-            positions, start = positions_BK.view(-1), first * self.keep
-            low[start : start + len(positions)].copy_(positions.bitwise_and(0xFF))
-            pack_codes_part(positions.bitwise_right_shift(8).to(torch.uint8), 4, start, high)
-            pack_codes_part(codes, 2, start, packed)
-        _write_residual(self, values, out, residual)
-
-    def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Decode the top-k chunks that contain the requested values."""
-        _check_size(self, payload, numel)
-        scales, low, high, packed = self._split(payload, numel)
-        first, last = values.start // self.chunk, self._num_chunks(values.stop)
-        shape, start = (last - first, self.keep), first * self.keep
-
-        codes = torch.empty(shape, dtype=torch.uint8, device=out.device)
-        unpack_codes_part(high, 4, start, codes.view(-1))
-        positions_BK = codes.to(torch.int64).bitwise_left_shift_(8)
-        positions_BK += low[start : start + codes.numel()].view(shape)
-        unpack_codes_part(packed, 2, start, codes.view(-1))
-        values_BK = torch.empty(shape, dtype=torch.float32, device=out.device)
-        quantize.decode_two_bits(codes, *_TOPK_LEVELS, scales[first:last], values_BK)
-
-        # `out` may begin and end within a chunk
-        begin, numel_out = values.start - first * self.chunk, (last - first) * self.chunk
-        whole = out if len(out) == numel_out else out.new_empty(numel_out)
-        whole.zero_().view(-1, self.chunk).scatter_(1, positions_BK, values_BK)
-        if whole is not out:
-            out.copy_(whole[begin : begin + len(out)])
-
-    def _num_chunks(self, numel: int) -> int:
-        return -(-numel // self.chunk)
-
-    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        selected = self._num_chunks(numel) * self.keep
-        sizes = [2 * self._num_chunks(numel), selected, packed_size(selected, 4)]
-        scales, low, high, packed = torch.split(payload, [*sizes, packed_size(selected, 2)])
-        return scales.view(torch.bfloat16), low, high, packed
 
 
 CODECS: dict[str, Codec] = {
@@ -396,7 +279,6 @@ CODECS: dict[str, Codec] = {
     "int8": Int8Codec(),
     "fp4": Fp4Codec(),
     "int2": Int2Codec(),
-    "topk": TopKCodec(),
 }
 """The built-in codecs, by their names in `wire_dtype`."""
 

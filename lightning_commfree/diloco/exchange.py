@@ -506,16 +506,13 @@ def _concatenate(values: Tensor, buffers: Tensor) -> Tensor:
 def cheaper_exchange(
     view: View, codec: Codec, numel: int, num_buffers: int = 0, background: Background | None = None
 ) -> FragmentExchange:
-    """Create an exchange on the cheaper route, or on the gather route if the codec requires it.
+    """Create an exchange on the route that sends fewer bytes.
 
-    The cheaper route is the one that sends fewer bytes. If `background` is None, use the exchange
-    only to compute its size or to launch gathers.
+    If `background` is None, use the exchange only to compute its size or to launch gathers.
     """
     background = background or Background(view.channel.ledger)
     exchanges = [
-        FragmentExchange(route, codec, numel, num_buffers, background)
-        for route in routes(view)
-        if not (route.two_phase and getattr(codec, "gather_only", False))  # optional in a `Codec`
+        FragmentExchange(route, codec, numel, num_buffers, background) for route in routes(view)
     ]
     return min(exchanges, key=lambda exchange: exchange.num_bytes)
 

@@ -1,4 +1,4 @@
-"""Arithmetic of the codecs: quantization to E3M0, int8 or two bits, and selection for top-k.
+"""Arithmetic of the codecs: quantization to E3M0, int8 or two bits.
 
 E3M0 (arXiv:2501.18512, section 2.4) has a sign bit and three exponent bits, which encode zero and
 seven powers of two of either sign. The paper does not specify scales, blocks, rounding or zeros. In
@@ -19,15 +19,15 @@ Int8 uses the same blocks with an fp32 scale, the largest magnitude / 127, and r
 ties to even. A block whose largest magnitude is below 2^-118 becomes zero, and a NaN or Inf makes
 the whole block NaN here too.
 
-*Two bits* (`encode_two_bits`) are a sign and one of two magnitudes, `low` or `high` times a bf16
-scale. A value gets `high` if its magnitude exceeds the root mean square of its block, and the scale
-is then the least-squares fit of the codes to the values. So the decoded values never have a larger
-norm than the original ones, and error feedback converges for any values. For Gaussian values,
-magnitudes of 1 and 3 are nearly optimal: the error is 34.5% of the norm, compared with 34.3% for
-the Lloyd-Max levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the means
+*Two bits* (`encode_int2`) are a sign and one of two magnitudes, 1 or 3 times a bf16 scale. A value
+gets 3 if its magnitude exceeds the root mean square of its block, and the scale is then the
+least-squares fit of the codes to the values. So the decoded values never have a larger norm than
+the original ones, and error feedback converges for any values. For Gaussian values, magnitudes of 1
+and 3 are nearly optimal: the error is 34.5% of the norm, compared with 34.3% for the Lloyd-Max
+levels. MuLoCo's statistical quantization (arXiv:2505.23725) instead sends the means
 of four bins per tensor, in fp32. As above, a block becomes zero if its largest magnitude is
 below 2^-118, and NaN if its largest magnitude is 2^120 or more. In all other blocks, zeros become
-`low`.
+1 times the scale.
 
 Sums must not depend on the order of their terms, which differs between devices. So magnitudes are
 first rounded to 8 bits relative to the block's largest: sums of whole numbers below 2^24 are exact
@@ -237,18 +237,16 @@ def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
     out_BV.copy_(codes_BV).mul_(scales_B.unsqueeze(1))
 
 
-def encode_two_bits(values_BV: Tensor, low: int, high: int, scales_B: Tensor) -> Tensor:
-    """Encode each value in a chunk of B blocks of V fp32 values as a sign and one of two levels.
+def encode_int2(values_BV: Tensor, scales_B: Tensor) -> Tensor:
+    """Encode each value in a chunk of B blocks of V fp32 values as -3, -1, 1 or 3 times a scale.
 
     Args:
         values_BV: fp32; V is at most 256.
-        low: smaller magnitude, in units of the scale.
-        high: larger magnitude; at most 4.
         scales_B: bf16; receives the scales, NaN for a NaN block.
 
     Returns:
-        The codes, uint8, shape (B * V,), valid until the next call: 0 to 3 for -high, -low, low and
-        high. In a NaN block they are 1 or 2.
+        The codes, uint8, shape (B * V,), valid until the next call: 0 to 3 for -3, -1, 1 and 3. In
+        a NaN block they are 1 or 2.
     """
     workspace, shape = workspace_for(values_BV), values_BV.shape
     tops_B = _largest_bits(values_BV, workspace).bitwise_right_shift_(MANTISSA_BITS)
@@ -260,12 +258,12 @@ def encode_two_bits(values_BV: Tensor, low: int, high: int, scales_B: Tensor) ->
     torch.mul(rounded_BV, rounded_BV, out=high_BV)
     # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number
     count = torch.full((), float(shape[1]), dtype=torch.float32, device=values_BV.device)
-    high_BV.gt_(high_BV.sum(dim=1, keepdim=True) / count)  # 1 where the high level is used, else 0
+    high_BV.gt_(high_BV.sum(dim=1, keepdim=True) / count)  # 1 where the level is 3, else 0
 
     # the least-squares scale is sum(value level) / sum(level^2)
-    product_B = low * rounded_BV.sum(dim=1)
-    product_B += (high - low) * rounded_BV.mul_(high_BV).sum(dim=1)
-    square_B = low**2 * count + (high**2 - low**2) * high_BV.sum(dim=1)
+    product_B = rounded_BV.sum(dim=1)
+    product_B += 2 * rounded_BV.mul_(high_BV).sum(dim=1)
+    square_B = count + 8 * high_BV.sum(dim=1)
     scales_B.copy_(product_B / square_B * workspace.units.index_select(0, tops_B))
 
     # 0.5 or 1.5 with the value's sign becomes 0 to 3
@@ -274,40 +272,9 @@ def encode_two_bits(values_BV: Tensor, low: int, high: int, scales_B: Tensor) ->
     return codes_BV.copy_(signed_BV.add_(1.5)).view(-1)
 
 
-def decode_two_bits(codes_BV: Tensor, low: int, high: int, scales_B: Tensor, out: Tensor) -> None:
-    """Decode a chunk encoded by `encode_two_bits`, and write it to `out` (fp32, shape (B, V))."""
-    step = high - low
-    out.copy_(codes_BV).sub_(1.5)
-    if low != step / 2:  # with levels of 1 and 3 the codes are equally spaced
-        offset = torch.full((), low - step / 2, dtype=torch.float32, device=out.device)
-        out.mul_(step).add_(torch.copysign(offset, out)).mul_(scales_B.float().unsqueeze(1))
-    else:
-        out.mul_(step * scales_B.float().unsqueeze(1))
-
-
-def largest(values_BC: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Select the values with the largest magnitudes in each row, in descending order.
-
-    Ties are broken by position, lowest first. Zeros are not selected: if a row has fewer than
-    `count` nonzero values, its first selected value is repeated.
-
-    Args:
-        values_BC: fp32, at most 4096 values per row.
-        count: K, number of values to select.
-
-    Returns:
-        Positions (int64) and values (fp32), both of shape (B, K).
-    """
-    length = values_BC.shape[1]
-    # Make keys unique, because devices break ties differently. Magnitudes sort like their bits.
-    keys_BC = values_BC.view(torch.int32).bitwise_and(0x7FFF_FFFF).to(torch.int64)
-    order_C = torch.arange(length - 1, -1, -1, device=values_BC.device)
-    positions_BK = keys_BC.bitwise_left_shift_(12).add_(order_C).topk(count, dim=1).indices
-
-    selected_BK = values_BC.gather(1, positions_BK)
-    zeros_BK = selected_BK == 0
-    positions_BK = torch.where(zeros_BK, positions_BK[:, :1], positions_BK)
-    return positions_BK, torch.where(zeros_BK, selected_BK[:, :1], selected_BK)
+def decode_int2(codes_BV: Tensor, scales_B: Tensor, out: Tensor) -> None:
+    """Decode a chunk encoded by `encode_int2`, and write it to `out` (fp32, shape (B, V))."""
+    out.copy_(codes_BV).sub_(1.5).mul_(2 * scales_B.float().unsqueeze(1))
 
 
 def _largest_bits(values_BV: Tensor, workspace: Workspace) -> Tensor:

@@ -65,7 +65,7 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> No
 
 
 def encode_int2(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
-    """Encode values like `quantize.encode_two_bits` with levels 1 and 3, and pack the codes.
+    """Encode values like `quantize.encode_int2`, and pack the codes.
 
     Args:
         values: fp32, shape (N,), contiguous.

@@ -67,8 +67,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
             them with the global copy, 1 keeps them.
         wire_dtype: the number format in which outer gradients are sent: "fp32", "bf16", "int8",
-            "fp4", "int2", "topk", or your own codec. "int2" and "topk" use error feedback, which
-            needs 4 bytes of memory per parameter. See `lightning_commfree.diloco.codec`.
+            "fp4", "int2", or your own codec. "int2" uses error feedback, which needs 4 bytes of
+            memory per parameter. See `lightning_commfree.diloco.codec`.
         outer_optimizer: a factory that takes a list of fp32 parameters and returns a
             `torch.optim.Optimizer`. The default is SGD with Nesterov momentum 0.9. Its learning
             rate is 0.8 with at least four replicas and a `sync_every` of at least 100, otherwise

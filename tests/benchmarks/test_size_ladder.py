@@ -27,7 +27,6 @@ from benchmarks.size_ladder.cells import (
     MODELS,
     NAMES,
     SIZES,
-    SPARSELOCO,
     Cell,
     lr_of,
     planned,
@@ -44,7 +43,6 @@ from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,
-    TopKCodec,
     split_into_fragments,
 )
 from recipes.training.evaluation import token_loss
@@ -228,7 +226,7 @@ def loss_of(cell: Cell) -> float:
     """DDP is best at rung 1, DiLoCo at 0 and with an outer lr of 0.8 at -1, all lower at 0.2M.
 
     The gap is 1 % per doubling of M, half of it at 0.2M and in longer runs, 0.4 of it with Muon.
-    int2 and topk add 0.2 and 1 %, radial averaging takes 1 %. GPT-2's longer runs are best a rung
+    int2 adds 0.2 %, radial averaging takes 1 %. GPT-2's longer runs are best a rung
     lower.
     """
     ddp = 4.0 + cell.seed / 1000
@@ -240,7 +238,7 @@ def loss_of(cell: Cell) -> float:
     share = (1.0 if cell.size == "0.04M" else 0.5) * (0.4 if cell.optimizer == "muon" else 1.0)
     share *= 0.5 if cell.tokens_per_parameter == LONG else 1.0
     percent = share * (cell.replicas.bit_length() - 1) + (cell.seed - 2) / 100
-    percent += {"int2": 0.2, "topk": 1.0}.get(cell.wire, 0.0) - cell.radial
+    percent += {"int2": 0.2}.get(cell.wire, 0.0) - cell.radial
     return ddp * (1 + percent / 100) + off
 
 
@@ -292,12 +290,8 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
         " of gpt2 at 0.04M is +0.5 ± 0.0 % with M = 2, +1.0 ± 0.0 % with M = 4: the rates explain"
         " its growth." in page
     )
-    int2, topk = (
-        f"{wires}, 20 tokens per parameter:** M = 2 "
-        for wires in ("int2 against fp32, H = 100", "topk against fp4, H = 30")
-    )
+    int2 = "int2 against fp32, H = 100, 20 tokens per parameter:** M = 2 "
     assert f"{int2}+0.20 % (standard error 0.00): met; M = 4" in page
-    assert f"{topk}+0.99 % (standard error 0.00): missed; M = 4" in page
     assert page.count("0.40 times AdamW's gap. Target, at most 0.5: met.") == 2
     radial = "outer_lr 0.4, radial True, M = "
     assert f"{radial}4: -0.98 % (standard error 0.00): wins; {radial}8" in page
@@ -322,10 +316,10 @@ def test_the_settings_of_papers_reach_the_run(
         cell = Cell("gpt2", "0.04M", 1, 0, **settings)
         return compose_config(*cell.overrides(Path("c"), Path("k")))
 
-    sparse = settings_of(config_of(replicas=4, wire="sparseloco", **SPARSELOCO))
-    assert isinstance(sparse.wire_dtype, TopKCodec)
-    assert (sparse.wire_dtype.error_feedback, sparse.mix) == (0.95, 0.0)
-    outer = sparse.outer_optimizer([torch.nn.Parameter(torch.zeros(1))])
+    plain = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}
+    settings = settings_of(config_of(replicas=4, wire="int2", **plain))
+    assert (settings.wire_dtype, settings.mix) == ("int2", 0.0)
+    outer = settings.outer_optimizer([torch.nn.Parameter(torch.zeros(1))])
     assert isinstance(outer, torch.optim.SGD)
     assert {name: outer.defaults[name] for name in ("lr", "momentum", "nesterov")} == {
         "lr": 1.0,

@@ -126,7 +126,7 @@ def test_buffers_cost_four_bytes_each_and_models_without_them_nothing() -> None:
             assert with_some.num_bytes - without.num_bytes == pytest.approx(
                 4 * 1024 * often, abs=16 * size
             ), (size, name)
-            assert without.route.two_phase == (size == 8 and name != "topk")
+            assert without.route.two_phase == (size == 8)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -72,7 +72,7 @@ def exchange_both(rank: int, size: int, from_device: bool, weights: tuple[int, .
             )
     outcomes["cheaper"] = [
         cheaper_exchange(View.of(channel), CODECS[name], NUMEL).route.two_phase
-        for name in ("fp4", "int2", "topk")
+        for name in ("fp4", "int2")
     ]
     for other_step in ways:
         late = other_step.launch(gradient(rank), Header(0, 7 + rank, 0)).wait()
@@ -141,7 +141,7 @@ def test_means_flags_and_bytes(
             late = outcomes["late", way]
             assert (late.requests, late.drifted, late.steps_differ) == (0, False, True)
             assert [step for step, _ in late.positions] == [7 + rank for rank in range(size)]
-        assert outcomes["cheaper"] == [size > 2, size > 2, False], "top-k is always gathered"
+        assert outcomes["cheaper"] == [size > 2, size > 2]
 
 
 def exchange_two_sizes(rank: int, size: int, late: int) -> Any:

@@ -172,7 +172,6 @@ def test_a_fixed_view_equals_streaming_diloco_in_bits_and_bytes(
         ("int8", LARGE, {"overlap_steps": 5, "num_fragments": 3}),  # several in flight
         ("bf16", LARGE, {"overlap_steps": 2}),
         ("int2", SMALL, {"overlap_steps": 2}),  # with error feedback
-        ("topk", SMALL, {"overlap_steps": 2}),
     ],
 )
 def test_a_kill_and_a_restart_equal_the_twin(

@@ -150,7 +150,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"wire_dtype": "fp32"},
     "fp4": {"wire_dtype": "fp4"},
     "mixed": {"trainer": {"precision": "bf16-mixed"}},
-    "topk": {"wire_dtype": "topk"},
+    "int2": {"wire_dtype": "int2"},
     "clipped": {
         "wire_dtype": "fp32",
         "evaluate": "mean",
@@ -164,20 +164,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "trainer": {"precision": "bf16-true"},
     },
 }
-SAVED = ("fp32", "fp4", "mixed", "topk", "majority")
+SAVED = ("fp32", "fp4", "mixed", "int2", "majority")
 MIDDLE = 10  # a fragment has just left
 
 
 def compare(rank: int, size: int, folder: Path) -> Any:
     played: dict[Any, Any] = {}
     for name, changes in VARIANTS.items():
-        for inside in ("fsdp",) if name in ("mixed", "topk") else ("ddp", "fsdp"):
+        for inside in ("fsdp",) if name in ("mixed", "int2") else ("ddp", "fsdp"):
             place = folder / inside / name if name in SAVED else None
             played[inside, name] = fit(rank, size, place, inside=inside, **changes)
     for name, saved_by, inside in (
         ("fp4", "fsdp", "fsdp"),
         ("mixed", "fsdp", "fsdp"),
-        ("topk", "fsdp", "fsdp"),
+        ("int2", "fsdp", "fsdp"),
         ("majority", "fsdp", "fsdp"),
         ("majority", "ddp", "fsdp"),
         ("majority", "fsdp", "ddp"),
@@ -239,7 +239,7 @@ def test_lossy_wires_and_clipping_stay_close_to_ddp(
 def test_all_ranks_end_with_the_same_weights(played: Any) -> None:
     first = played[0][0]
     for rank in played[0]:
-        for name in ("fp4", "topk", "clipped", "majority"):
+        for name in ("fp4", "int2", "clipped", "majority"):
             assert_same(rank["fsdp", name]["final"], first["fsdp", name]["final"], name)
         assert_same(rank["fsdp", "majority"]["local"], first["fsdp", "majority"]["local"])
 
@@ -274,7 +274,7 @@ def test_checkpoints_are_those_of_ddp(played: Any, name: str) -> None:
         assert_same(ours["optimizer_states"], ddp["optimizer_states"])
 
 
-@pytest.mark.parametrize("name", ["fp4", "mixed", "topk", "majority"])
+@pytest.mark.parametrize("name", ["fp4", "mixed", "int2", "majority"])
 def test_a_resume_is_exact(played: Any, name: str) -> None:
     for rank in played[0]:
         straight, resumed = rank["fsdp", name], rank["resumed", name, "fsdp", "fsdp"]

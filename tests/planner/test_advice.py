@@ -49,7 +49,7 @@ def test_an_unreachable_target_is_reported() -> None:
 def test_the_advice_names_the_savings_of_fp4() -> None:
     reasons = advise(replace(TRAINING, wire_dtype="fp32"), 0.1, 0.95).reasons
     assert reasons[-1] == "wire_dtype=fp4 sends 7.9 times fewer bytes."
-    for wire in ("fp4", "int2", "topk"):
+    for wire in ("fp4", "int2"):
         reasons = advise(replace(TRAINING, wire_dtype=wire), 0.1, 0.95).reasons
         assert not any("wire_dtype" in reason for reason in reasons)
 

@@ -19,7 +19,6 @@ from commfree_planner import (
     exchange_bytes,
     payload_bytes,
 )
-from commfree_planner.bytes_sent import GATHERED
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import ring_all_reduce_bytes
 from lightning_commfree.diloco import CODECS, Schedule, split_into_fragments
@@ -39,8 +38,7 @@ def test_exchanges_send_the_predicted_bytes(num_replicas) -> None:
     view = View.of(SimpleNamespace(size=num_replicas, ledger=None))
     for wire, wire_format in CODECS.items():
         real = cheaper_exchange(view, wire_format, 4_000_000).num_bytes
-        gather = wire in GATHERED
-        predicted = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas, gather)
+        predicted = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas)
         # headers and padding; the other method would send at least half as much more
         assert predicted <= real <= 1.005 * predicted
 

@@ -94,7 +94,6 @@ def test_invalid_losses_and_sync_times_are_refused(name, value, said) -> None:
 
 def test_an_exchange_by_shards_has_twice_the_latencies() -> None:
     assert [exchange_rounds(m) for m in (1, 2, 3, 4)] == [0, 2, 4, 4]
-    assert [exchange_rounds(m, gather=True) for m in (1, 2, 3, 4)] == [0, 2, 2, 2]
 
 
 # Messages

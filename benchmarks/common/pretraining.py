@@ -19,7 +19,6 @@ from recipes.training.language_model import LanguageModel
 from recipes.training.report import SUMMARY_FILE
 
 CONF = Path(__file__).parents[2] / "conf"
-TINY_GPT2 = ["model=gpt2_tiny", "model.n_embd=32", "model.n_layer=2", "tokenizer.vocab_size=512"]
 Config = dict[str, Any]
 
 

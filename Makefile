@@ -113,7 +113,7 @@ release: $(STAMP)
 	@echo "make release: upload dist/ with 'twine upload dist/*'; build/README.html shows how the page will look"
 
 # A benchmark that needs root, iproute2 or more cores than this machine has says so, and the others run.
-BENCHES := wire planner lion_step bandwidth lion_bandwidth overlap architectures demo
+BENCHES := wire planner lion_step bandwidth lion_bandwidth overlap demo
 
 bench: $(STAMP)
 	@export OMP_NUM_THREADS=1; failed=; \

@@ -1,1 +1,0 @@
-"""Architectures that Domino supports: `python -m benchmarks.architectures`."""

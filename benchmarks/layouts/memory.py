@@ -1,4 +1,4 @@
-"""Part `memory`: bytes that a rank of a replica holds under each layout.
+"""Bytes that a rank of a replica holds under each layout.
 
 The first half runs in the ranks, the second half starts them and writes the page.
 """
@@ -23,7 +23,7 @@ from benchmarks.bandwidth.measure import Results
 from benchmarks.bandwidth.page import target
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.common.page import draw_bars
-from benchmarks.layouts.ranks import run_here
+from benchmarks.layouts.ranks import run_ranks
 from lightning_commfree import FSDPSettings, StreamingDiLoCoStrategy, from_pretrained_on_meta
 from lightning_commfree.diloco import StreamingDiLoCo
 from lightning_commfree.model.blocks import block_names
@@ -44,7 +44,6 @@ class LateModule(Module):
         on_meta: create it on the meta device, without values.
         begin: called before the model is created.
         done: called when the model has its values; under FSDP, this rank's shards of them.
-        optimizer: creates the optimizer from the parameters.
     """
 
     def __init__(
@@ -53,9 +52,8 @@ class LateModule(Module):
         on_meta: bool,
         begin: Callable[[], None],
         done: Callable[[], None],
-        optimizer: Callable[..., Optimizer] = torch.optim.AdamW,
     ) -> None:
-        super().__init__(None, optimizer)
+        super().__init__(None, torch.optim.AdamW)
         self._make, self._on_meta = make, on_meta
         self._begin, self._done = begin, done
 
@@ -257,7 +255,7 @@ def measure(results: Results, settings: Mapping[str, Any], timeout_s: float) -> 
         if not missing:
             continue
         plan = {"ranks": ranks, "rows": missing, **settings[kind]}
-        by_rank = run_here("memory", plan, timeout_s, RETURN_FREED_MEMORY)
+        by_rank = run_ranks(plan, timeout_s, RETURN_FREED_MEMORY)
         for nodes in zip(*by_rank, strict=True):
             results.add(kind, ranks, nodes)
             print(f"{kind}: {nodes[0]['row']}, {ranks} ranks", flush=True)
@@ -327,7 +325,7 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def page_lines(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[str]:
-    """Return this part of the page."""
+    """Return the page below the provenance and its heading."""
     counts, peaks = found(records, COUNTS), found(records, PEAKS)
     lines = ["| target | figure | |", "|---|---|---|"]
     for (k, layout), share in shares(counts).items():

@@ -163,12 +163,24 @@ def run_without_the_missing(words: Sequence[str], folder: Path) -> str:
     return done.stdout
 
 
+ALONE = """
+import sys
+from pathlib import Path
+from benchmarks.gpu_check import __main__ as gpu_check, job
+
+page = Path(sys.argv[1])
+words = ["--device", "cpu", "--page", str(page), "--stages", "kernels", "streams", "lion"]
+assert gpu_check.main(words) == 0
+job.run(job.Plan("diloco", "cpu", ranks=1), page.parent)
+"""
+
+
 def test_only_what_a_gpu_image_has_is_imported(tmp_path: Path) -> None:
+    """By the stages and by a fit, all in one process."""
     page = tmp_path / "gpu.md"
-    words = ["--device", "cpu", "--page", str(page), "--kinds", "diloco"]
-    words += ["--stages", "kernels", "streams", "lion", "deaths"]
-    run_without_the_missing(["-m", "benchmarks.gpu_check", *words], tmp_path)
-    assert "**Found:** 3 of 3 bounds hold" in page.read_text()
+    run_without_the_missing(["-c", ALONE, str(page)], tmp_path)
+    assert "**Found:** 1 of 1 bounds hold" in page.read_text()
+    assert (tmp_path / "0.pt").exists()
 
 
 def test_the_gpu_tests_are_collected_without_what_a_gpu_image_lacks(tmp_path: Path) -> None:

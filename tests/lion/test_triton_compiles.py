@@ -11,7 +11,6 @@ import builtins
 import os
 import re
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,13 +121,19 @@ class Compiled:
         return launch
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an empty folder in which a kernel that another test has compiled is found again."""
+    return tmp_path_factory.mktemp("triton")
+
+
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compiled]:
+def compiled(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Compiled:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed: nothing was compiled")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1: Triton interprets, nothing was compiled")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     return Compiled(monkeypatch)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.lion_step.operations import gpt2_shapes
-from lightning_commfree.comm.exchange import FixedMembership, View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,
@@ -23,6 +23,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.exchange import HeaderSummary
+from lightning_commfree.diloco.transport import FixedTransport
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary as VoteSummary
 from tests.cuda_seams import memory, no_compiled_loops, tasks_at_once
@@ -144,7 +145,7 @@ def diloco(patch: pytest.MonkeyPatch, tensors: int, width: int) -> dict[str, Cos
     module = nn.ModuleList([nn.ModuleList(layers)])  # one block
     with walk:
         walk.on_cuda(module)
-        channel = FixedMembership(InstantChannel(2, device=CPU))  # type: ignore[arg-type]
+        channel = FixedTransport(InstantChannel(2, device=CPU))  # type: ignore[arg-type]
         fragments = split_into_fragments(module, 1, "strided")
         training = StreamingDiLoCo(
             module, fragments, DiLoCoSettings(**{**DEFAULTS, **settings}), channel

@@ -29,9 +29,9 @@ from benchmarks.common.pretraining import Config, batches, composed, take_steps
 from benchmarks.size_ladder.cells import Cell
 from benchmarks.size_ladder.outer import RadialDiLoCo
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import DiLoCoSettings, StreamingDiLoCo, split_into_fragments
+from lightning_commfree.diloco.transport import FixedTransport
 from recipes.training.evaluation import token_loss
 from recipes.training.pretraining import build_data, build_module
 
@@ -113,7 +113,7 @@ class PlayedReplicas:
         )
         board = Board(len(modules))
         self.replicas = [
-            algorithm(module, fragments, settings, FixedMembership(PlayedChannel(board, rank)))
+            algorithm(module, fragments, settings, FixedTransport(PlayedChannel(board, rank)))
             for rank, module in enumerate(modules)
         ]
 

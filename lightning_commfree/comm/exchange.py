@@ -23,7 +23,7 @@ codec has rounded; Distributed Lion counts votes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,30 +58,6 @@ class View(NamedTuple):
     def rank(self) -> int:
         """Index of this process in `members`."""
         return self.channel.rank
-
-
-class Membership(Protocol):
-    """Interface that tells an algorithm which members take part in its next exchange."""
-
-    def view(self) -> View:
-        """Return the view for the next exchange."""
-
-    def leave(self) -> None:
-        """Exit the group; the other members continue without this one."""
-
-
-class FixedMembership:
-    """Membership that never changes: the loss of a member ends the job."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._view = View.of(channel)
-
-    def view(self) -> View:
-        """Return the group's only view."""
-        return self._view
-
-    def leave(self) -> None:
-        """Do nothing, because the job owns the channel and closes it."""
 
 
 class Route(NamedTuple):

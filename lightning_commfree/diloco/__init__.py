@@ -42,7 +42,7 @@ Read in this order:
 2. `codec`: how values are encoded for sending, with the arithmetic in `quantize` and
    `quantize_numba`.
 3. `outer`: a fragment's global copy and outer step. `exchange`: the mean over the replicas.
-4. `streaming`: the algorithm.
+4. `transport`: who takes part in an exchange. `streaming`: the algorithm.
 5. Special cases: `nonfinite` (a replica with NaN), `frozen` (frozen parameters that the user
    unfreezes or hooks modify). `messages`: hints and warnings for the user.
 
@@ -69,17 +69,20 @@ from lightning_commfree.diloco.settings import (
     default_outer_optimizer,
 )
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
+from lightning_commfree.diloco.transport import FixedTransport, Transport
 
 __all__ = [
     "CODECS",
     "Codec",
     "DiLoCoSettings",
+    "FixedTransport",
     "Fragment",
     "Int2Codec",
     "OuterFragment",
     "OuterOptimizerFactory",
     "Schedule",
     "StreamingDiLoCo",
+    "Transport",
     "default_outer_optimizer",
     "split_into_fragments",
 ]

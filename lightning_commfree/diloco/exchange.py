@@ -24,9 +24,8 @@ on the device. If the outer state is in host memory, they are decoded at the lan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -39,7 +38,7 @@ from lightning_commfree.comm.exchange import MessageLayout, Route, View, routes
 from lightning_commfree.comm.liveness import PeerWatch
 from lightning_commfree.comm.requests import union
 from lightning_commfree.diloco.codec import BLOCK, Codec, chunks, decode_all
-from lightning_commfree.diloco.outer import NONE_FROZEN, WITHIN_TAG, Frozen
+from lightning_commfree.diloco.outer import WITHIN_TAG
 
 TAG = "outer_gradient"
 
@@ -543,24 +542,3 @@ def fragment_exchanges(
     for exchange in every:
         exchange.in_thread = in_thread
     return by_codec
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A fragment that has been launched but has not landed."""
-
-    exchange: FragmentExchange
-    pending: Pending[Arrived]  # from `FragmentExchange.launch`
-    launched_s: float = field(default_factory=perf_counter)
-    frozen: Frozen = NONE_FROZEN
-
-    def seconds(self) -> float:
-        """Return the time since the launch in seconds."""
-        return perf_counter() - self.launched_s
-
-    def receive(self, device: torch.device, within: Channel | None) -> Arrival:
-        """Wait for the messages, decode them, and combine the results of the replica's ranks."""
-        arrival = self.exchange.decode(self.pending.wait(), device)
-        if within is not None and within.size > 1:
-            arrival = arrival.shared_within(within)
-        return arrival

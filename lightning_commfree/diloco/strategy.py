@@ -10,10 +10,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     Codec,
     DiLoCoSettings,
+    FixedTransport,
     OuterOptimizerFactory,
     StreamingDiLoCo,
     split_into_fragments,
@@ -200,10 +200,11 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern, self.optimizers
         )
-        replicas, within = FixedMembership(self.channels.between), self.channels.within
+        transport, within = FixedTransport(self.channels.between), self.channels.within
         self._diloco = StreamingDiLoCo(
-            self.module, fragments, self.settings, replicas, within, self.requests
+            self.module, fragments, self.settings, transport, within, self.requests
         )
+        self._diloco.warm_up()
         self._diloco.follow_optimizers(self.optimizers)
         # in manual optimization, GANs freeze one network while they train another
         self._diloco.ignores_frozen = not self.module.automatic_optimization

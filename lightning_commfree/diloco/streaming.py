@@ -21,6 +21,7 @@ weights. This does not affect training.
 from __future__ import annotations
 
 import hashlib
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,22 +35,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lightning_commfree.comm.background import Background, to_host
+from lightning_commfree.comm.background import to_host
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest
-from lightning_commfree.comm.exchange import Membership, View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.requests import Requests
 from lightning_commfree.diloco.codec import CODECS, codec_of, warm_up
-from lightning_commfree.diloco.exchange import (
-    TAG,
-    Arrival,
-    Arrived,
-    Flight,
-    FragmentExchange,
-    Header,
-    fragment_exchanges,
-    mean_cosine,
-)
+from lightning_commfree.diloco.exchange import TAG, Arrival, Arrived, Header, mean_cosine
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.frozen import FrozenParameters
 from lightning_commfree.diloco.messages import Message, initial_weights_warning, startup_messages
@@ -64,6 +56,7 @@ from lightning_commfree.diloco.nonfinite import (
 from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen, OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings, default_outer_optimizer
+from lightning_commfree.diloco.transport import Delivery, Flight, Transport
 from lightning_commfree.model.replication import AveragedBuffers
 from lightning_commfree.model.trained import trained_parameters
 from lightning_commfree.model.weight_swap import WeightSwap
@@ -102,8 +95,8 @@ class StreamingDiLoCo:
         module: the model; all replicas must start with the same weights.
         fragments: a partition of the model's trainable parameters.
         settings: settings of the fit.
-        membership: provides the replicas. A single replica sends nothing and acts as a Nesterov
-            look-ahead optimizer.
+        transport: exchanges fragments with the other replicas. A single replica sends nothing and
+            acts as a Nesterov look-ahead optimizer.
         within: channel between the k ranks of this replica, which have the same gradients; None if
             every rank is a replica. Each rank holds 1/k of the outer state and exchanges it with
             the same rank in the other replicas. All ranks must call every method.
@@ -114,7 +107,9 @@ class StreamingDiLoCo:
         fragments: one `OuterFragment` per fragment; those added during the fit are last.
         buffers: the averaged buffers of all fragments.
         schedule: the steps at which fragments launch and land.
-        view: the current replicas.
+        transport: as given; its `view` contains the current replicas.
+        landed: number of exchanges that have landed, including the final means.
+        outer_lock: held while the outer state changes.
         flights: in-flight fragments, by index, in order of launch.
         optimizers: the inner optimizers; they define which parameters are trained
             (`trained_parameters`), and nonfinite state is reset if this replica abstains.
@@ -136,7 +131,7 @@ class StreamingDiLoCo:
         module: nn.Module,
         fragments: Sequence[Fragment],
         settings: DiLoCoSettings,
-        membership: Membership,
+        transport: Transport,
         within: Channel | None = None,
         requests: Requests | None = None,
     ) -> None:
@@ -145,7 +140,7 @@ class StreamingDiLoCo:
         # no later round would make up for rounding errors in the last round or an evaluation round
         self._last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
         self._feedback = float(self.codec.error_feedback)
-        self._module, self._membership, self._within = module, membership, within
+        self._module, self.transport, self._within = module, transport, within
         self.step = 0
         self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
         self.buffers = AveragedBuffers(module, [b for one in fragments for b in one.buffers])
@@ -161,11 +156,10 @@ class StreamingDiLoCo:
         held = {name for fragment in fragments for name in fragment.parameters}
         self._parameters = {n: p for n, p in module.named_parameters() if n in held}
         self._mean: list[Tensor] | None = None  # mean of the local copies, until the next step
-        self._enter(membership.view())
+        self.landed, self.outer_lock = 0, threading.Lock()
+        self._open_exchanges()
 
-        self._warm_up()
-
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
         """Run each codec once per device, so that the first launch and landing are not slow."""
         tensors = [tensor for f in self.fragments for tensor in (f.global_copy, *f.local)]
         for device in {self.view.channel.device, *(tensor.device for tensor in tensors)}:
@@ -220,7 +214,7 @@ class StreamingDiLoCo:
             fragment.clear_residual(frozen.settling | frozen.settled | fragment.settled)
             values = fragment.local_values()  # a copy: training continues
             used = [values] if residual is None else [values, residual]
-            with self._background.staging.beside_training(used):
+            with self.transport.background.staging.beside_training(used):
                 # on CUDA, a global copy in host memory is uploaded here, without delaying training
                 outer = fragment.global_copy.to(values.device, non_blocking=True)
                 fragment.subtract_from(outer, values)
@@ -233,15 +227,18 @@ class StreamingDiLoCo:
         with record_function(f"land fragment #{p}"):
             frozen = self.flights[p].frozen
             arrival = self._receive(p)
-            self._outer_step(p, arrival.mean, frozen)
+            self.outer_step(p, arrival.mean, frozen)
             if self.view.rank in arrival.summary.nonfinite:
                 self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
             else:
                 self.fragments[p].merge(self.settings.mix, frozen=frozen)
 
-    def _outer_step(self, p: int, mean: Tensor, frozen: Frozen) -> None:
-        self.fragments[p].outer_step(mean, frozen)
-        self.fragments[p].average_buffers(mean)
+    def outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
+        """Take the outer step of a fragment with the mean outer gradient: fp32, shape (S,)."""
+        with self.outer_lock:
+            self.fragments[p].outer_step(mean, frozen)
+            self.fragments[p].average_buffers(mean)
+            self.landed += 1
 
     # -- the end of a fit
 
@@ -270,13 +267,13 @@ class StreamingDiLoCo:
             self.flights[p] = self._send(p, values, frozen=frozen)
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
-            self._take_mean(p, arrival.mean if self.num_replicas > 1 else None, frozen)
+            with self.outer_lock:
+                mean = arrival.mean if self.num_replicas > 1 else None
+                self.fragments[p].take_mean(mean, frozen)
+                self.landed += 1
             self._landings[p] = self._landings[p].then(lambda one: one._replace(outer_lr=1.0))
             if self.view.rank in arrival.summary.nonfinite:
                 self._reset_after_abstaining(p, [p])
-
-    def _take_mean(self, p: int, mean: Tensor | None, frozen: Frozen) -> None:
-        self.fragments[p].take_mean(mean, frozen)
 
     @property
     def stops_after(self) -> int:
@@ -302,33 +299,26 @@ class StreamingDiLoCo:
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         hashed = self._digest(p, outer) if tag == TAG else 0
-        changed, weight = self._changed_hash(p, frozen), self._weight(p)
+        changed, device = self._changed_hash(p, frozen), self.fragments[p].global_copy.device
         requests = self.requests.outgoing() if tag == TAG else 0  # nobody reads an evaluation's
-        header = Header(requests, self.step, hashed, nonfinite, changed, weight, self.missed)
-        flight = self._launch(p, values, header, residual, tag)
-        return replace(flight, frozen=frozen)
+        words = requests, self.step, hashed, nonfinite, changed, self.weight(p), self.missed
+        pending = self.transport.launch(p, values, Header(*words), residual, tag, device)
+        return Flight(pending, frozen)
 
-    def _launch(
-        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
-    ) -> Flight:
-        exchange, device = self._exchange(p, residual), self.fragments[p].global_copy.device
-        return Flight(exchange, exchange.launch(values, header, residual, tag, device))
-
-    def _weight(self, p: int) -> int:
+    def weight(self, p: int) -> int:
         """Return the weight of this replica's values in a fragment's mean."""
         del p
         return 1
 
     def _receive(self, p: int) -> Arrival:
         """Wait for a fragment's messages, decode and check them, and record a `Landing`."""
-        ledger, fragment = self.view.channel.ledger, self.fragments[p]
+        ledger, fragment, flight = self.view.channel.ledger, self.fragments[p], self.flights[p]
         before_s = ledger.seconds_waited
-        flight = self._wait(p)
+        delivery = self.transport.wait(flight.pending)
         waited_s = ledger.seconds_waited - before_s
         del self.flights[p]
 
-        arrival = flight.receive(fragment.global_copy.device, self._within)
-        self._check(arrival, p)
+        arrival = self._decode(delivery, p)
         self.requests.incoming(arrival.summary.requests)
         self._abstentions[p] += len(arrival.summary.nonfinite)
         landing = partial(
@@ -336,7 +326,7 @@ class StreamingDiLoCo:
             outer_lr=fragment.outer_lr,
             flight_s=flight.seconds(),
             waited_s=waited_s,
-            num_bytes=flight.exchange.num_bytes,
+            num_bytes=delivery.exchange.num_bytes,
             abstentions=self._abstentions[p],
         )
         # norms are copied from a CUDA device while training continues
@@ -349,31 +339,16 @@ class StreamingDiLoCo:
         )
         return arrival
 
-    def _wait(self, p: int) -> Flight:
-        """Wait for an in-flight fragment's messages, and return its `Flight`."""
-        self.flights[p].pending.wait()
-        return self.flights[p]
-
-    def _check(self, arrival: Arrival, p: int) -> None:
+    def _decode(self, delivery: Delivery, p: int) -> Arrival:
+        """Decode a fragment's messages, and check that it may land."""
+        arrival = delivery.decode(self.fragments[p].global_copy.device, self._within)
         names = self.fragments[p].fragment.parameters
         refuse_landing(arrival.summary, p, names, self.step, self.view, self.settings)
-
-    def _enter(self, view: View) -> None:
-        """Use `view` for all exchanges from now on."""
-        self.view, self._background = view, Background(view.channel.ledger, view.channel.peers)
-        self._open_exchanges()
+        return arrival
 
     def _open_exchanges(self) -> None:
-        """Create the fragments' exchanges in the current view, each on the cheaper route."""
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
-        codecs = self.codec, self._last_codec
-        self._exchanges, self._last_exchanges = fragment_exchanges(
-            self.view, codecs, sizes, self._background
-        )
-
-    def _exchange(self, p: int, residual: Tensor | None) -> FragmentExchange:
-        """Return the exchange for a fragment; if `residual` is None, one without error feedback."""
-        return (self._last_exchanges if residual is None else self._exchanges)[p]
+        self.transport.open((self.codec, self._last_codec), sizes)
 
     def _digest(self, p: int, outer: Tensor | None) -> Tensor | int:
         """Hash a fragment's global copy; return 0 if this launch does not compare hashes."""
@@ -458,8 +433,7 @@ class StreamingDiLoCo:
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
         factory = self.settings.outer_optimizer
         if factory is None:
-            replicas = self._membership.view().size
-            factory = default_outer_optimizer(replicas, self.settings.sync_every)
+            factory = default_outer_optimizer(self.num_replicas, self.settings.sync_every)
         device, feedback = self.settings.outer_device, self.codec.error_feedback > 0
         return OuterFragment(
             self._module, fragment, factory, self._within, device, feedback, self.buffers
@@ -490,7 +464,7 @@ class StreamingDiLoCo:
     def average_moved(self) -> None:
         """Average frozen parameters that differ between replicas because of hooks; collective."""
         fingerprint = {"fragments that joined": repr(self._joined)}
-        self._frozen.average_moved(self.view, self._background, fingerprint)
+        self._frozen.average_moved(self.view, self.transport.background, fingerprint)
 
     # -- validations
 
@@ -523,8 +497,7 @@ class StreamingDiLoCo:
             ]
             self._mean = []
             for p, flight in enumerate(flights):
-                arrival = flight.receive(self.fragments[p].global_copy.device, self._within)
-                self._check(arrival, p)
+                arrival = self._decode(self.transport.wait(flight.pending), p)
                 self._mean.append(self.fragments[p].mean_local(arrival.mean, flight.frozen))
         return self._mean
 
@@ -559,8 +532,8 @@ class StreamingDiLoCo:
 
         The fragments still land, that is, apply their results, as scheduled.
         """
-        for p in self.flights:
-            self._wait(p)
+        for flight in self.flights.values():
+            self.transport.wait(flight.pending)
 
     @torch.no_grad()
     def refuse_to_save(self, world: Channel) -> None:
@@ -590,14 +563,10 @@ class StreamingDiLoCo:
         own = {
             "local": self.weight_swap.local,
             "residuals": [fragment.residual for fragment in self.fragments],
-            "in_flight": self._messages_in_flight(),
+            "in_flight": self.transport.saved(self.flights),
             "frozen": {p: [sorted(i) for i in f.frozen] for p, f in self.flights.items()},
         }
         return shared, own
-
-    def _messages_in_flight(self) -> dict[int, tuple[Tensor, Tensor]]:
-        arrived = {p: self._wait(p).pending.wait() for p in self.flights}
-        return {p: (one.headers, one.messages) for p, one in arrived.items()}
 
     @torch.no_grad()
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -629,8 +598,9 @@ class StreamingDiLoCo:
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
         for p, messages in own["in_flight"].items():
-            frozen, arrived = Frozen(*map(frozenset, own["frozen"][p])), Arrived(*messages)
-            self.flights[p] = Flight(self._exchanges[p], Pending.here(arrived), frozen=frozen)
+            delivery = Delivery(self.transport.exchange(p), Arrived(*messages))
+            frozen = Frozen(*map(frozenset, own["frozen"][p]))
+            self.flights[p] = Flight(Pending.here(delivery), frozen)
 
     def overwrites(self, shared: dict[str, Any], own: object) -> set[str]:
         """Return the names of the module's tensors that `load_state_dict` would overwrite."""
@@ -643,9 +613,8 @@ class StreamingDiLoCo:
         del was, ranks, load
 
     def close(self) -> None:
-        """Stop the background thread, discard in-flight fragments, and leave the group."""
-        self._background.close()
-        self._membership.leave()
+        """Discard in-flight fragments, and leave the group."""
+        self.transport.close()
 
     # -- messages, metrics and settings
 
@@ -655,6 +624,11 @@ class StreamingDiLoCo:
         return startup_messages(
             self._module, self.settings, self.schedule, self.num_replicas, last_step
         )
+
+    @property
+    def view(self) -> View:
+        """The current replicas."""
+        return self.transport.view
 
     @property
     def num_replicas(self) -> int:
@@ -674,7 +648,7 @@ class StreamingDiLoCo:
     @property
     def bytes_per_cycle(self) -> int:
         """Bytes that this replica sends per cycle of `sync_every` steps."""
-        return sum(exchange.num_bytes for exchange in self._exchanges)
+        return sum(self.transport.exchange(p).num_bytes for p in range(len(self.fragments)))
 
     def cycle(self) -> tuple[dict[str, int], int]:
         """Return the bytes that this rank sends per cycle, by ledger tag, and the cycle length."""

@@ -1,7 +1,8 @@
 """Replicas that join and leave a running job; nothing outside of this folder knows them.
 
 strategy             the strategy: one Trainer per replica
-algorithm            Streaming DiLoCo whose exchanges may be repeated, and joining
+algorithm            Streaming DiLoCo whose replicas join
+transport            exchanges that are repeated when a member dies
 membership           who takes part in the next exchange
 lighthouse           torchft's lighthouse, as the place where replicas meet
 lighthouse_command   `commfree-lighthouse`, which serves one

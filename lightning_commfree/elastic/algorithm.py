@@ -1,14 +1,8 @@
 """Streaming DiLoCo with replicas that join, leave and die.
 
-The algorithm is the same as in `streaming`; only the exchanges of fragments differ. Exchanges are
-numbered in launch order; the code calls a numbered exchange a *flight*. Each exchange runs on a
-background thread:
-
-1. The members agree on a *view*: the replicas that take part in the exchange (`membership`).
-2. The outer gradient is encoded for that view and exchanged. It is kept in fp32 until the exchange
-   has completed: if a member dies in the meantime, the exchange is repeated from step 1. If another
-   member has already completed the exchange, the messages are fetched from that member instead.
-3. The messages are kept, still encoded, for a few cycles.
+The algorithm is the same as in `diloco.streaming`; only the exchanges of fragments differ
+(`transport`): if a member dies, they are repeated among the others, and their messages are kept for
+a few cycles.
 
 A joining replica fetches the outer state from a member (`snapshot`), and uses the kept messages to
 replay the landings that it has missed. From the next launch on, it takes part in the exchanges. It
@@ -36,36 +30,23 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_commfree.comm.background import Background
-from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.exchange import Route, View
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.requests import STOP, Requests
-from lightning_commfree.diloco.codec import Codec
-from lightning_commfree.diloco.exchange import (
-    TAG,
-    Arrived,
-    Flight,
-    FragmentExchange,
-    Header,
-    cheaper_exchange,
-)
+from lightning_commfree.diloco.exchange import TAG
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.messages import Message, startup_messages
-from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen
+from lightning_commfree.diloco.outer import NONE_FROZEN
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 from lightning_commfree.elastic.membership import (
@@ -74,22 +55,9 @@ from lightning_commfree.elastic.membership import (
     LeftBehindError,
     Member,
 )
+from lightning_commfree.elastic.transport import POLL_S, ElasticTransport
 
-T = TypeVar("T")
-_log = logging.getLogger(__name__)
-
-_POLL_S = 0.02  # how often a joiner polls a member for new messages
-_KEPT_CYCLES = 2  # number of cycles whose messages are kept
-_KEPT_CYCLES_FOR_JOINERS = 8  # the same, while a replica is joining
 _LATEST_VIEWS = 100  # number of views that a snapshot lists
-_MAX_FAILURES = 5  # maximum number of failures of an exchange in views of the same members
-
-
-class Delivery(NamedTuple):
-    """Result of an exchange: the encoded messages, and the `FragmentExchange` that decodes them."""
-
-    exchange: FragmentExchange
-    arrived: Arrived
 
 
 class ElasticDiLoCo(StreamingDiLoCo):
@@ -103,8 +71,6 @@ class ElasticDiLoCo(StreamingDiLoCo):
         within: channel between the ranks of this replica, as in `StreamingDiLoCo`.
 
     Attributes:
-        launched: number of exchanges launched so far, which is also the number of the next one.
-        landed: number of exchanges that have landed on this replica, in launch order.
         joined: number of the exchange with which this replica joined the job; None if it is one of
             the replicas that created the job.
         rejoined: numbers of the exchanges with which this replica rejoined the job.
@@ -117,12 +83,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
             position in the schedule, which is the same on all replicas at a launch.
         skipped: number of steps of the schedule that were skipped after the latest inner step.
         last_step: the step after which the fit ends. A replica skips no steps beyond it.
-        views: one pair per exchange in which this replica took part: the number of the exchange,
-            and the slots of its members.
         weight_per_step: weight of one inner step in a mean, such as its number of samples.
     """
 
-    _membership: ElasticMembership
+    transport: ElasticTransport
 
     def __init__(
         self,
@@ -134,34 +98,31 @@ class ElasticDiLoCo(StreamingDiLoCo):
         requests: Requests | None = None,
     ) -> None:
         assert settings.evaluate == "outer", "other weights need all replicas at the same time"
-        ledger = membership.ledger
-        self._thread, self._inline = Background(ledger), _Inline(ledger)
-        self._outer_lock = threading.Lock()  # the state server reads the outer state
-        self._kept: dict[int, dict[str, Any]] = {}  # messages, by number of the exchange
-        self._deliveries: dict[int, Pending[Delivery]] = {}  # by fragment
+        self._membership = membership
         self._trained_since = [0] * len(fragments)  # `inner_steps` at each last landing
-        self.launched = self.landed = self.inner_steps = self.skipped = 0
-        self.views: list[tuple[int, tuple[int, ...]]] = []
+        self.inner_steps = self.skipped = 0
         self.weight_per_step, self.last_step = 1, math.inf
         self.joined: int | None = None
         self.rejoined: list[int] = []
         self.may_rejoin, self.discarded = False, 0.0
-        self._sent = -1  # latest exchange in which others may have received this replica's values
         self._outer_found: Future[None] | None = None  # `_find_outer`, while this replica rejoins
         # by fragment: the weights before its unsent inner steps, and `inner_steps` at that time
         self._bases: list[tuple[Tensor, int]] = []
         self._others_step = 0
-        self._landed_steps = self._last_steps = 0  # inner steps in the latest landing
+        self._landed_steps = 0  # inner steps in the latest landing
         self._donors_views: dict[int, tuple[int, ...]] = {}  # member slots by exchange
-        super().__init__(module, fragments, settings, membership, within, requests)
+        transport = ElasticTransport(membership)
+        super().__init__(module, fragments, settings, transport, within, requests)
         self._frozen_digests = self._frozen.digests()
-        membership.transfer.serve(self.snapshot, self.messages)
-
-    @override
-    def _warm_up(self) -> None:
         # on a thread, because a joiner fetches the state at the same time
-        self._warming = threading.Thread(target=super()._warm_up, name="warm-up", daemon=True)
+        self._warming = threading.Thread(target=self.warm_up, name="warm-up", daemon=True)
         self._warming.start()
+        membership.transfer.serve(self.snapshot, self.transport.messages)
+
+    @property
+    def views(self) -> list[tuple[int, tuple[int, ...]]]:
+        """One pair per exchange in which this replica took part, as in `ElasticTransport`."""
+        return self.transport.views
 
     # -- a fit
 
@@ -182,8 +143,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
             ValueError: this replica's fingerprint differs from the other replicas' fingerprint.
         """
         membership = self._membership
-        while membership.start(fingerprint, self.step, self.launched):
-            self._enter(membership.view())
+        while membership.start(fingerprint, self.step, self.transport.launched):
+            self.transport.enter(membership.view())
             first = membership.view_members[0]
             if self.view.rank:
                 if not self._take_snapshot(first):
@@ -193,6 +154,33 @@ class ElasticDiLoCo(StreamingDiLoCo):
             return False
         self._join_job()
         return True
+
+    @contextmanager
+    @override
+    def stepping(self) -> Iterator[None]:
+        if names := self._frozen.unfrozen():
+            raise RuntimeError(
+                f"The parameters {sorted(names)} became trainable during the fit. Elastic replicas"
+                " do not support this, because a replica that joins later would not know about the"
+                " change. Make them trainable before `fit`, or use `StreamingDiLoCoStrategy`."
+            )
+        with super().stepping():
+            yield
+
+    @override
+    def launch(self, p: int) -> None:
+        self._refuse_frozen(p)
+        super().launch(p)
+
+    @override
+    def land(self, p: int) -> None:
+        super().land(p)
+        self._landed_steps = self.inner_steps - self._trained_since[p]
+        self._trained_since[p] = self.inner_steps
+
+    @override
+    def weight(self, p: int) -> int:
+        return (self.inner_steps - self._trained_since[p]) * self.weight_per_step
 
     @override
     def after_step(self) -> None:
@@ -224,14 +212,17 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """
         membership = self._membership
         by_time = membership.by_time and self.step < self.last_step
-        return by_time and membership.is_launched(self.launched)
+        return by_time and membership.is_launched(self.transport.launched)
 
     @override
     def finish(self) -> None:
         if self.is_rejoining:
             self._rejoin(must=True)
         self._membership.end()
+        for p in range(len(self.fragments)):
+            self._refuse_frozen(p)
         super().finish()
+        self._trained_since = [self.inner_steps] * len(self.fragments)
 
     def drain(self, seconds: float) -> None:
         """Wait for in-flight exchanges to complete, for at most `seconds`.
@@ -241,138 +232,18 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
         def wait() -> None:
             with suppress(RuntimeError):
-                for p in self.flights:
-                    self._deliveries[p].wait()
+                for flight in list(self.flights.values()):
+                    flight.pending.wait()
 
         waiting = threading.Thread(target=wait, name="drain", daemon=True)
         waiting.start()
         waiting.join(seconds)
 
     @override
-    def close(self) -> None:
-        super().close()
-        self._thread.close()
-
-    # -- exchanges
-
-    @override
-    def _launch(
-        self, p: int, values: Tensor, header: Header, residual: Tensor | None, tag: str
-    ) -> Flight:
-        # messages are decoded at the landing, because an exchange may be repeated
-        flight, self.launched = self.launched, self.launched + 1
-        if self._membership.by_time:
-            self._membership.announce(flight)
-        self._deliveries[p] = self._thread.submit(
-            lambda: self._fly(flight, p, values, header, residual), tag, device=values.device
-        )
-        arrived = self._deliveries[p].then(lambda delivery: delivery.arrived)
-        return Flight(self._exchanges[p], arrived)  # `_wait` sets the exchange
-
-    def _fly(
-        self, flight: int, p: int, values: Tensor, header: Header, residual: Tensor | None
-    ) -> Delivery:
-        """Exchange a fragment's values; if a member is lost, repeat the exchange in a new view.
-
-        This runs on the background thread. If another member has already completed the exchange,
-        fetch the messages from that member instead.
-
-        Args:
-            flight: number of the exchange.
-            p: index of the fragment.
-            values: fp32 values to send, shape (S,).
-            header: metadata to send with the values.
-            residual: receives the codec's rounding error; None if there is no error feedback.
-        """
-        if values.is_cuda:
-            torch.cuda.set_device(values.device)  # for this thread
-        failures: list[tuple[int, ...]] = []
-        while True:
-            found = self._membership.agree(flight, header.step)
-            if isinstance(found, Member):
-                message = self._fetch(found, flight)
-                if message is None:  # that member is gone or no longer has the message
-                    continue
-                delivery = self._decoder(message, p)
-                break
-            self._sent = flight
-            codec = self._codec(residual is None)
-            exchange = cheaper_exchange(found, codec, *self._sizes(p), self._inline)
-            arrived, error = None, None
-            try:
-                arrived = exchange.launch(values, header, residual).wait()
-            except RuntimeError as raised:
-                error = raised
-            if not self._membership.ranks.all(error is None):
-                _log.warning("An exchange with slots %s failed: %s", list(found.members), error)
-                self._membership.failed()
-                failures.append(found.members)
-                if failures.count(found.members) == _MAX_FAILURES:
-                    raise error or RuntimeError("Exchanges fail on another rank of this replica.")
-                continue
-            assert arrived is not None
-            delivery = Delivery(exchange, arrived)
-            message = {
-                "flight": flight,
-                "members": list(found.members),
-                "two_phase": exchange.route.two_phase,
-                "corrects": residual is not None,
-                "headers": arrived.headers,
-                "arrived": arrived.messages,
-            }
-            self.views.append((flight, found.members))
-            break
-        self._keep(message)
-        return delivery
-
-    @override
-    def _wait(self, p: int) -> Flight:
-        delivery = self._deliveries[p].wait()
-        view = delivery.exchange.route.view
-        if view is not self.view:
-            self._enter(view)
-        self.flights[p] = replace(self.flights[p], exchange=delivery.exchange)
-        return self.flights[p]
-
-    @override
     def wait_in_flight(self) -> None:
         # if the others have continued without this replica, the landing raises this error again
         with suppress(LeftBehindError):
             super().wait_in_flight()
-
-    @override
-    def _messages_in_flight(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}  # not saved: a new job starts from outer weights, a joiner asks a member
-
-    @override
-    def _weight(self, p: int) -> int:
-        return (self.inner_steps - self._trained_since[p]) * self.weight_per_step
-
-    @override
-    def _outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
-        with self._outer_lock:
-            super()._outer_step(p, mean, frozen)
-            self.landed += 1
-        self._landed_steps = self.inner_steps - self._trained_since[p]
-        self._trained_since[p] = self.inner_steps
-
-    @override
-    def _take_mean(self, p: int, mean: Tensor | None, frozen: Frozen = NONE_FROZEN) -> None:
-        with self._outer_lock:
-            super()._take_mean(p, mean, frozen)
-            self.landed += 1
-        self._trained_since[p] = self.inner_steps
-
-    def _codec(self, is_last: bool) -> Codec:
-        """Return the configured codec or, if `is_last`, the codec for a fit's last exchanges.
-
-        The latter uses no error feedback, because no later exchange could correct its errors.
-        """
-        return self._last_codec if is_last else self.codec
-
-    def _sizes(self, p: int) -> tuple[int, int]:
-        fragment = self.fragments[p]
-        return fragment.parameter_numel, fragment.shard_numel - fragment.parameter_numel
 
     @property
     def has_landed(self) -> bool:
@@ -407,57 +278,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         The copy also contains the latest views and `landed`, the number of exchanges whose results
         the state includes.
         """
-        with self._outer_lock:
+        with self.outer_lock:
             states = [fragment.state_dict() for fragment in self.fragments]
             views = self.views[-_LATEST_VIEWS:]
             return copy.deepcopy({"landed": self.landed, "fragments": states, "views": views})
-
-    def messages(self, first: int) -> list[dict[str, Any]]:
-        """Return the encoded messages of all completed exchanges from number `first` on.
-
-        Raises:
-            LookupError: some of these messages are no longer available.
-        """
-        kept = dict(self._kept)
-        if first < min(kept, default=first):
-            oldest = f"the oldest one kept is {min(kept)}"
-            raise LookupError(f"the in-flight exchange {first} is no longer available; {oldest}")
-        return [kept[flight] for flight in sorted(kept) if flight >= first]
-
-    def _keep(self, message: dict[str, Any]) -> None:
-        flight = message["flight"]
-        self._kept[flight] = message
-        cycles = _KEPT_CYCLES_FOR_JOINERS if self._membership.is_joined else _KEPT_CYCLES
-        for old in [n for n in self._kept if n <= flight - cycles * len(self.fragments)]:
-            del self._kept[old]
-
-    def _fetch(self, member: Member, flight: int) -> dict[str, Any] | None:
-        """Fetch the messages of an exchange from a member that has completed it.
-
-        Return None if the member is gone or no longer has the messages.
-        """
-        try:
-            messages = self._membership.transfer.fetch_messages(self._address(member), flight)
-        except (ConnectionError, LookupError):
-            messages = []
-        found = next((m for m in messages if m["flight"] == flight), None)
-        if self._membership.ranks.all(found is not None):
-            return found
-        time.sleep(_POLL_S)
-        return None
-
-    def _address(self, member: Member) -> str:
-        return member.states[self._membership.ranks.rank]
-
-    def _decoder(self, message: Mapping[str, Any], p: int) -> Delivery:
-        """Return a `Delivery` of fetched messages, with an exchange that can decode them."""
-        members, slot = tuple(message["members"]), self._membership.record.slot
-        channel = Channel([0], 0, self._membership.ledger)
-        channel.rank = members.index(slot) if slot in members else -1
-        route = Route(View(-1, members, channel), message["two_phase"])
-        codec = self._codec(not message["corrects"])
-        exchange = FragmentExchange(route, codec, *self._sizes(p), self._inline)
-        return Delivery(exchange, Arrived(message["headers"], message["arrived"]))
 
     # -- joining
 
@@ -476,17 +300,14 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._bases = []
         for p, fragment in enumerate(self.fragments):
             base, since = fragment.global_copy.clone(), self._trained_since[p]
-            if p in self.flights and self._sent == self.launched - 1:
+            if p in self.flights and self.transport.sent == self.transport.launched - 1:
                 # other replicas may have received these steps, so they cannot be sent again
                 self.discarded += (self.inner_steps - since) / len(self.fragments)
                 base, since = fragment.local_values(), self.inner_steps
             self._bases.append((base, since))
         self.flights.clear()
-        self._deliveries.clear()
-        self._thread.close()  # after an error, a thread fails every later task
-        self._thread = Background(self._membership.ledger)
+        self.transport.reset()
         self._others_step = self._membership.others_step
-        self._last_steps = self._landed_steps  # replayed landings change it
         executor = ThreadPoolExecutor(1, "rejoin")
         self._outer_found = executor.submit(self._find_outer)
         executor.shutdown(wait=False)
@@ -511,7 +332,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         if self.views and self._donors_views.get(self.views[-1][0]) != self.views[-1][1]:
             # this replica alone completed its last exchange; the others repeated it without it
             self.views.pop()
-            self.discarded += self._last_steps / len(self.fragments)
+            self.discarded += self._landed_steps / len(self.fragments)
         self.rejoined.append(self.landed)
         unsent = []
         for fragment, (base, since) in zip(self.fragments, self._bases, strict=True):
@@ -554,8 +375,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 outer gradient of the inner steps that it has not sent (fp32, shape (S,)), and the
                 value of `inner_steps` before these steps.
         """
-        self.launched = self.landed
-        self._take_outer(self.launch_step(self.launched))
+        self.transport.launched = self.landed
+        self._take_outer(self.launch_step(self.landed))
         for p, (values, since) in enumerate(unsent):
             fragment = self.fragments[p]
             local = fragment.global_copy.clone()
@@ -563,12 +384,12 @@ class ElasticDiLoCo(StreamingDiLoCo):
             local[:numel] -= values[:numel].to(local.device)
             fragment.show(local)
             self._trained_since[p] = since
-        while self.launch_step(self.launched) == self.step:
-            p = self.launched % len(self.fragments)
+        while self.launch_step(self.transport.launched) == self.step:
+            p = self.transport.launched % len(self.fragments)
             self.launch(p)
             if not self.settings.overlap_steps:
                 self.land(p)
-        self._enter(self._membership.view())
+        self.transport.enter(self._membership.view())
 
     def launch_step(self, flight: int) -> int:
         """Return the inner step after which exchange number `flight` is launched."""
@@ -591,11 +412,12 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """Fetch and load a member's outer state; return whether all ranks succeeded."""
 
         def fetch() -> None:
-            snapshot = self._membership.transfer.fetch_snapshot(self._address(member))
-            with self._outer_lock:
+            address = self.transport.address(member)
+            snapshot = self._membership.transfer.fetch_snapshot(address)
+            with self.outer_lock:
                 for fragment, state in zip(self.fragments, snapshot["fragments"], strict=True):
                     fragment.load_state_dict(state)
-                self.landed = self.launched = snapshot["landed"]
+                self.landed = self.transport.launched = snapshot["landed"]
                 self._donors_views = dict(snapshot["views"])
 
         return self._try(fetch)
@@ -616,14 +438,15 @@ class ElasticDiLoCo(StreamingDiLoCo):
             RuntimeError: the other replicas are about to stop.
         """
         membership, messages = self._membership, list[dict[str, Any]]()
+        address = self.transport.address(donor)
 
         def fetch(least: int) -> int:
             while True:
-                messages[:] = membership.transfer.fetch_messages(self._address(donor), self.landed)
+                messages[:] = membership.transfer.fetch_messages(address, self.landed)
                 done = max((m["flight"] + 1 for m in messages), default=self.landed)
                 if done >= least or (not membership.ranks.rank and membership.waits):
                     return done
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
 
         def fetch_on_first_rank() -> int:
             try:
@@ -642,10 +465,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _replay_one(self, message: dict[str, Any]) -> bool:
         """Apply the landing of one missed exchange; return whether any replica requested a stop."""
         p = message["flight"] % len(self.fragments)
-        exchange, arrived = self._decoder(message, p)
-        arrival = exchange.decode(arrived, self.fragments[p].global_copy.device)
-        self._outer_step(p, arrival.mean)
-        self._keep(message)
+        delivery = self.transport.delivery(message, p)
+        arrival = delivery.decode(self.fragments[p].global_copy.device, None)
+        self.outer_step(p, arrival.mean)
+        self.transport.keep(message)
         return bool(arrival.summary.requests & STOP)
 
     def _take_outer(self, step: int) -> None:
@@ -670,7 +493,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """
         super().load_state_dict(shared, None)
         counts = [self.schedule.launches_until(p, self.step) for p in range(len(self.fragments))]
-        self.launched = self.landed = sum(counts)
+        self.transport.launched = self.landed = sum(counts)
         self._take_outer(self.step)
 
     @override
@@ -688,10 +511,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 " register them as buffers instead."
             )
 
-    @override
-    def _frozen_at(self, p: int) -> Frozen:
-        if (frozen := super()._frozen_at(p)) == NONE_FROZEN:
-            return frozen
+    def _refuse_frozen(self, p: int) -> None:
+        """Raise a `RuntimeError` if any of a fragment's parameters are frozen."""
+        if (frozen := self._frozen_at(p)) == NONE_FROZEN:
+            return
         names = self.fragments[p].fragment.parameters
         raise RuntimeError(
             f"The parameters {[names[i] for i in sorted(frozen.settling)]} were frozen during the"
@@ -699,28 +522,3 @@ class ElasticDiLoCo(StreamingDiLoCo):
             " not know about the change. Freeze them before `fit`, or use"
             " `StreamingDiLoCoStrategy`."
         )
-
-    @override
-    def _join(self, names: Sequence[str], offset: int) -> None:
-        raise RuntimeError(
-            f"The parameters {sorted(names)} became trainable during the fit. Elastic replicas do"
-            " not support this, because a replica that joins later would not know about the change."
-            " Make them trainable before `fit`, or use `StreamingDiLoCoStrategy`."
-        )
-
-
-class _Inline(Background):
-    """Runs each task on the thread that waits for its result, instead of a background thread.
-
-    All exchanges of an elastic job already run on one background thread.
-    """
-
-    @override
-    def submit(
-        self,
-        task: Callable[[], T],
-        tag: str,
-        staged: Callable[[], object] | None = None,
-        device: torch.device | None = None,
-    ) -> Pending[T]:
-        return Pending(task)

@@ -38,13 +38,13 @@ from benchmarks.size_ladder.page import draw_page, page_lines, trend
 from benchmarks.size_ladder.played import PlayedReplicas, Run, Stopped
 from benchmarks.size_ladder.records import Records
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,
     split_into_fragments,
 )
+from lightning_commfree.diloco.transport import FixedTransport
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.pretraining import build_data, build_module
@@ -108,7 +108,7 @@ def real_rank(rank: int, size: int, config: dict[str, Any]) -> tuple[Weights, We
     settings = settings_of(config)
     fragments = split_into_fragments(module, None, settings.fragment_pattern)
     channel = Channel(range(size), rank, Ledger(), dist.group.WORLD)
-    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
     for batch in batches(data, STEPS):
         take_steps([module], [made], batch, config["trainer"]["gradient_clip_val"])
         diloco.after_step()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.exchange import FixedMembership, View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.diloco import (
     CODECS,
     DiLoCoSettings,
@@ -19,6 +19,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.exchange import cheaper_exchange
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.diloco.training import DEFAULTS, NESTEROV, alone, world
 from tests.world import run_ranks
 
@@ -54,7 +55,7 @@ def train(rank: int, size: int, wire_dtype: str) -> Any:
     settings = DiLoCoSettings(**{**DEFAULTS, **changes, "overlap_steps": 1})
     channel = world(rank, size)
     fragments = split_into_fragments(module, 1, "strided")
-    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
     seen = []
     for step in range(1, LAST + 1):
         with torch.no_grad():
@@ -67,7 +68,7 @@ def train(rank: int, size: int, wire_dtype: str) -> Any:
         seen[-1] = seen[-1], local
     diloco.finish()
     seen.append((module.norm.running_var.clone(), module.wide.weight.detach().clone()))
-    way = diloco._exchanges[0].route.two_phase
+    way = diloco.transport.exchange(0).route.two_phase
     diloco.close()
     channel.close()
     return way, seen
@@ -104,7 +105,7 @@ def average_constants(rank: int, size: int) -> Tensor:
     settings = DiLoCoSettings(**{**DEFAULTS, **changes})
     channel = world(rank, size)
     diloco = StreamingDiLoCo(
-        module, split_into_fragments(module, 1, "strided"), settings, FixedMembership(channel)
+        module, split_into_fragments(module, 1, "strided"), settings, FixedTransport(channel)
     )
     for _ in range(6):
         diloco.after_step()

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.background import to_host
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     CODECS,
     DiLoCoSettings,
@@ -33,6 +32,7 @@ from lightning_commfree.diloco.exchange import (
     HeaderSummary,
 )
 from lightning_commfree.diloco.nonfinite import is_nonfinite
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.cuda_seams import memory, no_compiled_loops, tasks_at_once
 from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel, Question, is_walked
 from tests.diloco.training import DEFAULTS, NESTEROV
@@ -163,12 +163,14 @@ class Training:
         settings = DiLoCoSettings(**{**DEFAULTS, "sync_every": 2, "num_fragments": 3, **changes})
         fragments = split_into_fragments(self.module, 3, "strided")
         with self.walk.during("start"):
+            self.transport = FixedTransport(self.channel)
             self.diloco = StreamingDiLoCo(
-                self.module, fragments, settings, FixedMembership(self.channel), self.within
+                self.module, fragments, settings, self.transport, self.within
             )
+            self.diloco.warm_up()
 
     def two_phase(self) -> set[bool]:
-        return {exchange.route.two_phase for exchange in self.diloco._exchanges}
+        return {exchange.route.two_phase for exchange in self.transport.exchanges}
 
 
 @pytest.mark.parametrize("channel", [CUDA, CPU], ids=str)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from examples.topk_codec import TopKCodec
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     CODECS,
     Codec,
@@ -25,6 +24,7 @@ from lightning_commfree.diloco import (
 )
 from lightning_commfree.diloco.codec import BLOCK, Int2Codec, decode_all
 from lightning_commfree.diloco.exchange import TAG
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import AVERAGING, DEFAULTS, NESTEROV, alone
 from tests.lion.threads import ThreadChannel, in_threads
@@ -60,7 +60,7 @@ def changes(wire: Any, **more: Any) -> dict[str, Any]:
 def start(module: nn.Module, channel: ThreadChannel, wire: Any, **more: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**changes(wire, **more))
     fragments = split_into_fragments(module, 2, "balanced")
-    return StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    return StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
 
 
 def state(module: nn.Module, diloco: StreamingDiLoCo) -> dict[str, Tensor]:
@@ -170,7 +170,8 @@ class WithResiduals(SerialDiLoCo):
 def routes(diloco: StreamingDiLoCo) -> tuple[set[str], set[str]]:
     """Names of the fragments that take two phases, until `finish` and in it."""
     names = [fragment.fragment.parameters[0] for fragment in diloco.fragments]
-    every = diloco._exchanges, diloco._last_exchanges
+    transport: Any = diloco.transport
+    every = transport.exchanges, transport.last_exchanges
     first, last = (
         {name for name, exchange in zip(names, exchanges, strict=True) if exchange.route.two_phase}
         for exchanges in every
@@ -344,7 +345,7 @@ def loss_after(cycles: int, wire: Any, **more: Any) -> float:
         module,
         split_into_fragments(module, 1, "strided"),
         DiLoCoSettings(**settings),
-        FixedMembership(alone()),
+        FixedTransport(alone()),
     )
     for _ in range(cycles):
         module.inner_steps()

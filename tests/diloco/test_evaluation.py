@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,
     split_into_fragments,
 )
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.diloco.training import (
     ADAMW,
     DEFAULTS,
@@ -40,7 +40,7 @@ def train(rank: int, size: int, evaluate: bool) -> Any:
     settings = DiLoCoSettings(**{**DEFAULTS, **changes})
     channel = world(rank, size)
     fragments = split_into_fragments(module, 2, "strided")
-    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
     optimizer = ADAMW(module.parameters())
     trace, seen = [], []
     for step in range(1, STEPS + 1):

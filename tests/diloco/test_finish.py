@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.job import DATA, REPLICA, replica_mesh
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import (
@@ -19,6 +18,7 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.diloco.training import (
     ADAMW,
     DEFAULTS,
@@ -130,7 +130,7 @@ def finish_in_pairs(rank: int, size: int, replica_size: int) -> Any:
     module.register_buffer("mean", torch.zeros(3))
     settings = DiLoCoSettings(**{**DEFAULTS, "replica_size": replica_size})
     fragments = split_into_fragments(module, None, "strided")
-    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(between), inside)
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedTransport(between), inside)
     optimizer = ADAMW(module.parameters())
     for step in range(1, 4):
         backward(module, rank // replica_size, step)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,
     split_into_fragments,
 )
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import ADAMW, DEFAULTS, NESTEROV, Net, backward, bits, state_of, world
 from tests.world import run_ranks
@@ -29,7 +29,7 @@ STEPS = 15
 def begin(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**{**DEFAULTS, "num_fragments": 2, **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    return StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    return StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
 
 
 @dataclass
@@ -263,7 +263,7 @@ def move_beside_flights(rank: int, size: int) -> tuple[list[bool], list[int], Te
             module.teacher.weight.lerp_(module.student.weight, 0.3)
     flying = diloco.in_flight
     diloco.average_moved()
-    routes = [exchange.route.two_phase for exchange in diloco._exchanges]
+    routes = [diloco.transport.exchange(p).route.two_phase for p in range(2)]
     diloco.close()
     channel.close()
     return routes, flying, module.teacher.weight.detach()

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,
     split_into_fragments,
 )
 from lightning_commfree.diloco.nonfinite import is_nonfinite, reset_nonfinite_state
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import (
     ADAMW,
@@ -41,7 +41,7 @@ Sick = Mapping[int, int]  # by replica: the step in which a gradient of its is N
 def begin(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**{**DEFAULTS, "num_fragments": 3, "nonfinite": "abstain", **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    return StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    return StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
 
 
 def inner_step(
@@ -186,7 +186,7 @@ def average(rank: int, size: int, wire_dtype: str) -> Any:
         warnings.simplefilter("ignore")
         for _ in range(H + 1):
             diloco.after_step()
-    way = diloco._exchanges[0].route.two_phase
+    way = diloco.transport.exchange(0).route.two_phase
     diloco.close()
     channel.close()
     landing = diloco.landings[0]

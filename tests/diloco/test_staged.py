@@ -68,7 +68,7 @@ def test_a_state_saved_after_an_arrival_resumes_to_the_bit(saved_at: int) -> Non
     inner, local = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(module.state_dict())
     flights = diloco.flights.values()
     assert len(flights) > 1
-    assert all(flight.pending.wait().decoded for flight in flights)
+    assert all(flight.pending.wait().arrived.decoded for flight in flights)
 
     again, resumed, other = begin()
     again.load_state_dict(local)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import (
     CODECS,
@@ -24,6 +23,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.codec import decode_all
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.diloco.serial import SerialDiLoCo
 
 WIDTH = 5
@@ -79,7 +79,7 @@ def backward(module: nn.Module, replica: int, step: int) -> None:
 def start(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**{**DEFAULTS, **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    return StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    return StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
 
 
 def alone() -> Channel:

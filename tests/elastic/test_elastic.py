@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import FixedMembership, View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import CODECS, StreamingDiLoCo, split_into_fragments
 from lightning_commfree.diloco.codec import decode_all
 from lightning_commfree.diloco.exchange import TAG, cheaper_exchange
+from lightning_commfree.diloco.transport import FixedTransport
 from lightning_commfree.elastic import membership
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.membership import Limits
@@ -137,7 +138,7 @@ def fixed(rank: int, size: int, job: Job) -> tuple[State, int]:
     module, settings = job.make_module(), settings_of(job)
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
     channel = Channel.open([list(range(size))], rank, ledger)
-    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
     optimizer = ADAMW(module.parameters())
     for step in range(1, job.steps + 1):
         train(module, rank, step)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from examples.sign_codec import SignCodec
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import Codec, StreamingDiLoCo, split_into_fragments
 from lightning_commfree.diloco.codec import decode_all
 from lightning_commfree.diloco.exchange import FragmentExchange
 from lightning_commfree.diloco.settings import DiLoCoSettings
+from lightning_commfree.diloco.transport import FixedTransport
 from tests.diloco.training import AVERAGING, DEFAULTS
 from tests.fit.models import Recorder, Tiny, quiet_trainer, rank_loader
 from tests.lion.threads import ThreadChannel, in_threads
@@ -72,14 +72,14 @@ def distance(codec: Any, numel: int) -> tuple[float, bool]:
         changes = {"sync_every": 1, "overlap_steps": 0, "mix": 0.0, "outer_optimizer": AVERAGING}
         settings = DiLoCoSettings(**{**DEFAULTS, **changes, "wire_dtype": codec})
         fragments = split_into_fragments(module, 1, "strided")
-        diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
+        diloco = StreamingDiLoCo(module, fragments, settings, FixedTransport(channel))
         seen = []
         for _ in range(STEPS):
             with torch.no_grad():
                 module.x += 0.1 * (target - module.x)
             diloco.after_step()
             seen.append(module.x.detach().clone())
-        two_phase = diloco._exchanges[0].route.two_phase
+        two_phase = diloco.transport.exchange(0).route.two_phase
         diloco.close()
         return torch.stack(seen[STEPS // 2 :]).mean(dim=0), two_phase
 

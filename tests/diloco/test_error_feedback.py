@@ -54,7 +54,8 @@ def inner_step(module: nn.Module, replica: int, step: int) -> None:
 
 def changes(wire: Any, **more: Any) -> dict[str, Any]:
     schedule = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, "num_fragments": 2}
-    return {**DEFAULTS, **schedule, "fragment_pattern": "balanced", "wire_dtype": wire, **more}
+    pattern = {"fragment_pattern": "balanced", "wire_dtype": WIRES.get(wire, wire)}
+    return {**DEFAULTS, **schedule, **pattern, **more}
 
 
 def start(module: nn.Module, channel: ThreadChannel, wire: Any, **more: Any) -> StreamingDiLoCo:

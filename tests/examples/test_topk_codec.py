@@ -51,5 +51,5 @@ def test_the_residual_is_what_makes_it_converge(numel: int, two_phase: bool) -> 
     with_residual, took = distance(TopKCodec(), numel)
     without, _ = distance(Forgetful(), numel)
     assert took == two_phase
-    assert with_residual < 0.3
-    assert without > 0.5, "the likely mistake is out of tolerance"
+    assert with_residual < 0.5
+    assert without > 0.8, "the likely mistake is out of tolerance"

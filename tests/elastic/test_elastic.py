@@ -419,3 +419,34 @@ def test_more_replicas_than_slots_are_refused(tmp_path: Path) -> None:
     results = replicas.results()
     assert "All 2 slots are taken (`max_replicas`)" in results["c"].error
     assert not results["a"].error
+
+
+def half_frozen() -> nn.Module:
+    module = SMALL()
+    module.get_parameter("blocks.0.bias").requires_grad_(False)
+    return module
+
+
+def freeze(diloco: ElasticDiLoCo) -> None:
+    diloco._module.get_parameter("blocks.0.bias").requires_grad_(False)
+
+
+def thaw(diloco: ElasticDiLoCo) -> None:
+    diloco._module.get_parameter("blocks.0.bias").requires_grad_(True)
+    with diloco.stepping():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make_module", "act", "said"),
+    [
+        (SMALL, freeze, "The parameters ['blocks.0.bias'] were frozen during the fit. Elastic"),
+        (half_frozen, thaw, "The parameters ['blocks.0.bias'] became trainable during the fit."),
+    ],
+)
+def test_parameters_frozen_or_thawed_later_are_refused(
+    make_module: Any, act: Any, said: str, tmp_path: Path
+) -> None:
+    job = Job(20, CHANGES, make_module, before_step=each([At(slot, 6, act) for slot in (0, 1)]))
+    for result in Replicas(job, tmp_path, "ab").results().values():
+        assert said in result.error

@@ -5,7 +5,6 @@ its own."""
 from __future__ import annotations
 
 import warnings
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -112,22 +111,34 @@ def run(kind: str, way: str, size: int, folder: Path, **ckpt: Any) -> Any:
     return recorder.local, own, [t for t in texts if t.startswith("These buffers changed")], exact
 
 
-def twice(rank: int, size: int, folder: Path, kind: str, way: str) -> Any:
-    straight = run(kind, way, size, folder)
-    path = folder / f"{SAVED}.ckpt"
-    return straight, run(kind, way, size, folder / "again", ckpt_path=path)
+WAYS_OF = {kind: WAYS if kind in ("diloco", "lion") else ("grows apart",) for kind in KINDS}
+RESUMED = ("grows", "grows apart", "shrinks", "dtype", "comes")  # under DiLoCo and Lion
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        *product(("diloco", "lion"), WAYS),
-        *((kind, "grows apart") for kind in KINDS if kind not in ("diloco", "lion")),
-    ],
-)
-def test_each_rank_keeps_its_own(tmp_path: Path, kind: str, way: str) -> None:
-    size = 4 if kind == "replicas" else 2
-    outcomes = [one for one, _ in run_ranks(twice, size, tmp_path, tmp_path, kind, way)]
+def play(rank: int, size: int, folder: Path, kind: str) -> dict[str, tuple[Any, Any]]:
+    """Return, by way, what a fit saw, and the same of a resume from its middle."""
+    found = {}
+    for way in WAYS_OF[kind]:
+        straight, again = run(kind, way, size, folder / way), None
+        if way in RESUMED and len(WAYS_OF[kind]) > 1:
+            path = folder / way / f"{SAVED}.ckpt"
+            again = run(kind, way, size, folder / f"{way} again", ckpt_path=path)
+        found[way] = straight, again
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp(kind)
+        found[kind] = run_ranks(play, 4 if kind == "replicas" else 2, folder, folder, kind)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "way"), [(kind, way) for kind in KINDS for way in WAYS_OF[kind]])
+def test_each_rank_keeps_its_own(ranks: dict[str, Any], kind: str, way: str) -> None:
+    outcomes = [found[way][0] for found in ranks[kind]]
     (first, own, said, _), *others = outcomes
     for local, theirs, _, _ in others:
         assert_same(local[-1], first[-1], "weights")
@@ -149,8 +160,9 @@ def test_each_rank_keeps_its_own(tmp_path: Path, kind: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["diloco", "lion"])
-@pytest.mark.parametrize("way", ["grows", "grows apart", "shrinks", "dtype", "comes"])
-def test_a_resume_has_them_again(tmp_path: Path, kind: str, way: str) -> None:
-    for straight, resumed in run_ranks(twice, 2, tmp_path, tmp_path, kind, way):
+@pytest.mark.parametrize("way", RESUMED)
+def test_a_resume_has_them_again(ranks: dict[str, Any], kind: str, way: str) -> None:
+    for found in ranks[kind]:
+        straight, resumed = found[way]
         assert_same(resumed[0], straight[0][SAVED:])
         assert_same(resumed[1], straight[1])

@@ -25,6 +25,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 # Patched before Lightning is imported, because Lightning keeps a reference to the function.
 importlib.metadata.entry_points = cache(importlib.metadata.entry_points)  # type: ignore[assignment]
 
+# what a test writes need not survive a power failure, and a disk takes milliseconds for each file
+os.fsync = lambda descriptor: None  # type: ignore[assignment]
+
 # how long an example takes says more about the machine than about the code
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")

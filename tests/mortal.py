@@ -1,5 +1,6 @@
 """Real gloo processes that may die: `run_mortals` plays a function on n ranks, forked, of which any
-may be killed, stopped or fail, and hands back how each ended."""
+may be killed, stopped or fail, and hands back how each ended. `run_jobs` plays several at a time,
+because the survivors of each wait for seconds before they call a rank dead."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +30,21 @@ class End:
     exit_code: int | None = None  # minus the signal for a rank that was killed
 
 
-def run_mortals(
+def run_mortals(*args: Any, **kwargs: Any) -> list[End]:
+    """Run a function on ranks, as `start_mortals` does, and return their ends by rank."""
+    return start_mortals(*args, **kwargs)()
+
+
+def run_jobs(jobs: Sequence[Callable[[], Callable[[], list[End]]]]) -> list[list[End]]:
+    """Run jobs, each of which is a call of `start_mortals`, three at a time; return their ends."""
+    found = []
+    for first in range(0, len(jobs), 3):
+        waits = [start() for start in jobs[first : first + 3]]
+        found += [wait() for wait in waits]
+    return found
+
+
+def start_mortals(
     function: Callable[..., Any],
     size: int,
     folder: Path,
@@ -38,8 +53,8 @@ def run_mortals(
     linger: bool = False,
     limit_s: float = 40.0,
     quick: bool = True,
-) -> list[End]:
-    """Run `function(rank, size, *args)` on `size` forked gloo ranks; return their ends by rank.
+) -> Callable[[], list[End]]:
+    """Start `function(rank, size, *args)` on `size` forked gloo ranks.
 
     Args:
         timeout: of the world's process group.
@@ -47,6 +62,9 @@ def run_mortals(
             or until no rank runs any more.
         limit_s: after so many seconds every process that is left is killed.
         quick: a death is noticed after 2 s of silence instead of 3, to save time in many tests.
+
+    Returns:
+        A function that waits for the ranks, and returns their ends by rank.
     """
     context = multiprocessing.get_context("fork")
     over, port = context.Event(), free_port()
@@ -61,22 +79,26 @@ def run_mortals(
     for process in ranks:
         process.start()
     deadline = time.monotonic() + limit_s
-    ended: set[int] = set()
-    while len(ended) < size and time.monotonic() < deadline:
-        ended = {
-            rank
-            for rank, process in enumerate(ranks)
-            if (folder / f"end_{rank}.pt").exists() or _is_down(process)
-        }
-        time.sleep(0.05)
-    over.set()
-    for process in ranks:
-        process.join(timeout=0.0 if _is_stopped(process) else 5.0)
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGCONT)  # a stopped one could not be waited for
-            process.kill()
-            process.join()
-    return [_end(folder / f"end_{rank}.pt", process) for rank, process in enumerate(ranks)]
+
+    def ends() -> list[End]:
+        ended: set[int] = set()
+        while len(ended) < size and time.monotonic() < deadline:
+            ended = {
+                rank
+                for rank, process in enumerate(ranks)
+                if (folder / f"end_{rank}.pt").exists() or _is_down(process)
+            }
+            time.sleep(0.05)
+        over.set()
+        for process in ranks:
+            process.join(timeout=0.0 if _is_stopped(process) else 5.0)
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGCONT)  # a stopped one could not be waited for
+                process.kill()
+                process.join()
+        return [_end(folder / f"end_{rank}.pt", process) for rank, process in enumerate(ranks)]
+
+    return ends
 
 
 def _play(

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from tests.fit.models import WIDTH, Recorder, Tiny, quiet_trainer, rank_loader
-from tests.mortal import End, run_mortals
+from tests.mortal import End, run_jobs, start_mortals
 from tests.world import run_ranks
 
 TIMEOUT = timedelta(seconds=20)
@@ -102,12 +103,15 @@ def run_phases(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Run]:
     """Run `train_and_die(rank, size, folder, phase)` on `size` ranks for every phase."""
-    runs = {}
-    for phase in phases:
-        folder = tmp_path_factory.mktemp("phase")
-        ends = run_mortals(train_and_die, size, folder, folder, phase, timeout=TIMEOUT)
-        runs[phase] = Run(folder, ends, float((folder / "died").read_text()))
-    return runs
+    folders = {phase: tmp_path_factory.mktemp("phase") for phase in phases}
+    jobs = [
+        partial(start_mortals, train_and_die, size, folder, folder, phase, timeout=TIMEOUT)
+        for phase, folder in folders.items()
+    ]
+    return {
+        phase: Run(folder, ends, float((folder / "died").read_text()))
+        for (phase, folder), ends in zip(folders.items(), run_jobs(jobs), strict=True)
+    }
 
 
 def last_checkpoint(run: Run) -> Path:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from tests.fit.models import Tiny, assert_same, loader, quiet_trainer, rank_loader
+from tests.mortal import run_jobs, start_mortals
 from tests.world import run_ranks
 
 KINDS = ("diloco", "lion")
@@ -143,11 +145,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         folder, fails = tmp_path_factory.mktemp(kind), FAILS[kind]
         names = MODULES.keys() - fails - NOT_PLAYED[kind]
         found[kind] = run_ranks(play, 2, folder, kind, folder, names)
-        for name in fails:  # an error ends a rank's process group
-            for rank, failed in zip(
-                found[kind], run_ranks(play, 2, folder, kind, folder, {name}), strict=True
-            ):
-                rank |= failed
+        jobs = [  # an error ends a rank's process group
+            partial(start_mortals, play, 2, tmp_path_factory.mktemp("fails"), kind, folder, {name})
+            for name in fails
+        ]
+        for ends in run_jobs(jobs):
+            for rank, end in zip(found[kind], ends, strict=True):
+                rank |= end.result
     return found
 
 

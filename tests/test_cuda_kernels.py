@@ -101,7 +101,7 @@ def lion(
 
     def said(headers: Tensor, count: int) -> VoteSummary:
         alike = {"parameters_differ": False, "hyperparameters_differ": False}
-        return VoteSummary(False, False, 0, (), (), (True,) * count, **alike)
+        return VoteSummary(0, 0, (), (), (True,) * count, **alike)
 
     walk = CudaWalk()
     patch.setattr(ballot, "summarize_headers", said)

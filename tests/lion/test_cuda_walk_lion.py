@@ -87,7 +87,7 @@ class Worker:
             assert headers.device == CPU
             alike = {"parameters_differ": False, "hyperparameters_differ": False}
             gradients = (True,) * count
-            return HeaderSummary(False, False, zeros, abstaining, (), gradients, **alike)
+            return HeaderSummary(0, zeros, abstaining, (), gradients, **alike)
 
         patch.setattr(ballot, "summarize_headers", said)
         small_buckets(patch)

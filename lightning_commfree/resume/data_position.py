@@ -4,11 +4,10 @@ Lightning restores its loops, whose state `resume.loops` corrects. It does not r
 or partially accumulated gradients, and a loader without a `state_dict` would start over at the
 epoch's first batch.
 
-A shuffling loader draws from the global random number generator or from its own
-(`DataLoader(generator=...)`). Without worker processes, it draws when its first batch is read. With
-workers, it draws when its iterator is created, which also seeds the workers. `EpochStart` records
-the RNG state at both points, and a resumed fit restores it at both points. It treats an epoch that
-was set on a sampler or a data set in the same way (`loader_parts`).
+A fit that resumes, and an elastic replica that joins, find their position in one way
+(`_place_iterator`): where a loader has a sampler, `LoaderOrder` skips batches without reading them.
+A resumed fit draws the epoch's order again from the RNG state that `LoaderOrder` recorded when the
+order was drawn, and then restores the RNG state of the save.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import math
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, islice, repeat, zip_longest
 from typing import Any, cast
 
 import torch
@@ -35,8 +34,10 @@ from lightning_commfree.lightning_internals import (
     take_loader_states,
 )
 from lightning_commfree.resume.loader_parts import (
-    OrderState,
+    changed_numbers,
+    has_sampler,
     length_of,
+    numbers_in_data,
     order_state,
     private_generators,
     replays,
@@ -45,7 +46,6 @@ from lightning_commfree.resume.loader_parts import (
     unknown_parts,
 )
 from lightning_commfree.resume.loops import (
-    Moment,
     restore_loops,
     skipped_hooks,
     start_in_epoch,
@@ -53,8 +53,9 @@ from lightning_commfree.resume.loops import (
 )
 from lightning_commfree.resume.rank_files import plain_or_none
 
-# "random": the host's RNG state; "order": the `order_state` of every loader
-GeneratorStates = dict[str, Any]
+States = dict[str, Any]  # "random": the host's RNG state; "order": `order_state` of a loader
+NEW_EPOCH: tuple[None, int] = None, 0  # see `LoaderOrder.plan`
+_CPU = torch.device("cpu")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -93,16 +94,6 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["device"].cpu(), device)
 
 
-def set_generator_states(state: GeneratorStates | None, loaders: Sequence[object]) -> None:
-    """Restore the global RNG state (on the CPU), and the loaders' own generators and epochs.
-
-    If `state` is None, nothing is restored.
-    """
-    if state is not None:
-        set_random_state(state["random"], torch.device("cpu"))
-        set_order(state["order"], loaders)
-
-
 def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
     """Call `set_epoch` on the loaders' samplers that have this method.
 
@@ -115,92 +106,105 @@ def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
                 sampler.set_epoch(epoch)
 
 
-class EpochStart:
-    """Records the RNG state at two points at the start of each epoch.
-
-    1. Before the epoch's iterator is created: in the first epoch, when Lightning prepares the
-       loaders; in later epochs, when Lightning's loop begins the epoch.
-    2. Before the epoch's first batch is read.
-
-    If there are several loaders of different lengths, a shorter one may restart in the middle of an
-    epoch; the RNG state at this point is not recorded.
-
-    Create this object before the Trainer creates its loaders. It wraps two methods of the Trainer's
-    strategy and loop; `patches.remove` restores the original methods.
+class LoaderOrder:
+    """Takes the place of a loader's sampler in an epoch's iterator, and can skip batches.
 
     Attributes:
-        iterator: the state before this epoch's iterator was created; None if it has not been
-            created yet.
-        batch: the state before this epoch's first batch was read; None if it has not been read yet.
+        start: the RNG state from which the sampler has drawn the epoch's order, with the states of
+            the loader's own generators and epochs; None before it has.
+        plan: what the loader's next iterator does: it draws the order from a state, or as it comes
+            if that is None, and skips some batches. None if the iterator is not an epoch's, but one
+            that the user creates.
     """
 
-    def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
-        self._trainer, self._restored = trainer, False
-        self.iterator: GeneratorStates | None = None
-        self.batch: GeneratorStates | None = None
-        # the states when a training loader was last prepared
-        self._host: dict[str, Any] | None = None
-        self._prepared: list[tuple[Any, OrderState]] = []
-        strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
-        prepare, begin = strategy.process_dataloader, loop.on_run_start
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._sampler = vars(loader)[self._name]
+        self.numbers = numbers_in_data(loader)
+        self.start: States | None = None
+        self.plan: tuple[States | None, int] | None = NEW_EPOCH
+        vars(loader)["_get_iterator"] = self.get_iterator  # a bound method, so it can be pickled
 
-        def record_and_prepare(loader: object) -> object:
-            if not trainer.training:  # a validation loader
-                return prepare(loader)
-            self._host, order = random_state(torch.device("cpu")), order_state(loader)
-            prepared = prepare(loader)
-            self._prepared.append((prepared, order))
-            return prepared
+    @staticmethod
+    def of(loader: object) -> LoaderOrder | None:
+        """Return the object that was created for a loader; None if it has no sampler."""
+        owner = getattr(getattr(loader, "_get_iterator", None), "__self__", None)
+        return owner if isinstance(owner, LoaderOrder) else None
 
-        def record_and_begin(fetcher: Any) -> None:
-            before, made = self._now(), fetcher.iterator
-            # clear it to detect whether `begin` creates a new one; in the first epoch it does not
-            fetcher.iterator = None
-            begin(fetcher)
-            is_new = fetcher.iterator is not None
-            if not is_new:
-                fetcher.iterator = made
+    def detach(self) -> None:
+        """Leave the loader as it was."""
+        vars(self.loader).pop("_get_iterator", None)
 
-            if self._restored:  # this epoch began before the save
-                self._restored = False
-                return
-            self.iterator = before if is_new else self._when_prepared()
-            self.batch = self._now()
-            self._prepared = []  # loaders may have been replaced
+    def get_iterator(self) -> Any:
+        """Create the loader's iterator, with this object in place of its sampler."""
+        attributes, now = vars(self.loader), order_state(self.loader)
+        start = self.plan and self.plan[0]
+        if start:
+            set_order([start["order"]], [self.loader])  # worker processes copy the data set
+        attributes[self._name] = self  # a `DataLoader` does not let its sampler be set
+        try:
+            return type(self.loader)._get_iterator(self.loader)
+        finally:
+            attributes[self._name], self.plan = self._sampler, None
+            if start:
+                set_order([now], [self.loader])
 
-        patches.put(strategy, "process_dataloader", record_and_prepare)
-        patches.put(loop, "on_run_start", record_and_begin)
+    def __len__(self) -> int:
+        return len(self._sampler)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the RNG states recorded for this epoch, and the loaders' current states.
+    def __iter__(self) -> Iterator[Any]:
+        plan = self.plan
+        if vars(self.loader)[self._name] is not self:  # else it may be called twice, with workers
+            self.plan = None
+        return iter(self._sampler) if plan is None else self._read(*plan)
 
-        "iterator" and "batch" contain the recorded states, or None if they have not been recorded
-        yet. "now" contains the current states of the loaders' own generators, and their epochs.
-        """
-        iterator = self._when_prepared() if self.iterator is None else self.iterator
-        return {"iterator": iterator, "batch": self.batch, "now": self._now()["order"]}
+    def _read(self, start: States | None, count: int) -> Iterator[Any]:
+        now = {"random": random_state(_CPU), "order": order_state(self.loader)}
+        self.start = start or now
+        if start:
+            self._set_states(start)
+        batches = iter(self._sampler)
+        first = [*islice(batches, count, count + 1)]  # a sampler may draw when it is first read
+        if start:
+            self._set_states(now)
+        yield from chain(first, batches)
 
-    def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore the recorded states.
+    def _set_states(self, states: States) -> None:
+        set_random_state(states["random"], _CPU)
+        set_order([states["order"]], [self.loader])
 
-        If the fit resumes within the recorded epoch, pass `begun=True`, so that these states are
-        kept when Lightning's loop begins this epoch again.
-        """
-        self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
-    def _now(self) -> GeneratorStates:
-        order = [*map(order_state, training_loaders(self._trainer))]
-        return {"random": random_state(torch.device("cpu")), "order": order}
+def record_orders(trainer: pl.Trainer, patches: Patches) -> None:
+    """Create a `LoaderOrder` for each training loader that has a sampler.
 
-    def _when_prepared(self) -> GeneratorStates | None:
-        """Return the state recorded when the loaders were prepared; None if they were not."""
-        if self._host is None:
-            return None
-        order = [
-            next((order for one, order in self._prepared if one is loader), order_state(loader))
-            for loader in training_loaders(self._trainer)
-        ]
-        return {"random": self._host, "order": order}
+    Call this before the Trainer creates its loaders.
+    """
+    strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
+    prepare, begin = strategy.process_dataloader, loop.on_run_start
+
+    def prepare_and_record(loader: object) -> object:
+        prepared = prepare(loader)
+        if trainer.training and has_sampler(prepared):
+            LoaderOrder(prepared)
+        return prepared
+
+    def plan_and_begin(fetcher: Any) -> None:
+        orders = training_orders(trainer)
+        for order in orders:
+            order.plan = NEW_EPOCH
+        begin(fetcher)
+        for order in orders:  # in the first epoch, and after a resume, the iterator exists already
+            order.plan = None
+
+    patches.put(strategy, "process_dataloader", prepare_and_record)
+    patches.put(loop, "on_run_start", plan_and_begin)
+
+
+def training_orders(trainer: pl.Trainer) -> list[LoaderOrder]:
+    """Return the `LoaderOrder` of each training loader that has a sampler."""
+    orders = map(LoaderOrder.of, training_loaders(trainer))
+    return [order for order in orders if order is not None]
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
@@ -209,22 +213,25 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     return [] if loaders is None else CombinedLoader(loaders).flattened
 
 
-def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], epoch_start: EpochStart) -> Any:
+def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> Any:
     """Return this rank's position in the training data, for a checkpoint.
 
     "loaders" contains the states of loaders with a `state_dict`, or None if they need pickle; on
     resume, Lightning then restores rank 0's states on every rank. "ahead" contains the prefetched
-    batches (a single batch if the data has no length), or None if they need pickle. "epoch_start"
-    and "random" contain RNG states. "sizes" contains lengths and batch sizes of the loaders.
+    batches (a single batch if the data has no length), or None if they need pickle. "starts"
+    contains the `LoaderOrder.start` of each loader, and "order" its current `order_state`. "sizes"
+    contains lengths and batch sizes of the loaders.
     """
+    loaders = training_loaders(trainer)
     works = MID_EPOCH.works(trainer)
     ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
     return {
         "random": random_state(trainer.strategy.root_device),
-        "epoch_start": epoch_start.state_dict(),
+        "starts": [order and order.start for order in map(LoaderOrder.of, loaders)],
+        "order": [*map(order_state, loaders)],
         "loaders": plain_or_none(_loader_states(checkpoint)),
         "ahead": plain_or_none([*ahead]),
-        "sizes": [sizes_of(loader) for loader in training_loaders(trainer)],
+        "sizes": [*map(sizes_of, loaders)],
     }
 
 
@@ -259,6 +266,8 @@ def not_saved(
             f"the epoch's values of {', '.join(map(repr, names))} {EPOCH_METRICS}, because"
             " Lightning does not save metrics"
         )
+    for order in training_orders(trainer):
+        texts += changed_numbers(order.loader, order.numbers)
     return texts + skipped_hooks(trainer) + _skipped_schedulers(trainer)
 
 
@@ -306,10 +315,6 @@ _OTHER_ORDER = (
     "the training data may be different, or in a different order: `{}` has its own random number"
     " generator, which is not saved. Use a `torch.Generator`, or a loader with a `state_dict`"
 )
-_UNKNOWN_POSITION = (
-    "training data with neither a length nor a `state_dict` starts with its first batch. Implement"
-    " `state_dict` and `load_state_dict` in the loader"
-)
 _OTHER_LOADERS = (
     "the training loaders have other samplers, generators or epochs than at the save, so their"
     " data may be in a different order"
@@ -317,21 +322,16 @@ _OTHER_LOADERS = (
 
 
 def restore_data_position(
-    trainer: pl.Trainer, epoch_start: EpochStart, own: Mapping[str, Any]
+    trainer: pl.Trainer, own: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
     """Restore the loops, the loaders and the RNG state, right before training starts.
 
-    1. If the checkpoint was saved in the middle of an epoch: regenerate the epoch's order from the
-       recorded RNG state, read and discard the batches already trained on, then restore the RNG
-       state.
-    2. If it was saved at the end of an epoch, or after its last batch: restore the RNG state.
-       Lightning then creates the next epoch's iterator, which uses it.
-
-    Loaders with a `state_dict` restore their own position, unless `replays` says otherwise.
+    If the checkpoint was saved at the end of an epoch, Lightning then creates the next epoch's
+    iterator from the restored RNG state. Loaders with a `state_dict` restore their own position,
+    unless `replays` says otherwise.
 
     Args:
         trainer: the Trainer that resumes the fit.
-        epoch_start: receives the saved RNG states from the epoch's start.
         own: this rank's own state, with the entries from `data_state`.
 
     Returns:
@@ -350,8 +350,7 @@ def restore_data_position(
     at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
     # Lightning does not load these itself if it considers the epoch finished
     later = take_loader_states(trainer)
-    states = own["loaders"] or later
-    if states:
+    if states := own["loaders"] or later:
         stateful = [loader for loader in loaders if hasattr(loader, "load_state_dict")]
         for loader, state in zip(stateful, states, strict=True):
             if not replays(loader):
@@ -360,12 +359,18 @@ def restore_data_position(
     texts: list[str] = []
     for loader in filter(replays, loaders):
         texts += map(_OTHER_ORDER.format, private_generators(loader))
-    if at_batch and MID_EPOCH.works(trainer):
-        epoch_start.load_state_dict(own["epoch_start"], begun=moment.begun)
-        texts += _restore_iterator(trainer, moment, bool(states), own["ahead"] or [], epoch_start)
-    set_random_state(own["random"], trainer.strategy.root_device)
-    if not set_order(own["epoch_start"]["now"], loaders):
+    if not set_order(own["order"], loaders):  # a loader that is read below needs its epoch
         texts.append(_OTHER_LOADERS)
+    if at_batch and MID_EPOCH.works(trainer):
+        ahead = own["ahead"] or []
+        count = moment.batches + len(ahead)
+        placed = [
+            _Placed(loader, count, start, restored=not replays(loader))
+            for loader, start in zip_longest(loaders, own["starts"][: len(loaders)])
+        ]
+        _place_iterator(trainer, placed, count, ahead)
+    set_random_state(own["random"], trainer.strategy.root_device)
+    set_order(own["order"], loaders)
     sizes = [sizes_of(loader) for loader in loaders]
     if sizes != own.get("sizes", sizes):  # absent from the state of other groups of ranks
         texts.append(
@@ -373,7 +378,7 @@ def restore_data_position(
             f" the save ({own['sizes']}), so the position in the data does not match"
         )
     # an epoch of which only the end is left is over for the loaders
-    batches, epoch = (moment.batches, moment.epoch) if at_batch else (0, moment.epoch + 1)
+    batches, epoch = (moment.batches, moment.epoch) if at_batch else (None, moment.epoch + 1)
     unknown = [unknown_parts(loader, batches, epoch) for loader in loaders]
     return texts, [*chain.from_iterable(unknown), *unknown_parts_of_fit(trainer, moment)]
 
@@ -388,76 +393,46 @@ def _load_loader(loader: Any, state: Any, at_end: bool) -> None:
 
 
 class _Placed:
-    """Wrapper of a loader that is at its position already: yields placeholders for `count` batches.
+    """Wrapper of a loader that replaces batches that have been trained on by placeholders.
 
-    Then, and if it starts again within the epoch, it yields the loader's batches.
+    `start` is the loader's `LoaderOrder.start`.
     """
 
-    def __init__(self, loader: Any, count: int) -> None:
-        self._loader, self._count = loader, count
+    def __init__(self, loader: Any, count: int, start: States | None, restored: bool) -> None:
+        self._loader, order, length = loader, LoaderOrder.of(loader), length_of(loader)
+        self._iterators: list[Iterator[Any]] = []
+        while not restored and count > length > 0:  # the loader has started again in the epoch
+            self._iterators.append(repeat(None, int(length)))
+            count, start = count - int(length), None
+        if order is not None and not restored:
+            order.start, order.plan = start, (start, count)
+        batches = iter(loader)
+        for _ in range(0 if order is not None or restored else count):
+            next(batches, None)  # without a sampler, batches can only be skipped by reading them
+        self._iterators.append(chain(repeat(None, count), batches))
 
     def __iter__(self) -> Iterator[Any]:
-        count, self._count = self._count, 0
-        return chain(repeat(None, count), iter(self._loader))
+        return self._iterators.pop(0) if self._iterators else iter(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)
 
 
-def _restore_iterator(
-    trainer: pl.Trainer, moment: Moment, loaded: bool, ahead: Sequence[Any], epoch_start: EpochStart
-) -> list[str]:
-    """Create an epoch's iterator and skip the batches already trained on.
-
-    Return messages about loaders whose position cannot be restored.
-    """
-    fetcher, loaders = data_fetcher(trainer), training_loaders(trainer)
-    over = fetcher.length is None  # then a loader without a length and a state starts over
-    lost = [over and replays(one) and math.isinf(length_of(one)) for one in loaders]
-    again = [replays(one) and not is_lost for one, is_lost in zip(loaders, lost, strict=True)]
-    texts = [_UNKNOWN_POSITION] if any(lost) and moment.batches else []
-    if not (loaded or any(again)):
-        return texts
-
-    for loader in (one for one, is_read in zip(loaders, again, strict=True) if is_read):
-        # its persistent workers were seeded before this restore, or Lightning has loaded its state
-        stale = moment.epoch == 0 or hasattr(loader, "load_state_dict")
-        if stale and getattr(loader, "_iterator", None) is not None:
-            loader._iterator = None
-    combined, count = fetcher.combined_loader, moment.batches + len(ahead)
-    set_generator_states(epoch_start.iterator, loaders)
-    combined.flattened = [
-        one if is_read else _Placed(one, count) for one, is_read in zip(loaders, again, strict=True)
-    ]
+def _place_iterator(
+    trainer: pl.Trainer, loaders: Sequence[_Placed], count: int, ahead: Sequence[Any] = ()
+) -> None:
+    """Create the epoch's iterator after `count` batches, of which Lightning has some `ahead`."""
+    fetcher = data_fetcher(trainer)
+    combined = fetcher.combined_loader
+    unplaced, combined.flattened = combined.flattened, [*loaders]
     fetcher.iterator = iter(combined)  # `iter(fetcher)` would read ahead
-    combined.flattened = loaders
+    combined.flattened = unplaced
     fetcher.reset()
-    set_generator_states(epoch_start.batch, loaders)
     for _ in range(count):
-        next(fetcher.iterator)  # not `next(fetcher)`: Lightning has already restored its counters
+        next(fetcher.iterator, None)  # not of `fetcher`: Lightning has restored its counters
     if fetcher.length is None and hasattr(fetcher, "batches"):
-        fetcher.batches = [*ahead] or [next(fetcher.iterator)]
-    return texts
-
-
-# -- joining a fit that other replicas have already started
-
-
-class _SkippingSampler:
-    """Sampler wrapper that skips the first `count` samples, but only on the first iteration."""
-
-    def __init__(self, sampler: Any, count: int) -> None:
-        self._sampler, self._count = sampler, count
-
-    def __iter__(self) -> Iterator[Any]:
-        count, self._count = self._count, 0
-        return islice(iter(self._sampler), count, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
+        after = None if ahead else next(fetcher.iterator, None)
+        fetcher.batches = [*ahead] if after is None else [after]
 
 
 def continue_at(trainer: pl.Trainer, step: int) -> None:
@@ -471,8 +446,7 @@ def continue_at(trainer: pl.Trainer, step: int) -> None:
     """
     every, total = trainer.accumulate_grad_batches, trainer.num_training_batches
     loaders = training_loaders(trainer)
-    samplers = [getattr(getattr(one, "batch_sampler", None), "sampler", None) for one in loaders]
-    if math.isinf(total) or None in samplers:
+    if math.isinf(total) or len(training_orders(trainer)) < len(loaders):
         raise RuntimeError(
             "A joining replica can determine its position in the data only if the training"
             " dataloader has a length and a sampler. Use a map-style dataset."
@@ -481,12 +455,9 @@ def continue_at(trainer: pl.Trainer, step: int) -> None:
     batches = steps * every
     start_in_epoch(trainer, step, epoch, batches)
     set_epoch(epoch, loaders)
-    for loader, sampler in zip(loaders, samplers, strict=True):
-        loader._iterator = None  # persistent workers have read the first batches
-        if batches:
-            loader.batch_sampler.sampler = _SkippingSampler(sampler, batches * loader.batch_size)
     if batches:
-        iter(data_fetcher(trainer))
+        placed = [_Placed(loader, batches, None, restored=False) for loader in loaders]
+        _place_iterator(trainer, placed, batches)
     step_schedulers(trainer, step, epoch)
 
 

@@ -17,7 +17,8 @@ A rank's own state has these entries (`ExactResume._state`):
     "inside"                               the layout's state (`Inside.state_dict`)
     "gradients", "schedulers"              partially accumulated gradients; schedulers
     "changes", "dtypes"                    settings that hooks have changed; parameters' dtypes
-    "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
+    "random", "starts", "order", "loaders", "ahead", "sizes"   position in the data
+                                                               (`data_position`)
     "shared"                               only on ranks whose shards differ from rank 0's
     "lost"                                 messages about state that could not be saved
 
@@ -65,11 +66,12 @@ from lightning_commfree.resume.changes import FitChanges
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.copies import drop_copy, find_checkpoint, send
 from lightning_commfree.resume.data_position import (
-    EpochStart,
     data_state,
     half_accumulated,
     not_saved,
+    record_orders,
     restore_data_position,
+    training_orders,
 )
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
@@ -301,11 +303,11 @@ class ExactResume:
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Start recording RNG states, and make the Trainer find checkpoints on any rank's disk.
+        """Record the data's order, and make the Trainer find checkpoints on any rank's disk.
 
         Call this before the first loader is created.
         """
-        self._epoch_start = EpochStart(trainer, patches)
+        record_orders(trainer, patches)
         if self._ranks.size > 1:
             around_loading(trainer, patches, partial(find_checkpoint, self._ranks), drop_copy)
 
@@ -403,7 +405,7 @@ class ExactResume:
             return "algorithm" in own
         # before the loops, which count steps by it
         lost = [*own["lost"], *fit.changes.load_state_dict(own["changes"])]
-        not_restored, unknown = restore_data_position(fit.trainer, self._epoch_start, own)
+        not_restored, unknown = restore_data_position(fit.trainer, own)
         lost += not_restored + self._strategy.not_restored()
         hide_resume_warning(fit.trainer, self._strategy.patches)
         for name, gradient in own.get("gradients", {}).items():
@@ -583,7 +585,7 @@ class ExactResume:
             "changes": fit.changes.state_dict(),
             "dtypes": sorted({str(p.dtype) for p in trainer.lightning_module.parameters()}),
             "tensors": fit.tensors.changed(left_out),
-            **data_state(trainer, checkpoint, self._epoch_start),
+            **data_state(trainer, checkpoint),
         }
         own["lost"] = not_saved(trainer, checkpoint, own)
         if fit.algorithm.replicas:
@@ -635,6 +637,8 @@ class ExactResume:
 
     def end(self) -> None:
         """End a fit and drop all references to it; called in `teardown`."""
+        for order in [] if self._fit is None else training_orders(self._fit.trainer):
+            order.detach()
         self._fit = self._save = self._own = self._changes = None
 
 

@@ -8,6 +8,9 @@ samplers or its data set
 an integer `epoch` of these                restores it, with `set_epoch` if there is one
 a random number generator of Python or     names its owner (`private_generators`)
 numpy, or inside of other objects
+random numbers drawn in worker processes   names the data set (`unknown_parts`): batches that have
+                                           been trained on are not read again
+a number that a data set changes           names it (`changed_numbers`), for the same reason
 other state of classes that are neither    names the class (`unknown_parts`): nobody but its author
 torch's nor Lightning's                    knows whether it is complete
 =========================================  ========================================================
@@ -16,10 +19,10 @@ torch's nor Lightning's                    knows whether it is complete
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -43,17 +46,19 @@ OrderState = list[Any]  # of one loader: its epochs (int), and the states of its
 
 
 def is_known(part: object) -> bool:
-    """Return whether an object's class is one of torch, torchdata, Lightning or this library."""
-    return type(part).__module__.partition(".")[0] in _KNOWN
+    """Return whether a function, or an object's class, is of torch, Lightning or this library."""
+    kind = part if isinstance(part, FunctionType) else type(part)
+    return kind.__module__.partition(".")[0] in _KNOWN
 
 
 def name_of(part: object) -> str:
-    """Return an object's class name in backticks, for messages."""
-    return f"`{type(part).__name__}`"
+    """Return a function's name, or an object's class name, in backticks, for messages."""
+    kind = part if isinstance(part, FunctionType) else type(part)
+    return f"`{kind.__name__}`"
 
 
 def replays(loader: object) -> bool:
-    """Return whether a resume reads a loader's batches again instead of loading its state.
+    """Return whether a resume skips a loader's batches instead of loading its state.
 
     This includes torchdata's `StatefulDataLoader`, unless its data set or a sampler has a state of
     its own. Its state alone is not enough: it contains neither the order that Lightning's
@@ -83,6 +88,11 @@ def parts_of(loader: object) -> list[Any]:
             if not any(new is old for old in parts):
                 parts.append(new)
     return [part for part in parts if part is not None]
+
+
+def has_sampler(loader: object) -> bool:
+    """Return whether a loader draws an epoch's order with a sampler, from a map-style data set."""
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def private_generators(loader: object) -> list[str]:
@@ -192,30 +202,60 @@ def _keepers(loader: object) -> list[Any]:
     return [*epochs, *dict.fromkeys(one for one in values if isinstance(one, torch.Generator))]
 
 
-def unknown_parts(loader: object, batches: int, epoch: int) -> list[str]:
+def numbers_in_data(loader: object) -> dict[str, float]:
+    """Return the numbers among the attributes of a loader's data sets, such as counts of reads."""
+    return {
+        f"`{type(part).__name__}.{name}`": value
+        for part in parts_of(loader)
+        if hasattr(part, "__getitem__") and not is_known(part)
+        for name, value in getattr(part, "__dict__", {}).items()
+        if type(value) in (int, float) and name != "epoch"  # an epoch is restored
+    }
+
+
+def changed_numbers(loader: object, before: Mapping[str, float]) -> list[str]:
+    """Return messages about numbers in a loader's data that were others `before`."""
+    return [
+        f"{name} changes as rows are read, and a resume skips rows without reading them"
+        for name, value in numbers_in_data(loader).items()
+        if value != before.get(name)
+    ]
+
+
+def unknown_parts(loader: object, batches: int | None, epoch: int) -> list[str]:
     """Return descriptions of what a resume cannot know about a loader.
 
     Args:
         loader: a training loader.
-        batches: the number of batches of this epoch that have been trained on.
+        batches: the number of batches of this epoch that have been trained on; None if the fit
+            resumes at the epoch's end.
         epoch: the number of epochs that are over.
     """
     found = [] if is_known(loader) and replays(loader) else [f"loader {name_of(loader)}"]
+    in_workers = [getattr(loader, "collate_fn", None)]
     for part in parts_of(loader):
         if is_known(part):
             continue
         if not hasattr(part, "__getitem__"):
             found.append(f"sampler {name_of(part)}")
-        elif isinstance(part, IterableDataset) or any(
+            continue
+        in_workers.append(part)
+        if isinstance(part, IterableDataset) or any(
             hasattr(part, name) for name in ("set_epoch", "epoch", "load_state_dict")
         ):
             found.append(f"data set {name_of(part)}")
     if getattr(loader, "num_workers", 0):
+        if batches is not None:
+            found += [
+                f"random numbers that {name_of(part)} draws in worker processes"
+                for part in in_workers
+                if not is_known(part)
+            ]
         if getattr(loader, "persistent_workers", False) and epoch:
             found.append("random numbers and other state of persistent workers")
         if not getattr(loader, "in_order", True):
             found.append("the order of a loader with `in_order=False`")
-    if batches > length_of(loader):
+    if batches is not None and batches > length_of(loader):
         found.append(f"the order of {name_of(loader)}, which started again within the epoch")
     return found
 

@@ -60,6 +60,8 @@ COMPLETE = {
     "data set `Harder`",
     "data set `Stream`",
     "loader `Drawn`",
+    "random numbers that `Harder` draws in worker processes",
+    "random numbers that `Stream` draws in worker processes",
     "sampler `Batches`",
 }
 

@@ -69,10 +69,10 @@ def loaders(size: int) -> dict[str, tuple[DataLoader[Any], dict[str, Any]]]:
             DataLoader(dataset(rows * size), BATCH, sampler=by_seed, generator=seeded),
             {},
         ),
-        "shuffled": (DataLoader(dataset(rows), BATCH, shuffle=True), own),
-        "workers": (DataLoader(Augmented(rows), **workers), own),
+        "shuffled": (DataLoader(Augmented(rows), BATCH, shuffle=True), own),
+        "workers": (DataLoader(dataset(rows), **workers), own),
         "seeded workers": (
-            DataLoader(Augmented(rows), **workers, generator=torch.Generator().manual_seed(6)),
+            DataLoader(dataset(rows), **workers, generator=torch.Generator().manual_seed(6)),
             own,
         ),
         "workers that stay": (DataLoader(dataset(rows), **workers, persistent_workers=True), own),

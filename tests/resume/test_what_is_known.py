@@ -25,6 +25,8 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
+    IterableDataset,
     RandomSampler,
     TensorDataset,
 )
@@ -136,6 +138,25 @@ def noise(numbers: torch.Generator | None = None) -> Noise:
     return Noise(dataset(ROWS), numbers)
 
 
+def shuffled_noise() -> DataLoader[Any]:
+    return DataLoader(noise(), BATCH, shuffle=True)
+
+
+def batches_of_rows() -> list[tuple[Tensor, Tensor]]:
+    return [*DataLoader(dataset(ROWS), BATCH)]
+
+
+class Looks(pl.Callback):
+    """Reads a batch for itself, as callbacks that log some images do."""
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        next(iter(trainer.train_dataloader))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step % BATCHES == 1:
+            next(iter(trainer.train_dataloader))
+
+
 def augmented(**kwargs: Any) -> DataLoader[Any]:
     return DataLoader(noise(), BATCH, num_workers=1, **kwargs)
 
@@ -151,8 +172,8 @@ def of_batches(batches: Any) -> Any:
     return DataLoader(dataset(ROWS), batch_sampler=batches), SetsEpoch(*owners)
 
 
-def with_set_epoch(data: Any) -> Any:
-    made = data if isinstance(data, ByEpoch) else DataLoader(data, BATCH)
+def with_set_epoch(data: Any, **kwargs: Any) -> Any:
+    made = data if isinstance(data, ByEpoch) else DataLoader(data, BATCH, **kwargs)
     return made, SetsEpoch(data)
 
 
@@ -176,8 +197,18 @@ LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "epoch of the batches": (lambda: of_batches(Batches(ROWS, BATCH)), OWN),
     "epochs that are counted": (lambda: of_batches(Counting(ROWS, BATCH)), OWN),
     "epoch of the data": (lambda: with_set_epoch(Harder(dataset(ROWS))), OWN),
+    "epoch of the data in workers": (
+        lambda: with_set_epoch(Harder(dataset(ROWS)), num_workers=1),
+        OWN,
+    ),
     "epoch of the loader": (lambda: with_set_epoch(ByEpoch(dataset(ROWS), BATCH)), OWN),
-    "workers": (lambda: augmented(shuffle=True), OWN),
+    "workers": (lambda: plain(shuffle=True, num_workers=1), OWN),
+    "two that augment": (lambda: CombinedLoader([shuffled_noise(), shuffled_noise()]), OWN),
+    "looked at by the user": (lambda: (plain(shuffle=True, num_workers=1), Looks()), OWN),
+    "indices in the order of a sampler": (
+        lambda: DataLoader(batches_of_rows(), batch_size=None, shuffle=True),
+        OWN,
+    ),
 }
 FOR_LION = ("stateful", "two", "epoch of the batches")  # the strategies share their restore
 AFTER = (1, BATCHES + 2)
@@ -248,7 +279,7 @@ def test_torchdatas_own_loader_goes_on_where_it_was(tmp_path: Path) -> None:
     cases = {
         "shuffled": (lambda: kind(dataset(ROWS), BATCH, shuffle=True), {}),
         "in order": (lambda: kind(dataset(ROWS), BATCH), {}),
-        "workers": (lambda: kind(noise(), BATCH, shuffle=True, num_workers=1), OWN),
+        "workers": (lambda: kind(dataset(ROWS), BATCH, shuffle=True, num_workers=1), OWN),
         "two": (lambda: CombinedLoader([kind(dataset(ROWS), BATCH), plain(shuffle=True)]), OWN),
     }
 
@@ -345,17 +376,89 @@ def test_an_epochs_end_that_comes_after_the_save_is_named(
     assert (lost in said) == (saver is Saves)
 
 
-def test_random_numbers_of_persistent_workers_are_named_after_an_epoch(tmp_path: Path) -> None:
-    """They go on from epoch to epoch in the workers, and end with them."""
-    cases = {"stay": (lambda: augmented(shuffle=True, persistent_workers=True), OWN)}
+def test_random_numbers_of_workers_are_named(tmp_path: Path) -> None:
+    """Those of persistent workers go on from epoch to epoch, and end with them."""
+    cases = {
+        "new": (lambda: augmented(shuffle=True), OWN),
+        "persistent": (lambda: augmented(shuffle=True, persistent_workers=True), OWN),
+    }
 
     def play(rank: int, size: int) -> Any:
         return resumes(rank, size, tmp_path / "saves", cases)
 
     (found,) = run_ranks(play, 1, tmp_path)
     for save, (is_same, said) in found.items():
-        assert is_same == save.endswith(", 1"), "else the message would be wrong"
-        assert ("persistent workers" in said) == (not is_same)
+        kind, place = save.split(", ")
+        at_end = place.startswith("end")
+        assert is_same == (at_end and kind == "new"), "else the message would be wrong"
+        assert ("random numbers that `Noise` draws in worker processes" in said) == (not at_end)
+        assert ("persistent workers" in said) == (kind == "persistent" and place != "1")
+
+
+class Reads(Dataset[Any]):
+    """Notes the rows that are read, and counts them for its own use."""
+
+    def __init__(self) -> None:
+        self.rows, self.read, self.count = dataset(ROWS), list[int](), 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        self.count += self.counts
+        return self.rows[index]
+
+    counts = False
+
+
+class Counts(Reads):
+    counts = True
+
+
+def test_batches_that_were_trained_on_are_not_read_again(tmp_path: Path) -> None:
+    """A data set that depends on how often it is read is named."""
+
+    def play(rank: int, size: int) -> Any:
+        found = {}
+        for kind in (Reads, Counts):
+            made = {
+                "shuffled": lambda data: DataLoader(data, BATCH, shuffle=True),
+                "batches": lambda data: DataLoader(data, batch_sampler=Counting(ROWS, BATCH)),
+            }
+            for name, make in made.items():
+                data, again = kind(), kind()
+                loader = make(again)
+                fit(make(data), tmp_path / f"{name} {kind.__name__}", **OWN)
+                path = tmp_path / f"{name} {kind.__name__}" / f"{AFTER[1]}.ckpt"
+                said = fit(loader, None, ckpt_path=path, **OWN)[2]
+                touched = "_get_iterator" in vars(loader)
+                found[name, kind] = again.read == data.read[AFTER[1] * BATCH :], said, touched
+        return found
+
+    (found,) = run_ranks(play, 1, tmp_path)
+    for (_, kind), (unread, said, touched) in found.items():
+        assert unread
+        assert not touched, "the fit has left the loader as it was"
+        assert ("exactly: `Counts.count` changes as rows are read" in said) == (kind is Counts)
+
+
+class Stream(IterableDataset[Any]):
+    """Rows in their order, without a length or a state."""
+
+    def __iter__(self) -> Any:
+        return iter(dataset(ROWS))
+
+
+def test_a_stream_without_a_state_is_read_up_to_its_position(tmp_path: Path) -> None:
+    cases = {"stream": (lambda: DataLoader(Stream(), BATCH), {})}
+
+    def play(rank: int, size: int) -> Any:
+        return resumes(rank, size, tmp_path / "saves", cases)
+
+    (found,) = run_ranks(play, 1, tmp_path)
+    assert not wrong(found)
+    assert all("only you know its state: data set `Stream`" in said for _, said in found.values())
 
 
 def test_only_what_is_known_is_called_exact(tmp_path: Path) -> None:
@@ -403,6 +506,10 @@ def test_parts_of_unknown_authors_are_named() -> None:
     assert of(num_workers=1, persistent_workers=True) == [
         "random numbers and other state of persistent workers"
     ]
+    draws = "random numbers that `{}` draws in worker processes"
+    assert of(dataset=noise(), num_workers=1) == [draws.format("Noise")]
+    assert of(collate_fn=of, num_workers=1) == [draws.format("of")]
+    assert of(collate_fn=of) == []
     assert of(num_workers=1, in_order=False) == ["the order of a loader with `in_order=False`"]
     assert of(batch_size=ROWS) == [
         "the order of `DataLoader`, which started again within the epoch"
@@ -438,7 +545,7 @@ def test_random_numbers_deep_in_the_data_are_named(generator: Any) -> None:
     assert private_generators(DataLoader(within[1], collate_fn=partial(len, generator))) == [
         "partial"
     ]
-    # workers draw from copies, which are made anew for each epoch
+    # workers draw from copies, which are made anew for each epoch: `unknown_parts` names them
     assert private_generators(DataLoader(within[0], num_workers=1)) == []
 
 

@@ -1,0 +1,1 @@
+"""A resume early and late in an epoch."""

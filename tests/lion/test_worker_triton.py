@@ -60,7 +60,7 @@ def test_this_file_passes_in_the_interpreter() -> None:
         (torch.bfloat16, Majority(), 3),
         (torch.float16, Average(), 64),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if isinstance(value, Majority | Average) else str(value),
 )
 def test_kernels_and_torch_operations_agree_to_the_bit(
     kernels: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rule: Rule, workers: int

@@ -71,11 +71,7 @@ class HeaderSummary(NamedTuple):
     hyperparameters_differ: bool
 
     def refuses(self, faults: bool) -> bool:
-        """Return whether to reject the step.
-
-        It is rejected if parameters or hyperparameters differ between workers. If `faults` is True,
-        it is also rejected if the directions of any worker contain NaN or Inf.
-        """
+        """Return whether to reject the step: workers differ or, if `faults`, one has NaN or Inf."""
         differ = self.parameters_differ or self.hyperparameters_differ
         return differ or (faults and bool(self.faults))
 
@@ -96,18 +92,13 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
 
 
 def write_header(
-    out: Tensor, requests: int, numel: int, nonzeros: Sequence[Tensor | int], digest: Tensor | int
+    out: Tensor,  # uint8, shape (header_bytes(parameters),)
+    requests: int,  # bits of `comm.requests`
+    numel: int,  # votes in the ballot
+    nonzeros: Sequence[Tensor | int],  # nonzero votes in parts of the ballot: ints or 0-d int64
+    digest: Tensor | int,  # int64, from `join_digests`
 ) -> None:
-    """Write the two words of a ballot's header without making the host wait for the device.
-
-    Args:
-        out: uint8, shape (header_bytes(parameters),).
-        requests: bits of `comm.requests`.
-        numel: number of votes in the ballot.
-        nonzeros: counts of nonzero votes in parts of the ballot, as ints or 0-d int64 tensors.
-            Their sum is subtracted from `numel` to get the number of zeros.
-        digest: int64, from `join_digests`.
-    """
+    """Write the two words of a ballot's header without making the host wait for the device."""
     words = out[:_WORDS_BYTES].view(torch.int64)
     # a sum that starts from 0 would launch an additional kernel
     nonzero = sum(nonzeros[1:], nonzeros[0]) if nonzeros else 0
@@ -116,18 +107,12 @@ def write_header(
 
 
 def marks_of(headers: Tensor, parameters: int) -> Tensor:
-    """Return a view of the headers' bytes for each parameter: uint8, shape (..., parameters).
-
-    A byte can have the bits `HAS_GRADIENT` and `NONFINITE` set.
-    """
+    """Return a view of the parameters' bytes in headers: uint8, shape (..., parameters)."""
     return headers[..., _WORDS_BYTES : _WORDS_BYTES + parameters]
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
-    """Combine the requests, abstentions and hashes in all workers' ballot headers.
-
-    `headers` is uint8, shape (workers, header bytes), in host memory.
-    """
+    """Combine the headers of all workers: uint8, shape (workers, header bytes), in host memory."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = marks_of(headers, parameters)
     faults = tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero())
@@ -155,10 +140,7 @@ def digest_of(header: Tensor) -> Tensor:
 
 
 def differing(digests: Collection[int]) -> tuple[bool, bool]:
-    """Return whether parameter hashes differ, and whether hyperparameter hashes differ.
-
-    `digests` contains the second word (`join_digests`) of each header to compare.
-    """
+    """Return whether parameters, and hyperparameters, differ between results of `join_digests`."""
     of_parameters = {digest % (1 << _DIGEST_BITS) for digest in digests}
     of_hyperparameters = {digest >> _DIGEST_BITS for digest in digests}
     return len(of_parameters) > 1, len(of_hyperparameters) > 1
@@ -167,16 +149,14 @@ def differing(digests: Collection[int]) -> tuple[bool, bool]:
 # -- lists of zeros
 
 
-def zero_indices(nonzero: Tensor, valid: Tensor, length: int) -> Tensor:
-    """Return the indices of a worker's zero votes.
+def zero_indices(
+    nonzero: Tensor,  # uint8, shape (B,): this worker's plane c != 0
+    valid: Tensor,  # uint8, shape (B,): bits that are not padding
+    length: int,  # the same on all workers
+) -> Tensor:
+    """Return the indices of a worker's zero votes: int32, shape (length,), padded with -1.
 
-    Args:
-        nonzero: this worker's bit plane that marks nonzero votes (c != 0), uint8, shape (B,).
-        valid: bit plane that marks the bits that are not padding, uint8, shape (B,).
-        length: length of the result, which must be the same on all workers.
-
-    Returns:
-        int32, shape (length,), padded with -1. Bit b of byte i has index i + b B.
+    Bit b of byte i has index i + b B.
     """
     zero = nonzero ^ valid
     (touched,) = zero.nonzero(as_tuple=True)
@@ -226,18 +206,15 @@ def cheaper_ballot_exchange(
 
 
 class BallotExchange:
-    """Exchanges the ballots for one bucket over one route.
-
-    Args:
-        route: route for messages between the workers.
-        plane_bytes: size of a bit plane; each shard of it must consist of whole 8-byte words.
-        parameters: number of parameter tensors in the bucket.
-        valid: uint8, shape (plane_bytes,): bits that are not padding.
-        rule: computes Delta from the votes.
-    """
+    """Exchanges the ballots for one bucket over one route."""
 
     def __init__(
-        self, route: Route, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
+        self,
+        route: Route,
+        plane_bytes: int,
+        parameters: int,  # number of tensors in the bucket
+        valid: Tensor,  # uint8, shape (plane_bytes,): bits that are not padding
+        rule: Rule,
     ) -> None:
         assert plane_bytes % (8 * route.num_shards) == 0, "shards are whole words"
         self._route, self._parameters, self._rule = route, parameters, rule
@@ -257,10 +234,9 @@ class BallotExchange:
         return sent
 
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Exchange and count the ballots, or reject the step (`HeaderSummary.refuses`).
+        """Exchange and count the ballots; block until the result is known; collective.
 
-        This blocks until the result is known. With `refuse_faults`, NaN or Inf on any worker
-        rejects the step.
+        With `refuse_faults`, NaN or Inf on any worker rejects the step (`HeaderSummary.refuses`).
         """
         shards = self._route.num_shards
         headers = ballot.header.expand(shards, -1)
@@ -283,11 +259,7 @@ class BallotExchange:
         return VoteResult(summary, PackedDelta(packed, weights, offset))
 
     def _nonzero_planes(self, ballot: Ballot, max_zeros: int) -> Tensor:
-        """Exchange the positions of zero votes between the workers.
-
-        Returns:
-            Each worker's plane c != 0 for this worker's shard: uint8, shape (W, shard bytes).
-        """
+        """Exchange zeros; return all workers' planes c != 0, (W, shard bytes); collective."""
         shards, channel = self._route.num_shards, self._route.view.channel
         if 4 * max_zeros >= self._shard_bytes:  # a list of int32 would be longer than the plane
             return self._route.up(ballot.nonzero.view(shards, -1), UP_TAG).wait()
@@ -333,8 +305,8 @@ def _words(planes: Tensor) -> Tensor:
 class NodeBallotExchange:
     """Exchanges ballots between multi-rank nodes, each of which casts a single ballot.
 
-    All ranks of a node hold its ballot, and each rank sends one slice. `inner` exchanges that slice
-    between the corresponding ranks of all nodes.
+    All ranks of a node hold its ballot. Through `inner`, each exchanges one slice
+    with the corresponding ranks of the other nodes.
     """
 
     def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, workers: int) -> None:
@@ -368,12 +340,7 @@ class NodeBallotExchange:
     def _merge_in_node(
         self, summary: HeaderSummary, refused: bool, ballot: Ballot, planes: Tensor
     ) -> tuple[HeaderSummary, bool, Tensor]:
-        """Combine the summaries of the node's ranks, and gather their result planes.
-
-        Returns:
-            A tuple of the combined summary, whether the exchange was rejected on any rank of the
-            node, and the result planes, with one row per rank.
-        """
+        """Combine what the node's ranks found, and gather their result planes; collective."""
         differ = summary.parameters_differ, summary.hyperparameters_differ
         seen = [summary.requests, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
@@ -394,4 +361,4 @@ class NodeBallotExchange:
             parameters_differ=parameters or within[0],
             hyperparameters_differ=hyperparameters or within[1],
         )
-        return shared, refused, planes
+        return shared, refused, planes  # one row of planes per rank

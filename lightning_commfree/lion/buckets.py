@@ -25,17 +25,13 @@ class Bucket:
 
 
 def split_into_buckets(
-    parameters: Sequence[tuple[str, nn.Parameter]], shards: int, numel: int | None = None
+    parameters: Sequence[tuple[str, nn.Parameter]],  # in the order in which forward uses them
+    shards: int,  # per bit plane
+    numel: int | None = None,  # minimum of a full bucket; if None, chosen from the model's size
 ) -> list[Bucket]:
     """Group parameters into buckets in the order in which backward completes them.
 
     A parameter is never split, and all parameters in a bucket are on the same device.
-
-    Args:
-        parameters: names and parameters, in the order in which forward uses them.
-        shards: number of shards into which a bucket's planes are split. Planes are padded so that
-            every shard is a whole number of 8-byte words.
-        numel: minimum number of values in a full bucket; if None, chosen from the model's size.
     """
     total = sum(p.numel() for _, p in parameters)
     full = min(max(total // _TARGET_BUCKETS, _MIN_NUMEL), _MAX_NUMEL) if numel is None else numel

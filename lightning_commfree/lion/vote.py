@@ -6,7 +6,7 @@ votes for plus, M votes for minus and n workers:
 ============ ============================== ====================================================
 rule         Delta                          sent back for each parameter
 ============ ============================== ====================================================
-majority     sign(P - M)                    1 bit; 2 bits if any sum in the shard is 0
+majority     sign(P - M)                    1 bit; 2 bits if any sum in the bucket is 0
 average      (P - M) / n                    P in ceil(log2(n + 1)) bits; if any worker has a
                                             zero, P - M + n in ceil(log2(2 n + 1)) bits
 ============ ============================== ====================================================
@@ -42,15 +42,10 @@ class PackedDelta(NamedTuple):
     offset: int  # 1 for a majority, n for an average
 
     def read(self, start: int, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Unpack N consecutive values of Delta, times `factor`, into `out`; return `out`.
+        """Unpack Delta's values from index `start`, times `factor`, into `out`; return `out`.
 
-        The division by `offset` and the multiplication by `factor` are rounded; all other
-        operations are exact.
-
-        Args:
-            start: index of the first value in the bucket.
-            out: floating point, shape (N,).
-            factor: multiplier, rounded to the dtype of `out`.
+        `out` is floating point, shape (N,). Only the division by `offset` and the multiplication by
+        `factor`, in the dtype of `out`, are rounded.
         """
         bits = torch.empty(len(self.planes), out.numel(), dtype=torch.uint8, device=out.device)
         unpack_bits_part(self.planes, start, bits)
@@ -95,16 +90,13 @@ class Majority:
         return 1
 
     def count(
-        self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
+        self,
+        plus_WB: Tensor,  # int64: each worker's plane c > 0
+        nonzero_WB: Tensor | None,  # int64: each worker's plane c != 0; None if no c is 0
+        valid_B: Tensor,  # int64: bits that are not padding
+        shard: int,  # index in the bucket
     ) -> Shard:
-        """Count the votes on one shard: compare the numbers of plus and minus votes.
-
-        Args:
-            plus_WB: int64; each worker's plane c > 0.
-            nonzero_WB: int64; each worker's plane c != 0. None if no worker has a zero.
-            valid_B: int64; marks the bits that are not padding.
-            shard: index of the shard in the bucket.
-        """
+        """Count the votes on one shard: compare the numbers of plus and minus votes."""
         workers = plus_WB.shape[0]
         plus = count_ones(plus_WB)
 
@@ -129,10 +121,7 @@ class Majority:
         return (2, 1)
 
     def expected_planes(self, workers: int) -> int:
-        """Return the usual number of planes in a result: 2 if ties are likely, else 1.
-
-        Ties are likely with an even number of workers and no `draw`.
-        """
+        """Return 2 planes if ties are likely (an even number of workers, no `draw`), else 1."""
         return 2 if workers % 2 == 0 and self._draw is None else 1
 
 
@@ -140,20 +129,13 @@ class Average:
     """Average rule: Delta = (P - M) / n."""
 
     def offset(self, workers: int) -> int:
-        """Return `PackedDelta.offset`, the number of workers.
-
-        The planes encode the positive minus the negative votes, plus this offset, which makes the
-        values nonnegative.
-        """
+        """Return `PackedDelta.offset`, n: the planes encode P - M + n, which is never negative."""
         return workers
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compute P - M + n for one shard, which equals 2 P if no worker votes zero.
-
-        Arguments are as in `Majority.count`.
-        """
+        """Compute P - M + n for one shard, which equals 2 P if no worker votes zero."""
         del valid_B, shard  # the result for padding is never read
         workers = plus_WB.shape[0]
         digits = count_ones(plus_WB)
@@ -210,13 +192,7 @@ def count_ones(flags_WB: Tensor) -> list[Tensor]:
 
 
 def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
-    """Compare bit-sliced numbers with the integer `bound`, which must not be negative.
-
-    `digits` contains the numbers' bit planes, least significant first.
-
-    Returns:
-        Two bit planes: which numbers are greater than `bound`, and which are equal to it.
-    """
+    """Compare bit-sliced numbers with `bound`, 0 or more; return planes: greater than, equal to."""
     greater, equal = digits[0] & 0, ~(digits[0] & 0)
 
     for i in range(max(len(digits), bound.bit_length()) - 1, -1, -1):
@@ -231,10 +207,7 @@ def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare bit-sliced numbers elementwise; return the bit planes a > b and a == b.
-
-    `a` and `b` must have the same number of bit planes, least significant first.
-    """
+    """Compare bit-sliced numbers of equal width; return the planes a > b and a == b."""
     greater, equal = a[0] & 0, ~(a[0] & 0)
     for digit_a, digit_b in zip(reversed(a), reversed(b), strict=True):
         greater = greater | (equal & digit_a & ~digit_b)
@@ -243,11 +216,7 @@ def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """Add bit-sliced numbers elementwise.
-
-    Operands and result are bit planes, least significant first. The result has one plane more than
-    the longer operand.
-    """
+    """Add bit-sliced numbers; the result has one plane more than the longer operand."""
     zero = a[0] & 0
     carry, digits = zero, []
 

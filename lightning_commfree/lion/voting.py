@@ -84,43 +84,30 @@ class PackedVote(NamedTuple):
 
 
 class Voting:
-    """Casts one worker's votes on all buckets and applies the results at every step.
-
-    Args:
-        parameters: names and parameters, in the order in which forward uses them; the same on all
-            workers.
-        members: function that returns the given parameters with their current states and groups.
-        view: the workers, with a channel for CPU tensors.
-        settings: settings for the vote.
-        node: channel between the ranks of this worker, if they cast a single ballot together.
-        shard_peers: channel between the ranks of this worker, if they vote on different shards.
-            These ranks all stop after the same step, and all reject a step if one of them does.
-        bucket_numel: the argument `numel` of `split_into_buckets`.
-
-    Attributes:
-        step: number of completed steps.
-        requests: sent with every ballot; those of all workers land with the step.
-        abstentions: number of times any worker abstained on a bucket because of NaN or Inf.
-    """
+    """Casts one worker's votes on all buckets and applies the results at every step."""
 
     def __init__(
         self,
+        # in the order in which forward uses them; the same on all workers
         parameters: Sequence[tuple[str, nn.Parameter]],
+        # returns parameters with their current states and groups
         members: Callable[[Sequence[nn.Parameter]], list[LionParam]],
-        view: View,
+        view: View,  # the workers, with a channel for CPU tensors
         settings: LionSettings,
-        node: Channel | None = None,
+        node: Channel | None = None,  # this worker's ranks, if they cast a single ballot together
+        # this worker's ranks, if each votes on a different shard: all of them stop after the same
+        # step, and all reject a step if one of them does
         shard_peers: Channel | None = None,
-        bucket_numel: int | None = None,
+        bucket_numel: int | None = None,  # as in `split_into_buckets`
     ) -> None:
         self.settings, self.view, self.node = settings, view, node
         self._shard_peers = shard_peers
         shards = view.size * (node.size if node else 1)
         self.buckets = split_into_buckets(parameters, shards, bucket_numel)
 
-        self.step = 0
-        self.requests = Requests()
-        self.abstentions = 0
+        self.step = 0  # completed steps
+        self.requests = Requests()  # sent with every ballot; those of all workers land with a step
+        self.abstentions = 0  # buckets on which any worker abstained because of NaN or Inf
 
         self._members = members
         self._background = Background(view.channel.ledger)
@@ -137,14 +124,10 @@ class Voting:
     # -- a step
 
     def run_step(self) -> None:
-        """Vote on all buckets and update the parameters with the results.
+        """Vote on all buckets and update the parameters with the results; collective.
 
-        Raises:
-            RuntimeError: a gradient is not finite and `nonfinite="raise"`, or the workers'
-                parameters or hyperparameters differ. Raised on all workers, before anything is
-                changed.
-            RuntimeError: a gradient changed after its vote was launched. Raised on this worker
-                only.
+        Raises an `AgreedError` on all workers, before any change, if the step is rejected; raises a
+        `RuntimeError` on this worker only if a gradient changed after its vote was launched.
         """
         while len(self._flights) < len(self.buckets):  # backward has not launched all ballots
             self._launch(len(self._flights))
@@ -173,8 +156,7 @@ class Voting:
     def during_backward(self) -> Iterator[None]:
         """Context manager that launches votes during a backward pass, as gradients become ready.
 
-        The backward pass must be the last one before a step, and nothing may change the gradients
-        between the pass and the step.
+        It must be the last pass before a step, and nothing may change the gradients in between.
         """
         for parameter in self._bucket_of:
             if parameter.requires_grad and parameter not in self._hooks:
@@ -295,10 +277,9 @@ class Voting:
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the mean number of bits that this rank sends per parameter per step.
+        """Return the mean number of bits that this rank sends per parameter and step.
 
-        "bits_up" counts ballots, and "bits_down" counts results. Steps before the most recent
-        `load_state_dict` are not included.
+        Steps before the most recent `load_state_dict` are not included.
         """
         since, before = self._counted_from
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
@@ -318,17 +299,13 @@ class Voting:
 
 
 class BucketVote:
-    """Runs the vote on one bucket, once per step.
-
-    Attributes:
-        latest: the vote in the last step; None before the first step.
-    """
+    """Runs the vote on one bucket, once per step."""
 
     def __init__(
         self, bucket: Bucket, view: View, settings: LionSettings, node: Channel | None
     ) -> None:
         self.bucket = bucket
-        self.latest: PackedVote | None = None
+        self.latest: PackedVote | None = None  # the vote in the last step
         self._momenta = FlatMomenta()
         self._valid = torch.zeros(bucket.plane_bytes, dtype=torch.uint8)
         pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool), 0, self._valid)
@@ -347,10 +324,7 @@ class BucketVote:
     def launch(
         self, members: list[LionParam], step: int, requests: int, background: Background
     ) -> BallotInFlight:
-        """Cast this worker's ballot and start exchanging it.
-
-        `step` is the number of completed steps; `requests` is as in `write_header`.
-        """
+        """Cast this worker's ballot after `step` completed steps, and start exchanging it."""
         self._step = step
         with record_function(f"launch vote #{self.bucket.index}"):
             # send hashes with the ballot: workers that differ would diverge unnoticed
@@ -411,15 +385,13 @@ class BucketVote:
     def _exchange_ballot(
         self, ballot: Ballot, wait_for_host: Callable[[], None], staging: Staging
     ) -> LandedVote:
-        """Exchange a ballot, and start uploading the result from pinned memory.
-
-        On CUDA, a copy from other memory would block the training thread.
-        """
+        """Exchange a ballot, and start uploading the result from pinned memory."""
         wait_for_host()
         result = self._exchange.run(ballot, refuse_faults=self._settings.nonfinite == "raise")
         if result.delta is None:
             return LandedVote(result, lambda: ())
         device = self.bucket.parameters[0].device
+        # on CUDA, a copy from unpinned memory would block the training thread
         return LandedVote(result, staging.upload(result.delta.planes, device, lambda up: (up,)))
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
@@ -459,12 +431,7 @@ def _digest(bucket: Bucket) -> Tensor:
 
 
 def vote_shares(votes: Iterable[PackedVote]) -> dict[str, float]:
-    """Compute statistics of the votes on all buckets in one step, as fractions from 0 to 1.
-
-    Returns:
-        `ties`: fraction of parameters with Delta = 0. `zeros`: fraction of this worker's votes that
-        are 0. `agreement`: fraction of its nonzero votes that have the same sign as Delta.
-    """
+    """Compute statistics of the votes on all buckets in one step, as fractions from 0 to 1."""
     parameters = moved = voted = agreed = 0
     for valid, ballot, delta in votes:
         positive, negative = (plane & valid for plane in _signs(delta))
@@ -476,9 +443,9 @@ def vote_shares(votes: Iterable[PackedVote]) -> dict[str, float]:
         agreed += _popcount((positive & ballot.plus) | (negative & minus))
 
     return {
-        "ties": 1 - moved / max(parameters, 1),
-        "zeros": 1 - voted / max(parameters, 1),
-        "agreement": agreed / max(voted, 1),
+        "ties": 1 - moved / max(parameters, 1),  # parameters with Delta = 0
+        "zeros": 1 - voted / max(parameters, 1),  # of this worker's votes
+        "agreement": agreed / max(voted, 1),  # of its nonzero votes, those with Delta's sign
     }
 
 

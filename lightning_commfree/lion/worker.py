@@ -84,10 +84,7 @@ def copy_state(state: State, saved: State, device: torch.device) -> None:
 
 @torch.no_grad()
 def update_masters(states: Sequence[State], tensors: Sequence[Tensor]) -> None:
-    """Update the master copies of parameters that other code may have modified.
-
-    `tensors` are this rank's tensors or shards; those without a master copy are skipped.
-    """
+    """Update the master copies of tensors or shards that other code may have modified."""
     pairs = [(s["master"], p) for s, p in zip(states, tensors, strict=True) if "master" in s]
     loops = _loops(pairs[0][0]) if pairs else None
     in_bf16 = all(p.dtype == torch.bfloat16 for _, p in pairs)
@@ -128,11 +125,9 @@ class FlatMomenta:
         self._views: list[Tensor] = []
 
     def of(self, members: list[LionParam]) -> Tensor | None:
-        """Return the momentum buffers of `members` as one flat tensor, shape (N,).
+        """Return the momentum buffers as one flat tensor, shape (N,), and make them views of it.
 
-        Buffers in the optimizer states that are not yet views of this tensor are replaced with
-        views. The result is None if compiled loops process this bucket, or if the buffers' dtypes
-        differ.
+        Return None if compiled loops process this bucket, or if the buffers' dtypes differ.
         """
         held = [member.state["momentum"] for member in members]
         if _loops(held[0]) or len({momentum.dtype for momentum in held}) > 1:
@@ -149,28 +144,16 @@ class FlatMomenta:
 
 def cast_ballot(
     bucket: Bucket,
-    members: list[LionParam],
-    valid: Tensor,
+    members: list[LionParam],  # in the bucket's order
+    valid: Tensor,  # uint8, shape (bucket.plane_bytes,): bits that are not padding
     requests: int,
-    digest: Tensor | int,
-    momenta: Tensor | None = None,
+    digest: Tensor | int,  # both as in `write_header`
+    momenta: Tensor | None = None,  # from `FlatMomenta.of`
 ) -> Tensor:
     """Compute a worker's ballot for one bucket, without changing any state.
 
-    Args:
-        bucket: the bucket.
-        members: the bucket's parameters, in the bucket's order.
-        valid: uint8, shape (bucket.plane_bytes,): bits that are not padding.
-        requests: as in `write_header`.
-        digest: as in `write_header`.
-        momenta: result of `FlatMomenta.of`.
-
-    Returns:
-        A uint8 buffer on the parameters' device that contains the header, the plane c > 0 and the
-        plane c != 0.
-
-    Raises:
-        TypeError: a gradient is sparse.
+    Returns uint8 on the parameters' device: the header, the plane c > 0 and the plane c != 0.
+    Raises a `TypeError` if a gradient is sparse.
     """
     head = header_bytes(len(members))
     buffer = valid.new_zeros(head + 2 * bucket.plane_bytes)
@@ -259,11 +242,7 @@ def _iterate_in_bf16(x: Tensor, steps: int) -> Tensor:
 def _directions(
     run: list[_Part], betas: list[float], momenta: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute the directions b1 m + (1 - b1) g of the parts in `run`; `betas` has one b1 per part.
-
-    Returns:
-        All directions as a 1-d tensor, and a list of views of this tensor, one per part.
-    """
+    """Compute b1 m + (1 - b1) g, with a b1 per part, in 1-d; return it and a view per part."""
     if momenta is None or len({*betas}) > 1:
         directions, by_part = _weighted_gradients(run, betas)
         torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
@@ -296,21 +275,12 @@ def _largest(tensors: list[Tensor]) -> list[Tensor]:
 
 def take_step(
     bucket: Bucket,
-    members: list[LionParam],
-    delta: PackedDelta,
-    with_gradient: tuple[bool, ...],
-    abstained: bool,
+    members: list[LionParam],  # in the bucket's order
+    delta: PackedDelta,  # on the parameters' device
+    with_gradient: tuple[bool, ...],  # per parameter, on any worker; without, it stays
+    abstained: bool,  # whether this worker did
 ) -> None:
-    """Update a bucket's parameters and this worker's momentum buffers.
-
-    Args:
-        bucket: the bucket.
-        members: the bucket's parameters, in the bucket's order.
-        delta: result of the vote, on the parameters' device.
-        with_gradient: for each parameter, whether any worker has a gradient. If none does, the
-            parameter is not updated.
-        abstained: whether this worker abstained.
-    """
+    """Update a bucket's parameters and this worker's momentum buffers."""
     # a hook may have changed parameters since the last step
     update_masters([member.state for member in members], [member.parameter for member in members])
     moved = [
@@ -377,11 +347,7 @@ def _gradient_parts(run: list[_Part], betas: list[float]) -> list[Tensor]:
 
 
 def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
-    """Compute (1 - b) g in the momentum's dtype; `betas` has one b per part.
-
-    Returns:
-        All values as a 1-d tensor, and a list of views of this tensor, one per part.
-    """
+    """Compute (1 - b) g, with a b per part, in 1-d; return it and a view per part."""
     weighted = torch.cat([part.values for part in run]).to(run[0].momentum.dtype)
     by_part = [*torch.split(weighted, [part.values.numel() for part in run])]
     torch._foreach_mul_(by_part, [1 - beta for beta in betas])
@@ -415,17 +381,14 @@ class _Part(NamedTuple):
 
 
 def _runs(
-    members: list[LionParam], tensors: Sequence[Tensor | None], starts: Sequence[int]
+    members: list[LionParam],
+    tensors: Sequence[Tensor | None],  # flat, one per parameter; None skips the parameter
+    starts: Sequence[int],  # index of each parameter's first value in the bucket
 ) -> Iterator[list[_Part]]:
     """Split parameters into parts, and yield lists of parts to process together.
 
     The parts in a list belong to consecutive parameters whose momentum buffers have the same dtype.
     Together, they have at most `_CHUNK` values on a CPU, and `_DEVICE_CHUNK` on other devices.
-
-    Args:
-        members: the parameters of a bucket.
-        tensors: for each parameter, a flat tensor, or None to skip the parameter.
-        starts: for each parameter, the index of its first value in the bucket.
     """
     run: list[_Part] = []
     for i, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
@@ -476,16 +439,11 @@ def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]) -> None:
-    """Check that a saved state has momentum buffers of the right shapes and dtypes.
-
-    Args:
-        state: the entry "state" of a `DistributedLion.state_dict()`, by parameter index.
-        parameters: the parameters that will use the state, by index.
-
-    Raises:
-        ValueError: an entry has no such momentum buffer.
-    """
+def check_momenta(
+    state: Mapping[int, Any],  # "state" in `DistributedLion.state_dict()`, by parameter index
+    parameters: Mapping[int, nn.Parameter],
+) -> None:
+    """Check saved momentum buffers' shapes and dtypes; raise a `ValueError` if one does not fit."""
     for index, parameter in parameters.items():
         own = state.get(index)
         if not own:  # never stepped

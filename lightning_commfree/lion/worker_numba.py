@@ -24,25 +24,15 @@ _INF = f32(np.inf)
 
 
 def cast(
-    momentum: Tensor,
-    gradient: Tensor,
-    beta: float,
-    planes: Tensor,
-    start: int,
-    nonzeros: Tensor,
-    nonfinite: Tensor,
+    momentum: Tensor,  # (n,), fp32
+    gradient: Tensor,  # (n,), floating point
+    beta: float,  # b1
+    planes: Tensor,  # (2, B), uint8, in the layout of `comm.bits`; the bits to write must be 0
+    start: int,  # index of the first value in the planes
+    nonzeros: Tensor,  # (1,), int64; the number of nonzero directions is added to it
+    nonfinite: Tensor,  # (1,), int64; set to 1 if any direction is not finite
 ) -> None:
-    """Compute c = b1 m + (1 - b1) g and write its signs to two bit planes, c > 0 and c != 0.
-
-    Args:
-        momentum: fp32, shape (n,).
-        gradient: floating point, shape (n,).
-        beta: b1.
-        planes: uint8, shape (2, B), in the layout of `comm.bits`; the bits to be written must be 0.
-        start: index of the first value in the planes.
-        nonzeros: int64, shape (1,); the number of nonzero directions is added to it.
-        nonfinite: int64, shape (1,); set to 1 if any direction is not finite.
-    """
+    """Compute c = b1 m + (1 - b1) g and write its signs to two bit planes, c > 0 and c != 0."""
     values = momentum.numpy(), gradient.float().numpy()
     found, finite = _cast(*values, f32(beta), f32(1 - beta), planes.numpy(), start)
     nonzeros += int(found)
@@ -51,25 +41,15 @@ def cast(
 
 
 def update_values(
-    values: Tensor,
+    values: Tensor,  # (n,), fp32
     planes: Tensor,
     weights: Sequence[int],
-    offset: int,
-    start: int,
-    keep: float,
+    offset: int,  # all three as in `vote.PackedDelta`
+    start: int,  # index of the first value in the planes
+    keep: float,  # 1 - lr * weight decay
     lr: float,
 ) -> None:
-    """Update parameter values in place: x <- `keep` * x - `lr` * Delta.
-
-    Args:
-        values: fp32, shape (n,).
-        planes: Delta's bit planes, as in `vote.PackedDelta`.
-        weights: one weight per plane.
-        offset: a value of Delta is (weighted sum of its bits - `offset`) / `offset`.
-        start: index of the first value in the planes.
-        keep: 1 - `lr` * weight decay.
-        lr: learning rate.
-    """
+    """Update parameter values in place: x <- `keep` * x - `lr` * Delta."""
     bits, each = planes.numpy(), np.array(weights, i32)
     _update_values(values.numpy(), bits, each, i32(offset), start, f32(keep), f32(lr))
 

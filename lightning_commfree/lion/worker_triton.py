@@ -74,11 +74,7 @@ def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
 
 
 def try_out(device: str = "cuda") -> None:
-    """Run every kernel, and compare the results with those of torch operations.
-
-    Raises:
-        RuntimeError: a result differs.
-    """
+    """Run every kernel; raise a `RuntimeError` if a result differs from torch's."""
     # A CPU generator of its own: the fit's random numbers, which a resume may just have restored,
     # must not depend on whether the kernels are used.
     draw = partial(torch.randn, 5000, generator=torch.Generator().manual_seed(0))

@@ -52,33 +52,26 @@ class Size(NamedTuple):
 
 
 class SplitTrial:
-    """Times each split for each batch size, and chooses the fastest.
-
-    Args:
-        channel: connects the ranks of the tensor group.
-
-    Attributes:
-        now: returns the current time in seconds.
-        on_choice: called with a message about each choice.
-    """
+    """Times each split for each batch size of a tensor group, and chooses the fastest."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._best: dict[Size, str] = {}
         self._seconds: dict[Size, dict[str, list[float]]] = {}  # per token, pass by pass
-        self.now: Callable[[], float] = time.perf_counter
-        self.on_choice: Callable[[str], None] = lambda _: None
+        self.now: Callable[[], float] = time.perf_counter  # in seconds
+        self.on_choice: Callable[[str], None] = lambda _: None  # gets a message about each choice
 
-    def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
+    def choose(
+        self,
+        size: Size,
+        # returns the possible splits, "none" first; called only when needed, because it may read a
+        # mask, which synchronizes the device
+        legal: Callable[[], Sequence[str]],
+    ) -> tuple[str, bool]:
         """Return the name of the split to use for a batch, and whether to time this pass.
 
-        While a size is being timed, the splits take turns. Once each has `PASSES` timings, a
-        collective call determines the fastest one, and later calls return it.
-
-        Args:
-            size: the batch size.
-            legal: returns the possible splits for the batch, "none" first. It is called only when
-                needed, because it may read a mask, which synchronizes the device.
+        While a size is being timed, the splits take turns. After `WARM_UP` + `PASSES`
+        passes of each, a collective determines the fastest one, and later calls return it.
         """
         if self._channel.size == 1:  # no communication to hide
             return "none", False

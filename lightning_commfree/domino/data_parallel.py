@@ -39,17 +39,7 @@ FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 values per rank, exchanged b
 
 
 class GradientMean:
-    """Algorithm of `DominoTPStrategy`: averages gradients across tensor groups during backward.
-
-    Args:
-        sharded: the module whose models are sharded.
-        channels: channels across and within tensor groups.
-        settings: the user's settings.
-
-    Attributes:
-        average: launches the all-reduces and waits for them.
-        models: the sharded models.
-    """
+    """Algorithm of `DominoTPStrategy`: averages gradients across tensor groups during backward."""
 
     name = "Domino"
     replicas = False  # ranks hold shards of one model, which checkpoints contain in full
@@ -84,23 +74,17 @@ class GradientMean:
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return an empty dict and a cycle length of one step.
-
-        `bytes_per_step` forecasts the bytes.
-        """
+        """Return no bytes, and a cycle of one step; `bytes_per_step` forecasts the bytes."""
         return {}, 1
 
     def bytes_per_step(
-        self, module: nn.Module, tokens: int, mixed: torch.dtype | None, clips: bool
+        self,
+        module: nn.Module,
+        tokens: int,  # per tensor group and step
+        mixed: torch.dtype | None,  # the autocast dtype; None without autocast
+        clips: bool,  # by norm
     ) -> dict[str, float]:
-        """Forecast the bytes that a rank sends per step, by ledger tag.
-
-        Args:
-            module: the sharded module.
-            tokens: number of tokens that a tensor group trains on per step.
-            mixed: the autocast dtype; None without autocast.
-            clips: whether gradients are clipped by norm.
-        """
+        """Forecast the bytes that a rank sends per step, by ledger tag."""
         replicas, world = self._channels.between.size, self._channels.world.size
         sent = bytes_per_step(self.models, tokens, mixed, clips)
         gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
@@ -136,11 +120,10 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Reuse data position and RNG state of a checkpoint saved by a different number of ranks.
+        """Reuse the state of a checkpoint with other settings (`Resumable.adopt`); collective.
 
-        If the size of tensor groups has changed, only the shared RNG state is reused. See
-        `Resumable.adopt` for the arguments and the return value, which is None if the number of
-        tensor groups has changed or a rank's file is missing.
+        With another size of tensor groups or a rank file missing, reuse at most data position and
+        shared RNG state; with another number of groups, nothing.
         """
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within

@@ -42,16 +42,14 @@ Collective = tuple[str, Callable[[int, int], int], int]
 
 
 def bytes_per_step(
-    models: Sequence[ParallelModel], tokens: int, autocast: torch.dtype | None, clips: bool
+    models: Sequence[ParallelModel],
+    tokens: int,  # per tensor group and step
+    autocast: torch.dtype | None,  # None without autocast
+    clips: bool,  # by norm
 ) -> Counter[str]:
     """Return the bytes that a rank sends to its tensor group per optimizer step, by tag.
 
-    Args:
-        models: the sharded models. Those that can compute their own loss (`labels=`) are assumed to
-            do so.
-        tokens: number of tokens that a tensor group trains on per step.
-        autocast: the autocast dtype; None without autocast.
-        clips: whether gradients are clipped by norm.
+    Models that can compute their own loss (`labels=`) are assumed to do so.
     """
     sent = Counter[str]()
     size = models[0].group.size

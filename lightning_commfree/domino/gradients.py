@@ -34,18 +34,11 @@ InFlight = tuple[list[nn.Parameter], list[Tensor], Pending[Tensor]]
 
 
 class GradientAverage:
-    """Averages gradients across tensor groups during backward.
-
-    Args:
-        channel: connects the ranks that hold the same shard of the model, one per tensor group.
-
-    Attributes:
-        active: whether this backward pass is the last one before an optimizer step.
-    """
+    """Averages gradients across tensor groups during backward."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self.active = True
+        self._channel = channel  # the ranks with the same shard, one per tensor group
+        self.active = True  # whether this backward pass is the last one before an optimizer step
         self._in_flight: list[InFlight] = []
         self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradient, version
 
@@ -120,15 +113,11 @@ def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> N
 
 def gradient_norm(
     parameters: Iterable[nn.Parameter],
-    specs: Mapping[nn.Parameter, ShardSpec],
+    specs: Mapping[nn.Parameter, ShardSpec],  # other parameters are the same on every rank
     group: TensorGroup,
-    norm_type: float = 2.0,
+    norm_type: float = 2.0,  # p
 ) -> Tensor:
-    """Return the p-norm of the full model's gradient; collective.
-
-    `specs` maps each sharded parameter to its spec; other parameters are the same on every rank.
-    `norm_type` is p. The result is 0-d, in fp32 or wider, and the same on all ranks.
-    """
+    """Return the p-norm of the full model's gradient, 0-d, the same on all ranks; collective."""
     if math.isinf(norm_type):
         largest = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
         return group.channel.all_gather(largest, NORM_TAG).wait().amax()
@@ -165,8 +154,7 @@ _NAMED = 3  # maximum number of ranks to name in an error
 def looks_finite(parameters: Iterable[nn.Parameter], peers: PeerWatch | None = None) -> bool:
     """Return whether the norm of this rank's gradients is finite; synchronizes the device once.
 
-    Raises:
-        PeerLostError: the device is waiting for one of `peers`, and that peer is lost.
+    Raises a `PeerLostError` if the device is waiting for one of `peers` that is lost.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
@@ -175,22 +163,16 @@ def looks_finite(parameters: Iterable[nn.Parameter], peers: PeerWatch | None = N
 
 
 def refuse_nonfinite(
-    channel: Channel, module: nn.Module, loss: Tensor, step: int, group_size: int
+    channel: Channel,  # all ranks of the fit
+    module: nn.Module,  # with this rank's gradients before averaging
+    loss: Tensor,  # this rank's latest, one element
+    step: int,  # the upcoming one, counted from 1
+    group_size: int,  # consecutive ranks that share a model
 ) -> None:
-    """Raise an error that names the ranks whose gradients are not finite; collective.
+    """Raise the same `AgreedError` on all ranks if any has nonfinite gradients; collective.
 
     If `looks_finite` is False on any rank, all ranks must call this function. It raises nothing if
     only the norm overflowed.
-
-    Args:
-        channel: connects all ranks of the fit.
-        module: the module, with this rank's gradients before averaging.
-        loss: this rank's latest loss, a tensor with one element.
-        step: number of the upcoming step, counted from 1.
-        group_size: number of consecutive ranks that share a model.
-
-    Raises:
-        RuntimeError: a rank has NaN or Inf; the same error is raised on all ranks.
     """
     value = float(loss.detach())  # with gradient accumulation, an earlier batch may be the cause
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -209,12 +191,9 @@ def refuse_nonfinite(
 def refuse_nonfinite_weights(
     channel: Channel, module: nn.Module, steps: int, group_size: int
 ) -> None:
-    """Raise an error if any rank has weights that are not finite; collective.
+    """Raise the same `RuntimeError` on all ranks if any has nonfinite weights; collective.
 
     Call this function before saving a checkpoint.
-
-    Raises:
-        RuntimeError: a rank has NaN or Inf; the same error is raised on all ranks.
     """
     weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     text = "" if _norm_is_finite(list(weights.values())) else _describe(weights, "")

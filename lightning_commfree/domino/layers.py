@@ -44,30 +44,20 @@ Trace = Callable[[str, str, int], None]  # called with event, sublayer, micro-ba
 
 
 class TensorGroup:
-    """The ranks that share a model, and the state that its sharded modules have in common.
-
-    Args:
-        channel: connects the ranks of the group, for tensors on the model's device.
-        seed: seed for random numbers that must differ between ranks, as in attention dropout.
-
-    Attributes:
-        scheduled: whether a schedule performs the all-reduces. If so, `RowLinear` returns partial
-            sums, and the input gradients of `ColumnLinear` are partial sums.
-        local_logits: whether the head returns only the logits of this rank's words.
-        overlap_embedding: whether the embedding leaves its all-reduce to the schedule.
-        unsummed: the embedding's partial sum, from the embedding's forward pass until the schedule
-            takes it; otherwise None.
-        calls: calls of linear layers in the current `under_schedule`.
-    """
+    """The ranks that share a model, and the state that its sharded modules have in common."""
 
     def __init__(self, channel: Channel, seed: int = 0) -> None:
-        self.channel = channel
+        self.channel = channel  # for tensors on the model's device
+        # whether a schedule performs the all-reduces: if so, `RowLinear` returns partial sums, and
+        # the input gradients of `ColumnLinear` are partial sums
         self.scheduled = False
-        self.local_logits = False
-        self.overlap_embedding = False
+        self.local_logits = False  # whether the head returns only the logits of this rank's words
+        self.overlap_embedding = False  # whether its all-reduce is left to the schedule
+        # the embedding's partial sum, from its forward until the schedule takes it
         self.unsummed: Tensor | None = None
-        self.calls: list[LinearCall] = []
+        self.calls: list[LinearCall] = []  # of linear layers, in the current `under_schedule`
         self._casts: dict[Tensor, Tensor] | None = None
+        # random numbers that must differ between ranks, as in attention dropout
         self._own_random = torch.Generator().manual_seed(seed + 1 + channel.rank).get_state()
         self._own_device_random: Tensor | None = None
         self._seed = seed
@@ -155,10 +145,7 @@ class TensorGroup:
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """Context manager that repeats the random draws made after `states` was captured.
-
-        `states` comes from `random_states`.
-        """
+        """Context manager that repeats the random draws made after `random_states` was called."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -172,10 +159,7 @@ class TensorGroup:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return torch's RNG states of the CPU and of `device`.
-
-    The latter is None unless `device` is a CUDA device.
-    """
+    """Return torch's RNG states of the CPU and, if `device` is a CUDA device, of `device`."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 
@@ -273,21 +257,13 @@ class _Head(torch.autograd.Function):
 
 @dataclass(eq=False)
 class LinearCall:
-    """A call of a linear layer under a schedule: y = x w + b.
+    """A call of a linear layer under a schedule: y = x w + b."""
 
-    Attributes:
-        x: the input, without its graph.
-        weight: w; under autocast, its copy in the autocast dtype.
-        bias: b, like w, or None.
-        transposed: as in `_Linear`.
-        d_y: gradient of the output, once backward has reached it.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    transposed: bool
-    d_y: Tensor | None = None
+    x: Tensor  # without its graph
+    weight: Tensor  # under autocast, its copy in the autocast dtype
+    bias: Tensor | None  # likewise
+    transposed: bool  # as in `_Linear`
+    d_y: Tensor | None = None  # gradient of y, once backward has reached it
 
     def receive(self, d_y: Tensor) -> None:
         """Keep the gradient of the output."""
@@ -354,22 +330,14 @@ def gathered(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 class _Linear(nn.Module):
-    """Base class of the sharded linear layers.
-
-    Args:
-        weight: this rank's shard.
-        bias: this rank's shard of the bias, or the full bias, or None.
-        group: the tensor group.
-        transposed: whether the weight has shape (in, out), as in GPT-2's `Conv1D`, instead of (out,
-            in), as in `nn.Linear`.
-    """
+    """Base class of the sharded linear layers."""
 
     def __init__(
         self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        weight: nn.Parameter,  # this rank's shard
+        bias: nn.Parameter | None,  # this rank's shard, or the full bias
         group: TensorGroup,
-        transposed: bool = False,
+        transposed: bool = False,  # weight of shape (in, out), as in GPT-2's `Conv1D`
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
@@ -378,7 +346,7 @@ class _Linear(nn.Module):
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x times `weight`, plus `bias` unless it is None.
 
-        Under a schedule, backward leaves the gradients of weight and bias to `weight_gradients`.
+        Under a schedule, backward leaves the gradients of both to `weight_gradients`.
         """
         group = self.group
         trained = weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -420,7 +388,6 @@ class RowLinear(_Linear):
         """Context manager in which `forward` computes its output in slices.
 
         `launch` is called with each slice as soon as it has been computed, to start its all-reduce.
-
         Yields a list to which `forward` appends the slices, with their autograd graphs.
         """
         self._launch, self._num_slices, self._computed = launch, num_slices, []
@@ -483,25 +450,17 @@ class DropoutAfterSum(nn.Dropout):
 
 
 class VocabEmbedding(nn.Module):
-    """Word embedding sharded along the vocabulary.
-
-    Args:
-        weight: this rank's rows, shape (V / t, H), where V is padded.
-        first: this rank's first token id.
-        group: the tensor group.
-        padding_idx: token id whose row gets no gradient, as in `nn.Embedding`.
-        scale: factor by which embeddings are multiplied, as in Gemma, or None.
-    """
+    """Word embedding sharded along the vocabulary."""
 
     scale: Tensor | None
 
     def __init__(
         self,
-        weight: nn.Parameter,
-        first: int,
+        weight: nn.Parameter,  # this rank's rows, (V / t, H), where V is padded
+        first: int,  # this rank's first token id
         group: TensorGroup,
-        padding_idx: int | None = None,
-        scale: Tensor | None = None,
+        padding_idx: int | None = None,  # token id whose row gets no gradient
+        scale: Tensor | None = None,  # factor of the embeddings, as in Gemma
     ) -> None:
         super().__init__()
         self.weight, self.first, self.group = weight, first, group
@@ -532,26 +491,20 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabHead(nn.Module):
-    """Language model head sharded along the vocabulary.
-
-    Args:
-        weight: this rank's rows, shape (V / t, H), where V is padded.
-        bias: this rank's shard of the bias, or None.
-        words: size of the vocabulary without padding.
-        group: the tensor group.
-    """
+    """Language model head sharded along the vocabulary."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, words: int, group: TensorGroup
+        self,
+        weight: nn.Parameter,  # this rank's rows, (V / t, H), where V is padded
+        bias: nn.Parameter | None,  # this rank's shard
+        words: int,  # size of the vocabulary without padding
+        group: TensorGroup,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.words, self.group = weight, bias, words, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits, shape (..., V).
-
-        If `group.local_logits`, return only this rank's logits, shape (..., V / t).
-        """
+        """Return the logits, (..., V), or this rank's, (..., V / t), if `group.local_logits`."""
         local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             local = local + self.bias

@@ -63,30 +63,22 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def vocab_cross_entropy(
-    logits: Tensor, targets: Tensor, first: int, words: int, group: TensorGroup
+    logits: Tensor,  # (N, V / t), floating point: this rank's part of the vocabulary
+    targets: Tensor,  # (N,), int64, the same on all ranks; ids outside the vocabulary go unnoticed
+    first: int,  # this rank's first token id
+    words: int,  # size of the vocabulary without padding
+    group: TensorGroup,
 ) -> Tensor:
     """Compute each position's cross entropy from logits sharded by vocabulary; collective.
 
-    Args:
-        logits: logits of this rank's part of the vocabulary, floating point, shape (N, V / t).
-        targets: token ids, int64, shape (N,); the same on all ranks. Ids outside the vocabulary are
-            not detected and give meaningless losses.
-        first: this rank's first token id.
-        words: size of the vocabulary without padding.
-        group: the tensor group.
-
-    Returns:
-        The losses, shape (N,), dtype of `logits`; the same on all ranks of the group.
+    Returns the losses, shape (N,), dtype of `logits`; the same on all ranks of the group.
     """
     loss: Tensor = _CrossEntropy.apply(logits, targets, first, words, group)  # type: ignore[no-untyped-call]
     return loss
 
 
 def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., Tensor]:
-    """Return a replacement for transformers' `ForCausalLMLoss` that takes only this rank's logits.
-
-    Arguments are as in `vocab_cross_entropy`.
-    """
+    """Return a replacement for transformers' `ForCausalLMLoss` that takes this rank's logits."""
 
     def loss_function(
         logits: Tensor,

@@ -60,34 +60,18 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
 class ParallelModel:
     """Shards a transformers model in place and, if possible, runs it on Domino's schedule.
 
-    Args:
-        model: the model, with the same weights on every rank. A model in `FAMILIES` may also be on
-            the `meta` device, and is then initialized one layer at a time (`model.meta_init`).
-        channel: connects the ranks of the tensor group.
-        settings: the split and the number of micro-batches.
-        seed: seed for random numbers that must differ between ranks.
-        init_seed: seed for initializing a model that is on `meta`; the same on all ranks.
-
-    Attributes:
-        sharding: specs of the sharded tensors, and the record of all changes to the model.
-        trace: if set, called with every event of the schedule: (event, sublayer, micro-batch).
-        done: if set, called during backward with each sublayer once its gradients are complete.
-        scheduled: whether the blocks have a schedule; otherwise they perform their own all-reduces.
-        shards_loss: whether the model's own loss is computed without gathering logits.
-        on_fallback: called with a message when a batch cannot be split as requested.
-        trial: chooses the split for each batch size if `split="auto"`.
-
-    Raises:
-        ValueError: the model cannot be sharded among the ranks; it is not changed.
+    Raises a `ValueError`, without changing the model, if it cannot be sharded among the ranks.
     """
 
     def __init__(
         self,
+        # with the same weights on every rank; in `FAMILIES`, it may be on the `meta` device, and is
+        # then initialized one layer at a time (`model.meta_init`)
         model: nn.Module,
         channel: Channel,
         settings: DominoSettings,
-        seed: int = 0,
-        init_seed: int = 0,
+        seed: int = 0,  # for random numbers that must differ between ranks
+        init_seed: int = 0,  # for initializing a model that is on `meta`; the same on all ranks
     ) -> None:
         check_divisible(model, channel.size)
         if settings.split in ("weight", "hybrid") and has_adapters(model):
@@ -99,10 +83,13 @@ class ParallelModel:
         self.settings = settings
         self.group = TensorGroup(channel, seed)
         self.sharding = Sharding(model, self.group, Materializer(model, init_seed))
-        self.trace: Trace | None = None
-        self.done: Done | None = None
+        self.trace: Trace | None = None  # called with every event of the schedule
+        self.done: Done | None = None  # called with each sublayer whose gradients are complete
+        # called with a message when a batch cannot be split as requested
         self.on_fallback: Callable[[str], None] = lambda _: None
-        self.trial = SplitTrial(channel)
+        self.trial = SplitTrial(channel)  # for `split="auto"`
+        # whether the blocks have a schedule, instead of performing their own all-reduces, and
+        # whether the model's own loss is computed without gathering logits
         self.scheduled = self.shards_loss = False
         self._blocks: _ScheduledBlocks
         self._handles: list[Any] = []
@@ -118,11 +105,7 @@ class ParallelModel:
         self._forbid_saving(model)
 
     def join(self, full: dict[nn.Parameter, Tensor]) -> None:
-        """Restore the plain transformers model.
-
-        Args:
-            full: the full tensor of each sharded parameter (`gather_full_tensor`).
-        """
+        """Restore the plain transformers model, given the full tensor of each sharded parameter."""
         for handle in self._handles:
             handle.remove()
 
@@ -175,16 +158,15 @@ class ParallelModel:
 
     # -- forward of the blocks
 
-    def _run_blocks(self, hidden: Tensor, block: nn.Module, given: Sequence[Arguments]) -> Tensor:
-        """Run the residual stream, shape (B, T, H), through all blocks.
+    def _run_blocks(
+        self,
+        hidden: Tensor,  # after the embedding
+        block: nn.Module,  # any of them: it tells whether activations are checkpointed
+        given: Sequence[Arguments],  # one for all blocks, or one per block
+    ) -> Tensor:
+        """Run the residual stream, shape (B, T, H), through all blocks, up to the last norm.
 
-        Args:
-            hidden: the residual stream after the embedding.
-            block: any of the blocks; used to determine whether activations are checkpointed.
-            given: the blocks' other arguments: one entry for all blocks, or one per block.
-
-        Returns:
-            The residual stream before the last norm. Backward can run through it only once.
+        Backward can run through the result only once.
         """
         # the masks of different block kinds differ only by a window, which does not affect splits
         run = self._run(hidden, given[0], _checkpointed(block))
@@ -267,16 +249,14 @@ class _ScheduledBlocks(nn.ModuleList):
 
     It replaces the model's own list until `ParallelModel.join`. Its children are the blocks, under
     the same names, so parameter names and state dicts do not change.
-
-    Args:
-        blocks: the model's blocks.
-        run: runs all blocks.
-        one_kind: whether all blocks get the same arguments, so that one stand-in is enough.
-        as_tensor: whether a block returns a tensor instead of a tuple.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], run: RunBlocks, one_kind: bool, as_tensor: bool
+        self,
+        blocks: Sequence[nn.Module],
+        run: RunBlocks,
+        one_kind: bool,  # all blocks get the same arguments, so that one stand-in is enough
+        as_tensor: bool,  # a block returns a tensor instead of a tuple
     ) -> None:
         super().__init__(blocks)
         self.active = False
@@ -322,16 +302,14 @@ class _StandIn:
     Calling a stand-in records its block's arguments, because different kinds of blocks get
     different masks. The call returns the residual stream unchanged, except that the last stand-in
     runs all blocks and returns their output.
-
-    Args:
-        block: the block that it replaces.
-        recorded: the blocks' arguments in this forward pass so far; one list for all stand-ins.
-        run: runs all blocks; None except in the last stand-in.
-        as_tensor: whether a block returns a tensor instead of a tuple.
     """
 
     def __init__(
-        self, block: nn.Module, recorded: list[Arguments], run: RunBlocks | None, as_tensor: bool
+        self,
+        block: nn.Module,
+        recorded: list[Arguments],  # in this forward pass so far; one list for all stand-ins
+        run: RunBlocks | None,  # None except in the last stand-in
+        as_tensor: bool,  # as in `_ScheduledBlocks`
     ) -> None:
         self._block, self._recorded, self._run, self._as_tensor = block, recorded, run, as_tensor
         self._signature = inspect.signature(type(block).forward)

@@ -63,12 +63,7 @@ def has_plan(model: nn.Module) -> bool:
 
 
 def check_plan(model: Any, ranks: int) -> None:
-    """Check that a model can be sharded according to its plan, without changing it.
-
-    Raises:
-        ValueError: the plan has an unsupported style, the model has adapters, or heads or widths
-            cannot be divided among the ranks.
-    """
+    """Raise a `ValueError` if a model cannot be sharded according to its plan; change nothing."""
     name, shards_heads = type(model).__name__, False
     if has_adapters(model):
         raise ValueError(

@@ -81,26 +81,15 @@ class Autocast(NamedTuple):
 
 @dataclass
 class ScheduleRun:
-    """One pass of a batch through all blocks, forward and then backward.
+    """One pass of a batch through all blocks, forward and then backward."""
 
-    Args:
-        sublayers: the sublayers of all blocks, in order.
-        group: the tensor group.
-        split: how the batch, and each sublayer's output, is split.
-        checkpoint: whether backward recomputes micro-sublayers instead of keeping activations.
-        trace: called on every event with three arguments: the event's name (such as "launch
-            forward"), the sublayer's name and the micro-batch's index.
-        done: called with a sublayer when the gradients of its parameters are complete.
-        unsummed: whether the input is this rank's partial sum of the embedding, not yet reduced.
-    """
-
-    sublayers: Sequence[Sublayer]
+    sublayers: Sequence[Sublayer]  # of all blocks, in order
     group: TensorGroup
     split: Split
-    checkpoint: bool = False
-    trace: Trace | None = None
-    done: Done | None = None
-    unsummed: bool = False
+    checkpoint: bool = False  # whether backward recomputes instead of keeping activations
+    trace: Trace | None = None  # called on every event, such as "launch forward"
+    done: Done | None = None  # called with a sublayer when its parameters' gradients are complete
+    unsummed: bool = False  # whether the input is this rank's partial sum of the embedding
     _autocast: Autocast = field(default=Autocast(), init=False)
     # both are indexed by sublayer, then by micro-batch
     _inputs: list[list[MicroInput]] = field(default_factory=list, init=False)
@@ -110,11 +99,9 @@ class ScheduleRun:
     # -- forward
 
     def forward(self, hidden: Tensor, arguments: Sequence[Arguments]) -> Tensor:
-        """Return the last block's output, with the shape of `hidden` and without an autograd graph.
+        """Return the last block's output for `hidden`, shape (B, T, H), without an autograd graph.
 
-        Args:
-            hidden: input of the first block, shape (B, T, H).
-            arguments: the blocks' other arguments: one entry for all blocks, or one per block.
+        `arguments` has one entry for all blocks, or one per block.
         """
         self._autocast = Autocast.of(hidden.device.type)
         streams = list(self.split.micro_batches(hidden))
@@ -210,10 +197,7 @@ class ScheduleRun:
     # -- backward
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Accumulate the parameters' gradients, and return the gradient of `hidden`.
-
-        `gradient` is the gradient of the output of `forward`.
-        """
+        """Accumulate the parameters' gradients, from the output's; return that of `hidden`."""
         # autograd calls this with grad mode off, but checkpointing must rebuild graphs
         with torch.enable_grad(), self._autocast.restored():
             d_streams, d_partials = self._backward_ends(gradient)

@@ -36,17 +36,9 @@ def find_models(module: nn.Module) -> list[nn.Module]:
 
 
 def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
-    """Check that the models in a module can be sharded, without changing them.
+    """Raise a `ValueError` if the models in a module cannot be sharded; change nothing.
 
-    Args:
-        strategy: name of the strategy, used in error messages.
-        module: the module, not yet sharded.
-        ranks: number of ranks in a tensor group.
-
-    Raises:
-        ValueError: the module contains no model that Domino can shard; or a model is wrapped, has
-            tensors on the meta device that would never get values, cannot be divided among `ranks`,
-            or has unsupported adapters.
+    `strategy` is the name to use in errors.
     """
     refuse_wrapped(strategy, module)
 
@@ -66,10 +58,7 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
 
 
 def refuse_meta(strategy: str, module: nn.Module) -> None:
-    """Raise a `ValueError` if a module has tensors on the meta device.
-
-    Call this function outside a fit; only a fit initializes such tensors.
-    """
+    """Raise a `ValueError` if tensors are on the meta device; only a fit initializes them."""
     if without := on_meta(module):
         raise ValueError(
             f"{len(without)} tensors, including {without[0]!r}, are on the meta device and have no"
@@ -79,11 +68,7 @@ def refuse_meta(strategy: str, module: nn.Module) -> None:
 
 
 def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) -> None:
-    """Check that the optimizers' state is element-wise; call it after their first step.
-
-    Raises:
-        ValueError: a tensor in a shard's state does not have the shape of the shard.
-    """
+    """Raise a `ValueError` if optimizer state is not element-wise; call it after the first step."""
     # state per row or column, such as Adafactor's, would be computed from the shard instead of the
     # full parameter, and a checkpoint could not gather it
     for optimizer in optimizers:
@@ -101,15 +86,9 @@ def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) ->
 
 
 def check_batch(channel: Channel, verb: str, batch: Any) -> None:
-    """Check that all ranks of a tensor group have the same batch; collective.
+    """Raise a `ValueError` on all ranks of a tensor group if their batches differ; collective.
 
-    Args:
-        channel: connects the ranks of the tensor group.
-        verb: "train" or "validate", used in the error message.
-        batch: this rank's batch; tensors may be in nested containers.
-
-    Raises:
-        ValueError: the batches differ; raised on all ranks.
+    `verb` is "train" or "validate"; the tensors of `batch` may be in nested containers.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     # compare hashes as text: they are much smaller than the batches
@@ -143,10 +122,7 @@ STATE_TAG = "tensor_state"
 
 
 class OptimizerShards:
-    """Gathers and shards a tensor group's optimizer states, during and after a fit.
-
-    `specs` maps each sharded parameter to its spec.
-    """
+    """Gathers and shards a tensor group's optimizer states, during and after a fit."""
 
     # After a fit every rank has the full models again, but optimizer states stay sharded: AdamW's
     # state is twice the size of the model, and few users save it then.
@@ -192,10 +168,7 @@ class OptimizerShards:
 
 
 def gather_to_host(shard: Tensor, spec: ShardSpec, channel: Channel, keep: bool) -> Tensor:
-    """Gather a full tensor in CPU memory; collective.
-
-    If `keep` is False, return an empty tensor.
-    """
+    """Gather a full tensor in CPU memory, or an empty one if `keep` is False; collective."""
     full = gather_full_tensor(shard, spec, channel, STATE_TAG)
     return full.cpu() if keep else full.new_empty(0)
 
@@ -206,12 +179,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class ShardedModule:
-    """A module whose models are sharded across a tensor group; created by `prepare`.
-
-    Attributes:
-        models: the sharded models.
-        optimizer_shards: gathers and shards the optimizer states.
-    """
+    """A module whose models are sharded across a tensor group; created by `prepare`."""
 
     def __init__(self, module: nn.Module, channel: Channel, models: list[ParallelModel]) -> None:
         self.models = models
@@ -230,10 +198,7 @@ class ShardedModule:
     ) -> ShardedModule:
         """Shard the models inside `module` in place, before the optimizer is created.
 
-        All ranks must pass the same module. The other arguments are as in `ParallelModel`.
-
-        Raises:
-            ValueError: a model cannot be sharded; `module` is not changed.
+        All ranks must pass the same module; arguments and errors are those of `ParallelModel`.
         """
         found = find_models(module)
         for model in found:  # check all of them first, so that an error leaves no model changed
@@ -255,11 +220,8 @@ class ShardedModule:
     def mark_shards(self, argument: str) -> None:
         """Mark each parameter as a shard or full tensor for DiLoCo and Lion, which ignore `specs`.
 
-        `argument` is the name of the strategy's argument that sets the group size; error messages
-        refer to it.
-
-        Raises:
-            ValueError: a shard is held by several ranks but not by all.
+        Raises a `ValueError` if a shard is held by several ranks but not by all. It refers to
+        `argument`, the strategy's argument that sets the group size.
         """
         specs = self.specs
         for name, parameter in self._module.named_parameters():

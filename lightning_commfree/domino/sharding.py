@@ -35,27 +35,17 @@ class ShardSpec:
     A packed q, k, v weight has three equal blocks, and each rank holds the same range of each.
     Several ranks may hold the same range: if there are fewer key-value heads than ranks, ranks
     share a head.
-
-    Attributes:
-        dim: the sharded dimension.
-        ranges: each rank's start and stop within a block.
-        size: length of the full dimension.
-        blocks: number of equal blocks in the full dimension.
-        padded: length to which a full tensor is zero-padded before sharding; None for no padding.
     """
 
     dim: int
-    ranges: tuple[tuple[int, int], ...]
-    size: int
-    blocks: int = 1
-    padded: int | None = None
+    ranges: tuple[tuple[int, int], ...]  # each rank's start and stop within a block
+    size: int  # length of the full dimension
+    blocks: int = 1  # in the full dimension, of equal length
+    padded: int | None = None  # length to which a full tensor is zero-padded before sharding
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
-        """Create a spec with shards of equal length.
-
-        If `size` is not divisible by `ranks`, the tensor is padded; this requires `blocks` to be 1.
-        """
+        """Create a spec with shards of equal length, padding a single block if necessary."""
         block = size // blocks
         length = -(-block // ranks)
         ranges = tuple((rank * length, (rank + 1) * length) for rank in range(ranks))
@@ -103,28 +93,19 @@ def gather_full_tensor(shard: Tensor, spec: ShardSpec, channel: Channel, tag: st
 
 @dataclass
 class Sharding:
-    """A sharded model, with a record of every change made to it.
+    """A sharded model, with a record of every change made to it."""
 
-    Attributes:
-        model: the transformers model, changed in place.
-        group: the tensor group.
-        materializer: initializes layers that are on the meta device.
-        specs: the spec of each sharded parameter; every rank holds all other parameters in full.
-        blocks: the transformer blocks in order; empty if the model is not scheduled.
-        sublayers: the sublayers of all blocks in order, the same number per block.
-        experts: modules with sharded expert parameters.
-        raw_embedding: whether the embedding's output enters the first block unchanged.
-        restore: functions that each undo one change, in the order in which the changes were made.
-    """
-
-    model: nn.Module
+    model: nn.Module  # changed in place
     group: TensorGroup
-    materializer: Materializer
+    materializer: Materializer  # initializes layers that are on the meta device
+    # every rank holds all other parameters in full
     specs: dict[nn.Parameter, ShardSpec] = field(default_factory=dict)
+    # both in order, with the same number of sublayers per block; empty if there is no schedule
     blocks: list[nn.Module] = field(default_factory=list)
     sublayers: list[Sublayer] = field(default_factory=list)
-    experts: list[nn.Module] = field(default_factory=list)
-    raw_embedding: bool = False
+    experts: list[nn.Module] = field(default_factory=list)  # modules with sharded parameters
+    raw_embedding: bool = False  # whether its output enters the first block unchanged
+    # functions that each undo one change, in the order in which the changes were made
     restore: list[Callable[[], None]] = field(default_factory=list)
 
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
@@ -211,12 +192,11 @@ def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
 
 
 def vocabulary(
-    sharding: Sharding, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
+    sharding: Sharding,
+    embeddings: tuple[nn.Module, str],  # parent module, attribute name
+    head: tuple[nn.Module, str],
 ) -> None:
-    """Shard the embedding and the head along the vocabulary; a tied weight stays tied.
-
-    `embeddings` and `head` are given as (parent module, attribute name).
-    """
+    """Shard the embedding and the head along the vocabulary; a tied weight stays tied."""
     group = sharding.group
     old_embedding, old_head = getattr(*embeddings), getattr(*head)
     tied = old_head.weight is old_embedding.weight
@@ -296,11 +276,9 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
-    """Check that a model's adapters can be sharded; `vocabulary` is its embedding and head.
+    """Raise a `ValueError` if an adapter is not plain LoRA on a linear layer of a block.
 
-    Raises:
-        ValueError: an adapter is not plain LoRA on a linear layer of a block, or has an unsupported
-            option.
+    `vocabulary` is the model's embedding and head.
     """
     for name, module in model.named_modules():
         if is_adapted(module) and (why := _why_not(module, vocabulary)):

@@ -33,14 +33,10 @@ Launch = Callable[[Tensor], None]
 
 
 class Split:
-    """Base class of all splits; used directly, it keeps the batch as a single micro-batch.
-
-    Args:
-        num_slices: number of slices of each row-parallel linear's outputs, each with its own
-            all-reduce.
-    """
+    """Base class of all splits; used directly, it keeps the batch as a single micro-batch."""
 
     def __init__(self, num_slices: int = 1) -> None:
+        # of each row-parallel linear's outputs, each with its own all-reduce
         self._num_slices = num_slices
 
     def micro_batches(self, hidden: Tensor) -> Sequence[Tensor]:
@@ -54,21 +50,15 @@ class Split:
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
         """Split a block's arguments, such as masks; return one dict per micro-batch.
 
-        `arguments` does not include the hidden state. `hidden` is the full input of the first
-        block, shape (B, T, H).
+        `hidden` is the full batch's input of the first block, shape (B, T, H).
         """
         del hidden
         return [arguments]
 
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
-        """Compute a sublayer's body for one micro-batch, and launch its all-reduces.
+        """Compute a sublayer's body into `micro.outputs`, and launch the all-reduces.
 
-        The result is stored in `micro.outputs`.
-
-        Args:
-            micro: a micro-sublayer whose body has not run yet.
-            earlier: the same sublayer of the previous micro-batches, which have been computed.
-            launch: starts the all-reduce of a partial sum.
+        `earlier` is the same sublayer of the previous micro-batches, already computed.
         """
         del earlier
         if self._num_slices > 1:
@@ -85,12 +75,7 @@ class Split:
 
 
 class BatchSplit(Split):
-    """Split the rows of a batch.
-
-    Args:
-        num_micro_batches: number of micro-batches, at most the number of rows.
-        num_slices: as in `Split`.
-    """
+    """Split a batch by rows; there are at most as many micro-batches as rows."""
 
     def __init__(self, num_micro_batches: int, num_slices: int = 1) -> None:
         super().__init__(num_slices)
@@ -125,16 +110,11 @@ class BatchSplit(Split):
 
 
 class TokenSplit(Split):
-    """Split each sequence into chunks; requires causal attention.
-
-    Args:
-        num_micro_batches: number of micro-batches, at most the number of tokens in a sequence.
-        flash: whether the model uses flash attention, which aligns the last query with the last key
-            and needs no mask.
-    """
+    """Split each sequence into chunks, at most as many as tokens; requires causal attention."""
 
     def __init__(self, num_micro_batches: int, flash: bool = False) -> None:
         super().__init__()
+        # flash attention aligns the last query with the last key, and needs no mask
         self._num_micro_batches, self._flash = num_micro_batches, flash
 
     @override
@@ -198,10 +178,7 @@ class TokenSplit(Split):
         return pytree.tree_map(chunk, value)
 
     def _mask(self, mask: Tensor | None, start: int, stop: int, hidden: Tensor) -> Tensor | None:
-        """Return the attention mask for a chunk's queries and all keys up to the chunk's end.
-
-        Return None if no mask is needed.
-        """
+        """Return the mask for a chunk's queries and keys up to its end, or None if not needed."""
         if mask is None:
             if start == 0 or self._flash:  # correct without a mask, because attention is causal
                 return None
@@ -236,21 +213,13 @@ class _KeyCache:
 
 
 def choose_split(
-    settings: DominoSettings,
-    hidden: Tensor,
-    arguments: Mapping[str, Any],
-    config: Any,
-    on_fallback: Callable[[str], None],
+    settings: DominoSettings,  # with the choice of `auto_split` in place of "auto"
+    hidden: Tensor,  # (B, T, H)
+    arguments: Mapping[str, Any],  # of a block
+    config: Any,  # of the attention module; None if it has none
+    on_fallback: Callable[[str], None],  # gets the reason if the batch cannot be split as requested
 ) -> Split:
-    """Choose the split for a batch.
-
-    Args:
-        settings: the user's settings, with "auto" replaced by the split that `auto_split` chose.
-        hidden: the batch's hidden state, shape (B, T, H).
-        arguments: a block's arguments, without the hidden state.
-        config: the config of the attention module; None if it has none.
-        on_fallback: called with the reason if the batch cannot be split as requested.
-    """
+    """Choose the split for a batch."""
     # the choice depends only on the batch, so all ranks of a tensor group make the same one
     rows, tokens = hidden.shape[:2]
     parts, split = settings.num_micro_batches, settings.split
@@ -285,15 +254,11 @@ def choose_split(
 
 
 def legal_splits(
-    hidden: Tensor, arguments: Mapping[str, Any], attention: nn.Module | None
+    hidden: Tensor,  # (B, T, H)
+    arguments: Mapping[str, Any],  # of a block
+    attention: nn.Module | None,
 ) -> list[str]:
-    """Return which of the splits "none", "batch" and "token" are possible for a batch.
-
-    Args:
-        hidden: the batch's hidden state, shape (B, T, H).
-        arguments: a block's arguments, without the hidden state.
-        attention: a block's attention module; None if it has none.
-    """
+    """Return which of the splits "none", "batch" and "token" are possible for a batch."""
     rows, tokens = hidden.shape[:2]
     config = getattr(attention, "config", None)
     packed_for_flash = _is_flash(config) and is_packed(arguments)

@@ -41,29 +41,17 @@ Body = Callable[[Tensor, Arguments], Tensor]
 
 @dataclass(frozen=True)
 class Sublayer:
-    """One sublayer of a sharded block.
+    """One sublayer of a sharded block."""
 
-    Attributes:
-        name: name in traces.
-        norm: computes the body's input x from the residual stream h.
-        body: computes this rank's partial sum from x and the block's arguments.
-        row: the last linear layer of the body.
-        modules: the modules that hold the sublayer's parameters; these are used nowhere else.
-        dropout: dropout applied to the sum, or None.
-        post_norm: norm applied to the sum before dropout, or None.
-        attention: the attention module; None for an MLP.
-        draws_own: returns whether the body uses random numbers that must differ between ranks, as
-            attention dropout does.
-    """
-
-    name: str
-    norm: nn.Module
-    body: Body
-    row: RowLinear
-    modules: tuple[nn.Module, ...]
-    dropout: DropoutAfterSum | None = None
-    post_norm: nn.Module | None = None
-    attention: nn.Module | None = None
+    name: str  # in traces
+    norm: nn.Module  # computes the body's input x from the residual stream h
+    body: Body  # computes this rank's partial sum from x and the block's arguments
+    row: RowLinear  # the last linear layer of the body
+    modules: tuple[nn.Module, ...]  # they hold the sublayer's parameters, and are used only here
+    dropout: DropoutAfterSum | None = None  # applied to the sum
+    post_norm: nn.Module | None = None  # applied to the sum before dropout
+    attention: nn.Module | None = None  # None for an MLP
+    # whether the body draws numbers that must differ between ranks, as attention dropout does
     draws_own: Callable[[], bool] = lambda: False
 
     def finish(self, total: Tensor) -> Tensor:
@@ -108,16 +96,12 @@ def take_gradient(leaf: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class InputTensors:
-    """Input tensors of one sublayer for one micro-batch, as autograd leaves.
+    """Input tensors of one sublayer for one micro-batch, as autograd leaves."""
 
-    Attributes:
-        leaves: the residual stream h, shape (B, T, H), followed by the previous sublayer's
-            all-reduced sum y, except in the first sublayer.
-        finish: applies the previous sublayer's bias, norm and dropout to y; None in the first
-            sublayer.
-    """
-
+    # the residual stream h, (B, T, H), and, except in the first sublayer, the previous sublayer's
+    # all-reduced sum y
     leaves: tuple[Tensor, ...]
+    # the previous sublayer's bias, norm and dropout, for y
     finish: Callable[[Tensor], Tensor] | None = None
 
     def add(self) -> Tensor:
@@ -136,18 +120,12 @@ class InputTensors:
 
 @dataclass(frozen=True)
 class MicroInput:
-    """Inputs of one sublayer for one micro-batch; activation checkpointing keeps only these.
-
-    Attributes:
-        sublayer: the sublayer to compute.
-        arguments: the block's arguments for this micro-batch.
-        tensors: the sublayer's input tensors.
-        replayed: returns a context manager that repeats the random draws of the forward pass.
-    """
+    """Inputs of one sublayer for one micro-batch; activation checkpointing keeps only these."""
 
     sublayer: Sublayer
-    arguments: Arguments
+    arguments: Arguments  # for this micro-batch
     tensors: InputTensors
+    # returns a context manager that repeats the random draws of the forward pass
     replayed: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -179,20 +157,7 @@ class ReusedTensor:
 class MicroSublayer:
     """One sublayer's computation for one micro-batch, with its autograd graphs.
 
-    h is the residual stream and y the all-reduced sum of the previous sublayer, whose `finish` adds
-    the bias and applies post-norm and dropout (see the module's docstring).
-
-    Attributes:
-        source: the inputs, including the leaves h and y.
-        sublayer: the sublayer to compute.
-        entered: the residual stream in this sublayer, h + finish(y), with its graph.
-        normed: norm(entered), with its graph.
-        x: input of the body, a leaf that equals `normed`.
-        outputs: the body's outputs, with their graph; set by `Split.run`.
-        weights: tensor whose backward pass computes the gradients of the linear layers' weights
-            (`weight_gradients`); None if all of them are frozen.
-        reused: with `split="token"`, the keys and values of this micro-batch, which the attention
-            of later micro-batches also reads; set by `Split.run`.
+    The module's docstring describes the graphs of `entered`, `normed` and `outputs`.
     """
 
     def __init__(self, source: MicroInput) -> None:
@@ -201,8 +166,10 @@ class MicroSublayer:
         self.entered = source.tensors.add()
         self.normed = self.sublayer.norm(self.entered)
         self.x = leaf(self.normed)
-        self.outputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []  # set by `Split.run`
+        # from `weight_gradients`; None if all weights are frozen
         self.weights: Tensor | None = None
+        # with `split="token"`, keys and values that later micro-batches read; set by `Split.run`
         self.reused: list[ReusedTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
@@ -215,7 +182,7 @@ class MicroSublayer:
         return partial
 
     def backward_body(self, gradients: list[Tensor]) -> Tensor:
-        """Run backward from the gradients of the outputs; return the gradient of `x`.
+        """Run backward from the outputs' gradients; return the gradient of `x`.
 
         The gradients of linear layers' weights are left to `backward_weights`.
         """
@@ -235,13 +202,12 @@ class MicroSublayer:
             torch.autograd.backward(handles, [handle.detach() for handle in handles])
         self.weights = None
 
-    def backward_entry(self, d_entered: Tensor, d_normed: Tensor) -> list[Tensor]:
-        """Run backward through the norm and the residual sum; return the gradients of h and y.
-
-        Args:
-            d_entered: gradient of `entered` from the sublayers that follow.
-            d_normed: gradient of `x`, the output of the norm, summed over the tensor group.
-        """
+    def backward_entry(
+        self,
+        d_entered: Tensor,  # from the sublayers that follow
+        d_normed: Tensor,  # gradient of `x`, summed over the tensor group
+    ) -> list[Tensor]:
+        """Run backward through the norm and the residual sum; return the gradients of h and y."""
         # in one call, because both paths share the graph of the residual stream
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])
         # free the activations now: this object lives until the next sublayer

@@ -20,7 +20,7 @@ from tests.fit import causal_lm
 from tests.fit.models import Tiny, dataset, quiet_trainer
 from tests.world import run_ranks
 
-SHORT, LONG, EPOCHS = 7, 10, 2
+SHORT, LONG, EPOCHS = 4, 6, 2
 
 
 class Validations(pl.Callback):
@@ -175,17 +175,17 @@ def test_one_warning_names_the_shortest_rank_and_what_the_others_leave_out(
     pair: list[Any], four: list[Any]
 ) -> None:
     (said,) = pair[0]["diloco"]["said"]
-    assert said.startswith("Rank 1 has the fewest training batches (7 per epoch)")
-    assert "rank 0 leaves out 3" in said
+    assert said.startswith("Rank 1 has the fewest training batches (4 per epoch)")
+    assert "rank 0 leaves out 2" in said
     assert pair[1]["diloco"]["said"] == []
     (said,) = four[0]["lion, fsdp"]["said"]
-    assert "rank 0 leaves out 3, rank 2 leaves out 3, rank 3 leaves out 3" in said
+    assert "rank 0 leaves out 2, rank 2 leaves out 2, rank 3 leaves out 2" in said
     assert pair[0]["even"]["said"] == []
 
 
 def test_a_share_of_an_epoch_is_one_of_the_shortened_epoch(pair: list[Any]) -> None:
     check(pair, "half an epoch")
-    expected = [epoch * SHORT + step for epoch in range(EPOCHS) for step in (3, 6)]
+    expected = [epoch * SHORT + step for epoch in range(EPOCHS) for step in (2, 4)]
     assert pair[0]["half an epoch"]["validations"] == expected
 
 

@@ -138,7 +138,7 @@ class LoaderOrder:
 
     def get_iterator(self) -> Any:
         """Create the loader's iterator, with this object in place of its sampler."""
-        attributes, now = vars(self.loader), order_state(self.loader)
+        attributes, now = vars(self.loader), self._states()
         start = self.plan and self.plan[0]
         if start:
             set_order([start["order"]], [self.loader])  # worker processes copy the data set
@@ -148,7 +148,7 @@ class LoaderOrder:
         finally:
             attributes[self._name], self.plan = self._sampler, None
             if start:
-                set_order([now], [self.loader])
+                self._set_states(now)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -160,7 +160,7 @@ class LoaderOrder:
         return iter(self._sampler) if plan is None else self._read(*plan)
 
     def _read(self, start: States | None, count: int) -> Iterator[Any]:
-        now = {"random": random_state(_CPU), "order": order_state(self.loader)}
+        now = self._states()
         self.start = start or now
         if start:
             self._set_states(start)
@@ -169,6 +169,9 @@ class LoaderOrder:
         if start:
             self._set_states(now)
         yield from chain(first, batches)
+
+    def _states(self) -> States:
+        return {"random": random_state(_CPU), "order": order_state(self.loader)}
 
     def _set_states(self, states: States) -> None:
         set_random_state(states["random"], _CPU)
@@ -191,11 +194,16 @@ def record_orders(trainer: pl.Trainer, patches: Patches) -> None:
 
     def plan_and_begin(fetcher: Any) -> None:
         orders = training_orders(trainer)
+        before = [order.plan for order in orders]
         for order in orders:
             order.plan = NEW_EPOCH
+        # clear it to detect whether `begin` creates a new one; in the first epoch it does not
+        made, fetcher.iterator = fetcher.iterator, None
         begin(fetcher)
-        for order in orders:  # in the first epoch, and after a resume, the iterator exists already
-            order.plan = None
+        if fetcher.iterator is None:
+            fetcher.iterator = made
+            for order, plan in zip(orders, before, strict=True):
+                order.plan = plan
 
     patches.put(strategy, "process_dataloader", prepare_and_record)
     patches.put(loop, "on_run_start", plan_and_begin)

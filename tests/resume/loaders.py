@@ -48,6 +48,14 @@ class OwnStateful(Stateful):
 Stateful.__module__ = "torchdata.stateful_dataloader"  # whose class the library knows
 
 
+class Halved(DataLoader[Any]):
+    """A loader whose iterator is a generator, which creates that of torch when it is first read."""
+
+    def __iter__(self) -> Any:
+        for x, y in super().__iter__():
+            yield x / 2, y
+
+
 class Counting(BatchSampler):
     """Shuffles a share of the rows by a number, and counts its epochs."""
 

@@ -40,6 +40,7 @@ from tests.resume.loaders import (
     Batches,
     ByEpoch,
     Counting,
+    Halved,
     Harder,
     Noise,
     OwnStateful,
@@ -203,6 +204,8 @@ LOADERS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "epoch of the loader": (lambda: with_set_epoch(ByEpoch(dataset(ROWS), BATCH)), OWN),
     "workers": (lambda: plain(shuffle=True, num_workers=1), OWN),
+    "generator": (lambda: Halved(dataset(ROWS), BATCH, shuffle=True), {}),
+    "generator, shuffled globally": (lambda: Halved(dataset(ROWS), BATCH, shuffle=True), OWN),
     "two that augment": (lambda: CombinedLoader([shuffled_noise(), shuffled_noise()]), OWN),
     "looked at by the user": (lambda: (plain(shuffle=True, num_workers=1), Looks()), OWN),
     "indices in the order of a sampler": (

@@ -135,7 +135,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         outer_device: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(choose_layout(self, inside, replica_size, "replica_size"), **ddp_kwargs)
+        super().__init__(choose_layout(inside, replica_size, "replica_size"), **ddp_kwargs)
         self.settings = DiLoCoSettings(
             sync_every,
             num_fragments,

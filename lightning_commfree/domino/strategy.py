@@ -149,7 +149,7 @@ class DominoTPStrategy(ReplicaStrategy):
         check_count("check_drift_every", check_drift_every, 0, ", where 0 means never")
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         self.check_drift_every = check_drift_every
-        super().__init__(TensorParallel(self, self.settings), **ddp_kwargs)
+        super().__init__(TensorParallel(self.settings), **ddp_kwargs)
         self.group_ledger = self.ledger  # one ledger for both axes: tags tell them apart
 
     @property
@@ -179,6 +179,12 @@ class DominoTPStrategy(ReplicaStrategy):
         return {**super().fingerprint(), "check_drift_every": repr(self.check_drift_every)}
 
     # -- the hooks of a fit
+
+    @override
+    def set_world_ranks(self) -> None:
+        # called once the Trainer has set the devices
+        self.inside.size = self.settings.tensor_parallel_size or self.num_processes
+        super().set_world_ranks()
 
     @override
     def equal_weights(self) -> tuple[int, Channel]:

@@ -1,6 +1,7 @@
 """From Lightning's hooks to one fit, for any algorithm and layout.
 
 contracts       what an algorithm between replicas and a layout inside a replica must implement
+fit             what layouts and checks know of the Trainer's run
 base            the strategies' base class: Lightning's hooks, delegated
 session         what happens around every step, for all algorithms
 local_weights   for algorithms whose replicas train apart: shared weights for validation and saves

@@ -23,6 +23,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -35,6 +36,7 @@ from lightning_commfree.fit.clock import Clock
 from lightning_commfree.fit.contracts import Between, Inside
 from lightning_commfree.fit.drift import DriftCheck
 from lightning_commfree.fit.evaluation import check_evaluation
+from lightning_commfree.fit.fit import Fit
 from lightning_commfree.fit.local_weights import LocalWeightsSession
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.fit.session import FitLog, FitSession, OutsideOfFit
@@ -48,6 +50,7 @@ from lightning_commfree.host import (
     LightningOptimizer,
     SIGTERMException,
     TrainerFn,
+    is_overridden,
     other_is_imported,
     pl,
     wrong_host,
@@ -161,7 +164,7 @@ class ReplicaStrategy(DDPStrategy):
 
     def not_restored(self) -> list[str]:
         """Return messages about state that resuming this fit would not restore."""
-        return self.inside.not_restored(self)
+        return self.inside.not_restored()
 
     @property
     def module(self) -> pl.LightningModule:
@@ -230,11 +233,21 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def launcher(self) -> Any:
         if self._clean_launcher is None:
-            check = self.inside.check_before_launch
+            check = self._check_before_launch
             self._clean_launcher = with_clean_exits(
                 super().launcher, self, self._launch_method, check
             )
         return self._clean_launcher
+
+    def _check_before_launch(self, trainer: pl.Trainer | None) -> None:
+        """Reject unsupported settings in the launching process, before any rank starts."""
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        self.inside.mesh(self.world_size)
+        hooks = ("configure_model", "configure_sharded_model", "setup")  # may change the module
+        if not any(is_overridden(name, self.module, pl.LightningModule) for name in hooks):
+            self.inside.fit = self._new_fit(trainer)
+            self.inside.check()
 
     @property
     @override
@@ -249,20 +262,51 @@ class ReplicaStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         self.ledger.phase = START
         self.ranks.join(super().setup_environment)
+        self.inside.fit = self._new_fit(self.module.trainer)
         self._resume.install(self.module.trainer, self.patches)  # before the first loader is made
+
+    def _new_fit(self, trainer: pl.Trainer) -> Fit:
+        return Fit(
+            type(self).__name__,
+            trainer,
+            self.module,
+            self.ranks,
+            self.inside,
+            self.patches,
+            self.precision_plugin,
+            self.checkpoint_io,
+            self.root_device,
+            self.fingerprint(),
+            self.ddp_kwargs,
+            self._optimizers_of_fit,
+            self._wrap_in_ddp,
+        )
+
+    def _optimizers_of_fit(self) -> list[Optimizer]:
+        return self.optimizers
+
+    def _wrap_in_ddp(self) -> DistributedDataParallel:
+        set_ddp_group(self, self.channels.within.group)
+        super().configure_ddp()
+        wrapped: DistributedDataParallel = self.model
+        return wrapped
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         check_evaluation(trainer, self.ranks, self.inside, self.patches)
         if trainer.state.fn != TrainerFn.FITTING:
-            self.inside.set_up_evaluation(trainer, super().setup)
+            self.inside.check_evaluation()
+            if self.inside.shares_model:
+                self._set_up_shards(trainer)
+            else:
+                super().setup(trainer)
             return
         self._resume.before_setup()
         probe(trainer)
         save_on_sigterm_only(trainer, self.ranks, self.patches)
         if why := self.session_type.why_not_manual:
             refuse_manual(type(self).__name__, self.module, why)
-        self.inside.check(self, trainer)
+        self.inside.check()
         # counted before sharding, while every rank has the full model
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # before `super().setup` creates the schedulers, which may ask for the length of an epoch
@@ -281,6 +325,13 @@ class ReplicaStrategy(DDPStrategy):
         self._log = self.session.log
         self._resume.begin(trainer, self.session.between, self.inside)
 
+    def _set_up_shards(self, trainer: pl.Trainer) -> None:
+        """Run Lightning's `setup` without its broadcast of rank 0's shards to other ranks."""
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.module)
+        self.module.to(self.root_device)
+        self.setup_precision_plugin()
+
     @override
     def model_to_device(self) -> None:
         if not self.inside.shards_model or self.module.trainer.state.fn != TrainerFn.FITTING:
@@ -288,7 +339,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        self.inside.prepare(self)
+        self.inside.prepare()
         if self.model is self.lightning_module:  # not wrapped by DDP
             self.model = Unwrappable(self.module)
 

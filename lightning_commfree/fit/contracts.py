@@ -7,9 +7,10 @@ and a subclass of `ReplicaStrategy` that combines the two.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
@@ -17,36 +18,38 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
-from lightning_commfree.host import pl
 from lightning_commfree.model.shards import is_shard
 from lightning_commfree.model.weight_swap import WeightSwap
 from lightning_commfree.resume.exact import Resumable
 
+if TYPE_CHECKING:
+    from lightning_commfree.fit.fit import Fit
 
-class Inside(Protocol):
+
+class Inside(ABC):
     """The layout of a model across the ranks of a replica."""
 
+    fit: Fit  # the current or latest run of the Trainer, set by the strategy
     size: int  # number of ranks in a replica
     uses_ddp: bool = False  # DDP averages gradients within a replica, so its arguments apply
     shards_model: bool = False  # each rank holds shards, which `prepare` moves to the device
     same_batch: bool = False  # the ranks of a replica must get the same batch
     restores_after_setup: bool = False  # a checkpoint's weights are loaded after `prepare`
 
-    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
-        """Reject unsupported settings in the launching process, before any rank starts.
-
-        `trainer` is None if the ranks are launched by something other than a Trainer.
-        """
-        return
-
-    def check(self, strategy: Any, trainer: pl.Trainer) -> None:
+    @abstractmethod
+    def check(self) -> None:
         """Reject settings and modules that this layout does not support.
 
-        Called before `prepare`.
+        Called before `prepare` and, unless hooks may still change the module, in the launching
+        process, where there are no channels.
         """
-        ...
 
-    def prepare(self, strategy: Any) -> None:
+    def check_evaluation(self) -> None:
+        """Reject modules that cannot be validated, tested or predicted with outside a fit."""
+        return
+
+    @abstractmethod
+    def prepare(self) -> None:
         """Copy rank 0's weights to all ranks and set up the model for this layout; collective.
 
         Call it before the optimizers are created.
@@ -54,15 +57,14 @@ class Inside(Protocol):
         Raises:
             ValueError: settings or modules differ between ranks; raised on all ranks.
         """
-        ...
 
+    @abstractmethod
     def mesh(self, world_size: int) -> Mesh:
         """Return the mesh of all ranks: replicas on the first axis, their ranks on the second.
 
         Raises:
             ValueError: the number of ranks is not a multiple of `size`.
         """
-        ...
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that the optimizers fit this layout.
@@ -125,21 +127,13 @@ class Inside(Protocol):
         """Restore the state returned by `state_dict`."""
         del state
 
-    def not_restored(self, strategy: Any) -> list[str]:
+    def not_restored(self) -> list[str]:
         """Return messages about state or rounding that a resumed fit would not reproduce."""
-        del strategy
         return []
 
     def release(self) -> None:
         """Clean up after a fit or an error."""
         return
-
-    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
-        """Set up the module for validation, testing or prediction outside a fit.
-
-        By default, this only calls `setup`, which is Lightning's own method.
-        """
-        setup(trainer)
 
     # -- states of a sharded model
 

@@ -12,7 +12,6 @@ select it in `choose_layout`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lightning_commfree.comm.job import REPLICA
 from lightning_commfree.domino import DominoSettings
@@ -21,9 +20,6 @@ from lightning_commfree.layouts.ddp import DataParallel
 from lightning_commfree.layouts.fsdp import FSDPSettings
 from lightning_commfree.layouts.fully_shard import FullyShard
 from lightning_commfree.layouts.tensor_parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from lightning_commfree.fit.base import ReplicaStrategy
 
 __all__ = [
     "DataParallel",
@@ -46,9 +42,7 @@ def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSett
     return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 
-def choose_layout(
-    strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
-) -> Inside:
+def choose_layout(inside: str | FSDPSettings | DominoSettings, size: int, argument: str) -> Inside:
     """Return the layout that a strategy's argument `inside` selects.
 
     `size` is the number of ranks in a replica, and `argument` is the name of the strategy's
@@ -73,5 +67,5 @@ def choose_layout(
             " `inside` at 'ddp'."
         )
     if isinstance(settings, FSDPSettings):
-        return FullyShard(strategy, size, argument, settings)
-    return TensorParallel(strategy, replace(settings, tensor_parallel_size=size), argument, REPLICA)
+        return FullyShard(size, argument, settings)
+    return TensorParallel(replace(settings, tensor_parallel_size=size), argument, REPLICA)

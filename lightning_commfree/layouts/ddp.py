@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_commfree.comm.job import Mesh, replica_mesh
 from lightning_commfree.fit.checks import refuse_timed_validation
 from lightning_commfree.fit.contracts import Inside
-from lightning_commfree.host import DDPStrategy, pl
-from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.model.replication import (
     BucketOrder,
     broadcast_initial_weights,
     refuse_sync_batchnorm,
 )
-
-if TYPE_CHECKING:
-    from lightning_commfree.fit.base import ReplicaStrategy
 
 
 class DataParallel(Inside):
@@ -31,13 +27,14 @@ class DataParallel(Inside):
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
         self.size, self.uses_ddp = size, size > 1
         self._argument = argument
-        self._ddp: Any = None  # from `prepare` to `release`, with several ranks
+        # from `prepare` to `release`, with several ranks
+        self._ddp: DistributedDataParallel | None = None
         self._order: BucketOrder | None = None  # only if bucket order affects rounding
 
     @override
-    def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        refuse_timed_validation(type(strategy).__name__, trainer)
-        if names := on_meta(strategy.module):
+    def check(self) -> None:
+        refuse_timed_validation(self.fit.strategy, self.fit.trainer)
+        if names := on_meta(self.fit.module):
             raise ValueError(
                 f"The model is on the `meta` device ('{names[0]}' and {len(names) - 1} more tensors"
                 " have no values), and `inside='ddp'` does not initialize it. Build the model on"
@@ -45,14 +42,13 @@ class DataParallel(Inside):
             )
 
     @override
-    def prepare(self, strategy: Any) -> None:
-        refuse_sync_batchnorm(type(strategy).__name__, strategy.module)
-        broadcast_initial_weights(strategy.channels.world, strategy.module, strategy.fingerprint())
+    def prepare(self) -> None:
+        fit = self.fit
+        refuse_sync_batchnorm(fit.strategy, fit.module)
+        broadcast_initial_weights(fit.channels.world, fit.module, fit.fingerprint)
         if self.uses_ddp:
-            set_ddp_group(strategy, strategy.channels.within.group)
-            DDPStrategy.configure_ddp(strategy)
-            self._ddp = ddp = strategy.model
-            if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored(strategy):
+            self._ddp = ddp = fit.wrap_in_ddp()
+            if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored():
                 self._order = BucketOrder(ddp)
 
     @override
@@ -81,13 +77,13 @@ class DataParallel(Inside):
         self._order = self._ddp = None
 
     @override
-    def not_restored(self, strategy: ReplicaStrategy) -> list[str]:
+    def not_restored(self) -> list[str]:
         lost = []
-        if strategy.ddp_kwargs.get("static_graph") and self.size > 2:
+        if self.fit.ddp_kwargs.get("static_graph") and self.size > 2:
             lost.append(
                 "with `static_graph=True`, DDP sums gradients in another order in the first step"
                 " after a resume"
             )
-        if strategy.ddp_kwargs.get("ddp_comm_hook") is not None:
+        if self.fit.ddp_kwargs.get("ddp_comm_hook") is not None:
             lost.append("the state of `ddp_comm_hook` is not saved")
         return lost

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh, replica_mesh
 from lightning_commfree.fit.checks import refuse_manual
-from lightning_commfree.host import pl
 from lightning_commfree.layouts.fsdp import (
     FSDPSettings,
     Policies,
@@ -36,10 +35,6 @@ from lightning_commfree.model.replication import broadcast_initial_weights, refu
 from lightning_commfree.model.shards import RowShards, local_tensor, refuse_wrapped
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import FolderTensor
-
-if TYPE_CHECKING:
-    from lightning_commfree.fit.base import ReplicaStrategy
-
 
 # tags in the group's ledger; bytes are computed, because FSDP itself does the communication
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
@@ -60,12 +55,10 @@ class FullyShard(ShardedReplica):
         ValueError: this version of torch is too old.
     """
 
-    def __init__(
-        self, strategy: ReplicaStrategy, size: int, argument: str, settings: FSDPSettings
-    ) -> None:
+    def __init__(self, size: int, argument: str, settings: FSDPSettings) -> None:
         if why := why_unavailable():
             raise ValueError(f"`inside='fsdp'` is unavailable: {why}, or set `inside='ddp'`.")
-        super().__init__(strategy, settings)
+        super().__init__(settings)
         self.size, self._argument = size, argument
         self._sharded: nn.Module | None = None
         # the channel that `_sharded` uses; kept so that forked workers close its sockets
@@ -77,8 +70,9 @@ class FullyShard(ShardedReplica):
     @override
     def states(self) -> RowShards | None:
         sharded = self._sharded
-        here = sharded is self._strategy.lightning_module  # not a module from an earlier fit
-        return RowShards(sharded) if sharded is not None and here else None
+        if sharded is None or sharded is not self.fit.module:  # from an earlier fit
+            return None
+        return RowShards(sharded)
 
     @property
     @override
@@ -86,9 +80,9 @@ class FullyShard(ShardedReplica):
         limit = self._settings.folder_above_bytes
         if limit is None or not self._in_fit:
             return False
-        parameters = self._strategy.module.parameters()
+        parameters = self.fit.module.parameters()
         # a user's own plugin always writes files
-        ours = type(self._strategy.checkpoint_io) is AtomicCheckpointIO
+        ours = type(self.fit.checkpoint_io) is AtomicCheckpointIO
         return ours and sum(p.numel() * p.itemsize for p in parameters) > limit
 
     @override
@@ -98,18 +92,18 @@ class FullyShard(ShardedReplica):
     # -- before a fit
 
     @override
-    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
-        super().check(strategy, trainer)
-        refuse_manual(type(strategy).__name__, strategy.module, _WHY_NOT_MANUAL)
-        if strategy.module is not self._sharded:
-            refuse_wrapped(type(strategy).__name__, strategy.module)
+    def check(self) -> None:
+        super().check()
+        refuse_manual(self.fit.strategy, self.fit.module, _WHY_NOT_MANUAL)
+        if self.fit.module is not self._sharded:
+            refuse_wrapped(self.fit.strategy, self.fit.module)
 
     @override
-    def prepare(self, strategy: ReplicaStrategy) -> None:
+    def prepare(self) -> None:
         """Shard the model unit by unit, and move the shards to this rank's device."""
-        module, device = strategy.module, strategy.root_device
-        refuse_sync_batchnorm(type(strategy).__name__, module)
-        channels, fingerprint = strategy.channels, strategy.fingerprint()
+        module, device = self.fit.module, self.fit.device
+        refuse_sync_batchnorm(self.fit.strategy, module)
+        channels, fingerprint = self.fit.channels, self.fit.fingerprint
         if module is self._sharded and self._kept is not None and self._kept.interrupted:
             raise RuntimeError(
                 "An error ended the fit that sharded this model, so its ranks can no longer"
@@ -120,7 +114,7 @@ class FullyShard(ShardedReplica):
         else:
             seed = self._start()
             materializer = Materializer(module, seed) if self._was_on_meta else None
-            mixed = strategy.precision_plugin.precision == "bf16-mixed"
+            mixed = self.fit.precision.precision == "bf16-mixed"
             self._policies = choose_policies(module, self._settings, bf16_mixed=mixed)
             group = channels.within.keep_group()
             apply_fsdp(module, group, device, self._policies, materializer)
@@ -133,7 +127,7 @@ class FullyShard(ShardedReplica):
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         super().begin(optimizers)
-        self._step_bytes = step_bytes(self._strategy.module, self._policies)
+        self._step_bytes = step_bytes(self.fit.module, self._policies)
         self._in_fit = True
 
     @override
@@ -143,34 +137,22 @@ class FullyShard(ShardedReplica):
         self._in_fit = False
         states = self.states
         # the launcher takes the weights from the module's `state_dict` after this
-        if states is not None and isinstance(self._strategy.launcher, CleanExitLauncher):
-            states.gather_in_state_dict(keep=self._strategy.local_rank == 0)
-
-    @override
-    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
-        if self.states is None:
-            setup(trainer)
-            return
-        # Lightning's `setup` without its broadcast of rank 0's shards to other ranks
-        strategy = self._strategy
-        assert strategy.accelerator is not None, "the Trainer has chosen one"
-        strategy.accelerator.setup(trainer)
-        strategy.precision_plugin.convert_module(strategy.module)
-        strategy.module.to(strategy.root_device)
-        strategy.setup_precision_plugin()
+        trainer = self.fit.trainer
+        if states is not None and isinstance(trainer.strategy.launcher, CleanExitLauncher):
+            states.gather_in_state_dict(keep=trainer.local_rank == 0)
 
     # -- in a fit
 
     @override
     def accumulating(self) -> AbstractContextManager[None]:
         """Return a context manager in which this rank accumulates full, unreduced gradients."""
-        return accumulating(self._strategy.module)
+        return accumulating(self.fit.module)
 
     @override
     def after_backward(self, steps: bool) -> None:
         """Count the bytes that FSDP has sent in a batch's forward and backward passes."""
         gathered, scattered = self._step_bytes
-        ledger = self._strategy.group_ledger
+        ledger = self.fit.channels.within.ledger
         ledger.count_sent(GATHER_TAG, gathered)
         if steps:
             ledger.count_sent(SCATTER_TAG, scattered)
@@ -178,7 +160,7 @@ class FullyShard(ShardedReplica):
     @override
     def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
         # torch's norm of `DTensor`s fails for an infinite p where a rank's shard is empty
-        within = self._strategy.channels.within
+        within = self.fit.channels.within
         gradients = [local_tensor(p.grad) for p in module.parameters() if p.grad is not None]
         own = get_total_norm([one for one in gradients if one.numel()], norm_type)
         all_ranks = within.all_gather(own.to(within.device), NORM_TAG).wait()
@@ -206,7 +188,7 @@ class FullyShard(ShardedReplica):
         """Load a module's state from a folder: only this rank's shards if the model is sharded."""
         if self.states is None:
             return super()._read(state)
-        held = self._strategy.module.state_dict()
+        held = self.fit.module.state_dict()
         return {name: _read_like(value, held.get(name)) for name, value in state.items()}
 
     @override

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -23,14 +23,10 @@ from lightning_commfree.fit.checks import (
     refuse_timed_validation,
 )
 from lightning_commfree.fit.contracts import Inside
-from lightning_commfree.host import pl
 from lightning_commfree.layouts.fsdp import check_optimizers
 from lightning_commfree.model.meta_init import meta_fingerprint, on_meta
 from lightning_commfree.model.replication import START_TAG, broadcast_initial_weights
 from lightning_commfree.resume.folders import read_folder_tensors
-
-if TYPE_CHECKING:
-    from lightning_commfree.fit.base import ReplicaStrategy
 
 
 class States(Protocol):
@@ -62,8 +58,8 @@ class ShardedReplica(Inside):
 
     shards_model = True
 
-    def __init__(self, strategy: ReplicaStrategy, settings: Any) -> None:
-        self._strategy, self._settings = strategy, settings
+    def __init__(self, settings: Any) -> None:
+        self._settings = settings
         self._was_on_meta = False  # the model had no values before it was sharded
 
     @property
@@ -79,31 +75,30 @@ class ShardedReplica(Inside):
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
         """Whether the model is on `meta`, so that checkpoints are loaded only after sharding."""
-        module = self._strategy.lightning_module
-        return self._was_on_meta or (module is not None and bool(on_meta(module)))
+        return self._was_on_meta or bool(on_meta(self.fit.module))
 
     @override
-    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
-        name = type(strategy).__name__
-        refuse_timed_validation(name, trainer)
-        refuse_fp16(name, strategy.precision_plugin)
+    def check(self) -> None:
+        fit = self.fit
+        refuse_timed_validation(fit.strategy, fit.trainer)
+        refuse_fp16(fit.strategy, fit.precision)
         if self.size > 1:
-            refuse_callbacks(trainer, name, REFUSED_IF_SHARDED)
+            refuse_callbacks(fit.trainer, fit.strategy, REFUSED_IF_SHARDED)
 
     def _start(self) -> int:
         """Copy rank 0's full model to all ranks; return a random seed that all of them share."""
-        module, world = self._strategy.module, self._strategy.channels.world
+        module, world = self.fit.module, self.fit.channels.world
         self._was_on_meta = self.restores_after_setup
-        settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}
+        settings = {**self.fit.fingerprint, "inside": repr(self._settings)}
         broadcast_initial_weights(world, module, {**settings, **meta_fingerprint(module)})
         seed = torch.tensor(torch.initial_seed() % 2**31)
         return int(world.broadcast(seed, START_TAG).wait())
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        check_optimizers(optimizers, set(self._strategy.module.parameters()))
+        check_optimizers(optimizers, set(self.fit.module.parameters()))
         if self.size > 1:
-            refuse_muon(type(self._strategy).__name__, optimizers)
+            refuse_muon(self.fit.strategy, optimizers)
 
     @override
     def release(self) -> None:
@@ -141,7 +136,7 @@ class ShardedReplica(Inside):
         states = self.states
         if states is None:
             return checkpoint
-        saved = zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True)
+        saved = zip(self.fit.optimizers(), checkpoint["optimizer_states"], strict=True)
         shards = [
             states.shard_optimizer_state(optimizer, self._read_optimizer(optimizer, state))
             for optimizer, state in saved
@@ -163,8 +158,8 @@ class ShardedReplica(Inside):
 
     @property
     def _keeps(self) -> bool:
-        return self._strategy.is_global_zero
+        return self.fit.ranks.rank == 0
 
     def _gathers(self) -> bool:
         """Return whether this rank helps gather states on rank 0; False if `Ranks.interrupted`."""
-        return self._strategy.global_rank < self.size and not self._strategy.ranks.interrupted
+        return self.fit.ranks.rank < self.size and not self.fit.ranks.interrupted

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -29,12 +29,9 @@ from lightning_commfree.domino import (
     refuse_nonfinite_weights,
 )
 from lightning_commfree.fit.checks import refuse_compiled, refuse_manual
-from lightning_commfree.host import TrainerFn, TrainerStatus, is_overridden, pl
+from lightning_commfree.host import TrainerStatus
 from lightning_commfree.layouts.sharded import ShardedReplica
 from lightning_commfree.model.replication import share_random_state
-
-if TYPE_CHECKING:
-    from lightning_commfree.fit.base import ReplicaStrategy
 
 _WHY_NOT_MANUAL = (
     "ranks that share a model combine and check gradients once per step, right after its only"
@@ -55,22 +52,18 @@ class TensorParallel(ShardedReplica):
 
     def __init__(
         self,
-        strategy: ReplicaStrategy,
         settings: DominoSettings,
         argument: str = "tensor_parallel_size",
         outside: str = DATA,
     ) -> None:
-        super().__init__(strategy, settings)
+        super().__init__(settings)
+        # None: all ranks of a node, which `DominoTPStrategy` knows once the Trainer has its devices
+        self.size = settings.tensor_parallel_size or 1
         self._argument, self._outside = argument, outside
         self.sharded: ShardedModule | None = None
         # from the latest fit: optimizer states remain sharded after it
         self._last_optimizer_shards: OptimizerShards | None = None
         self._states_checked = False
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        """Number of ranks that share a model; by default all ranks of a node."""
-        return self._settings.tensor_parallel_size or self._strategy.num_processes
 
     @property
     @override
@@ -84,39 +77,33 @@ class TensorParallel(ShardedReplica):
     # -- before and after a fit
 
     @override
-    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.mesh(self._strategy.world_size)
-            if not _may_change(self._strategy.module):  # else the ranks check it after launch
-                self.check(self._strategy, trainer)
-
-    @override
-    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
-        super().check(strategy, trainer)
-        name, module = type(strategy).__name__, strategy.module
+    def check(self) -> None:
+        super().check()
+        name, module = self.fit.strategy, self.fit.module
         refuse_manual(name, module, _WHY_NOT_MANUAL)
         refuse_compiled(name, module)
         check_module(name, module, self.size)
 
     @override
-    def prepare(self, strategy: ReplicaStrategy) -> None:
+    def prepare(self) -> None:
         """Shard the model, and move only this rank's shards to its device.
 
         Raises:
             ValueError: a shard is held by several ranks but not by all (`mark_shards`).
         """
-        module, within = strategy.module, strategy.channels.within
+        fit = self.fit
+        module, within = fit.module, fit.channels.within
         own_seed = torch.initial_seed() % 2**31
         seed = self._start()
         self.sharded = ShardedModule.prepare(module, within, self._settings, own_seed, seed)
         for model in self.sharded.models:
             model.on_fallback = cache(rank_zero_warn)  # each message only once
             model.trial.on_choice = rank_zero_info
-        module.to(strategy.root_device)
+        module.to(fit.device)
         if self._outside == REPLICA:
             self.sharded.mark_shards(self._argument)
         clip = self.sharded.clip_gradients  # Lightning would clip by the norm of a rank's shards
-        strategy.patches.put(strategy.precision_plugin, "clip_grad_by_norm", clip)
+        fit.patches.put(fit.precision, "clip_grad_by_norm", clip)
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
@@ -129,16 +116,15 @@ class TensorParallel(ShardedReplica):
         if self.sharded is not None:
             self._last_optimizer_shards = None
             self.sharded.unmark_shards()
-            if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            if self.fit.trainer.state.status != TrainerStatus.INTERRUPTED:
                 self.sharded.join()
                 self._last_optimizer_shards = self.sharded.optimizer_shards
             self.sharded = None
         super().release()
 
     @override
-    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
-        refuse_meta(type(self._strategy).__name__, self._strategy.module)
-        setup(trainer)
+    def check_evaluation(self) -> None:
+        refuse_meta(self.fit.strategy, self.fit.module)
 
     # -- in a fit
 
@@ -146,8 +132,7 @@ class TensorParallel(ShardedReplica):
     def train_begins(self) -> None:
         # From here on, the ranks of a tensor group must have the same RNG state; a resumed fit has
         # already restored its own.
-        strategy = self._strategy
-        share_random_state(strategy.channels.within, strategy.module.device)
+        share_random_state(self.fit.channels.within, self.fit.module.device)
 
     @override
     def check_first(self, verb: str, batch: Any) -> None:
@@ -166,9 +151,9 @@ class TensorParallel(ShardedReplica):
             return
         self.sharded.sum_shared_gradients()
         # the first step creates optimizer states, so they are checked before the second
-        if not self._states_checked and any(one.state for one in self._strategy.optimizers):
+        if not self._states_checked and any(one.state for one in self.fit.optimizers()):
             self._states_checked = True
-            check_states(self._strategy.optimizers, self.sharded.specs.keys())
+            check_states(self.fit.optimizers(), self.sharded.specs.keys())
 
     @override
     def is_shard(self, parameter: nn.Parameter) -> bool:
@@ -199,10 +184,10 @@ class TensorParallel(ShardedReplica):
         Raises:
             RuntimeError: a rank's weights are not finite; raised on all ranks.
         """
-        strategy = self._strategy
-        if self.sharded is not None and not strategy.ranks.interrupted:
-            steps = strategy.module.trainer.global_step
-            refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
+        fit = self.fit
+        if self.sharded is not None and not fit.ranks.interrupted:
+            steps = fit.trainer.global_step
+            refuse_nonfinite_weights(fit.channels.world, fit.module, steps, self.size)
         return super().full_module_state(read)
 
     @override
@@ -216,15 +201,9 @@ class TensorParallel(ShardedReplica):
             check_states([optimizer], self.sharded.specs.keys())
         if self.sharded is not None or self._last_optimizer_shards is None:
             return super().full_optimizer_state(optimizer, state)
-        if self._strategy.ranks.interrupted:
+        if self.fit.ranks.interrupted:
             return {}
-        with self._strategy.ranks.with_channels() as channels:
+        with self.fit.ranks.with_channels() as channels:
             return self._last_optimizer_shards.full_state_dict(
                 optimizer, channels.within, self._keeps
             )
-
-
-def _may_change(module: pl.LightningModule) -> bool:
-    """Return whether hooks may still create or change the model after the ranks are launched."""
-    names = ("configure_model", "configure_sharded_model", "setup")
-    return any(is_overridden(name, module, pl.LightningModule) for name in names)

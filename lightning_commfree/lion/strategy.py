@@ -98,7 +98,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         check_drift_every: int = 100,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(choose_layout(self, inside, node_size, "node_size"), **ddp_kwargs)
+        super().__init__(choose_layout(inside, node_size, "node_size"), **ddp_kwargs)
         self.settings = LionSettings(
             vote,
             ties,

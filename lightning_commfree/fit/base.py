@@ -321,7 +321,8 @@ class ReplicaStrategy(DDPStrategy):
             trainer, self.ranks, between, stopping, self.patches, numel
         )
         every, channel = self.equal_weights()
-        self._drift = DriftCheck(self, every, channel) if every and channel.size > 1 else None
+        checks = every and channel.size > 1
+        self._drift = DriftCheck(self.inside.fit, self.session, every, channel) if checks else None
         self._log = self.session.log
         self._resume.begin(trainer, self.session.between, self.inside)
 

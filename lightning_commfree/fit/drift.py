@@ -6,17 +6,16 @@ that bypasses the strategy.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.liveness import AgreedError
+from lightning_commfree.fit.fit import Fit
+from lightning_commfree.fit.session import FitSession
 from lightning_commfree.model.replication import digests_of_all
-
-if TYPE_CHECKING:
-    from lightning_commfree.fit.base import ReplicaStrategy
 
 TAG = "drift"
 _NAMED = 3  # maximum number of parameters to name in an error
@@ -26,14 +25,16 @@ class DriftCheck:
     """Compares hashes of the trained parameters across ranks at regular intervals.
 
     Args:
-        strategy: the strategy of the fit.
+        fit: the running fit.
+        session: counts its steps.
         every: number of optimizer steps between checks, at least 1.
         channel: connects the ranks whose weights must be equal. If these are all ranks, each shard
             is also compared with the same shard in the other replicas.
     """
 
-    def __init__(self, strategy: ReplicaStrategy, every: int, channel: Channel) -> None:
-        self._strategy, self._every, self._channel = strategy, every, channel
+    def __init__(self, fit: Fit, session: FitSession[Any], every: int, channel: Channel) -> None:
+        self._fit, self._session = fit, session
+        self._every, self._channel = every, channel
         self._period, self._missed = -1, 0  # values at the latest check
 
     def before_step(self) -> None:
@@ -44,29 +45,28 @@ class DriftCheck:
         Raises:
             AgreedError: weights differ; raised on all ranks that hold these weights.
         """
-        step = self._strategy.module.trainer.global_step
+        step = self._fit.trainer.global_step
         if step // self._every == self._period:
             return
         self._period = step // self._every
-        session = self._strategy.session
         # number of steps that bypassed the strategy, in which the algorithm compared nothing
-        missed, self._missed = self._missed, step - session.clock.steps
-        if session.compares_weights and missed == self._missed:
+        missed, self._missed = self._missed, step - self._session.clock.steps
+        if self._session.compares_weights and missed == self._missed:
             return
         self.compare()
 
     def compare(self) -> None:
         """Compare weights across ranks; collective. Raises the error of `before_step`."""
-        step = self._strategy.module.trainer.global_step
-        groups = [group for one in self._strategy.optimizers for group in one.param_groups]
+        step = self._fit.trainer.global_step
+        groups = [group for one in self._fit.optimizers() for group in one.param_groups]
         # frozen ones too: only some ranks may have frozen them, and all must compare as many
         trained = {p for group in groups for p in group["params"]}
         found: dict[bool, dict[str, nn.Parameter]] = {False: {}, True: {}}
-        for name, p in self._strategy.module.named_parameters():
+        for name, p in self._fit.module.named_parameters():
             if p in trained:
-                found[self._strategy.inside.is_shard(p)][name] = p
+                found[self._fit.layout.is_shard(p)][name] = p
         _compare(self._channel, found[False], step)
-        channels = self._strategy.channels
+        channels = self._fit.channels
         if self._channel is channels.world:
             _compare(channels.between, found[True], step)
 

@@ -131,7 +131,7 @@ class ReplicaStrategy(DDPStrategy):
         self._launch_method = ddp_kwargs.get("start_method", "popen")
         self._clean_launcher: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
-        self._resume = ExactResume(self, self.ranks)
+        self._resume = ExactResume(self, self.ranks, inside, self.patches)
 
     @override
     def __repr__(self) -> str:
@@ -263,7 +263,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger.phase = START
         self.ranks.join(super().setup_environment)
         self.inside.fit = self._new_fit(self.module.trainer)
-        self._resume.install(self.module.trainer, self.patches)  # before the first loader is made
+        self._resume.install(self.module.trainer)  # before the first loader is made
 
     def _new_fit(self, trainer: pl.Trainer) -> Fit:
         return Fit(
@@ -324,7 +324,7 @@ class ReplicaStrategy(DDPStrategy):
         checks = every and channel.size > 1
         self._drift = DriftCheck(self.inside.fit, self.session, every, channel) if checks else None
         self._log = self.session.log
-        self._resume.begin(trainer, self.session.between, self.inside)
+        self._resume.begin(trainer, self.session.between)
 
     def _set_up_shards(self, trainer: pl.Trainer) -> None:
         """Run Lightning's `setup` without its broadcast of rank 0's shards to other ranks."""
@@ -348,7 +348,7 @@ class ReplicaStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         # after the hooks, which may advance the RNG
-        resumed = self._resume.restore_position()
+        resumed = self._resume.restore_position(self.not_restored)
         self.inside.train_begins()
         self.session.begin(resumed)
 

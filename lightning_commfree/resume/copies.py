@@ -21,14 +21,15 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_commfree.comm.handshake import gather_texts
+from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.resume.files import FilePath, local_path
 from lightning_commfree.resume.folders import REST
 
@@ -36,12 +37,39 @@ TAG = "checkpoint"  # ledger tag
 CHUNK_BYTES = 2**25
 _TAIL_BYTES = 2**20  # end of a file, which contains the checksums of its records
 
+T = TypeVar("T")
 
-def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
+
+class Ranks(Protocol):
+    """All ranks of the job, and small collectives over them (`fit.ranks.Ranks`)."""
+
+    @property
+    def channels(self) -> ReplicaChannels:
+        """The open channels."""
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the job."""
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return rank `src`'s value on all ranks."""
+
+    def all_flags(self, mine: bool) -> list[bool]:
+        """Gather a flag from every rank, in rank order."""
+
+    def fail_together(self) -> AbstractContextManager[None]:
+        """Context manager that raises an error on all ranks if its block fails on any."""
+
+
+def find_checkpoint(ranks: Ranks, path: FilePath | None) -> FilePath | None:
     """Return a path where this rank can load the checkpoint to resume from; collective.
 
     Args:
-        ranks: all ranks of the job (`fit.ranks.Ranks`).
+        ranks: all ranks of the job.
         path: this rank's path, or None if it found no checkpoint.
 
     Returns:
@@ -82,7 +110,7 @@ def drop_copy(path: FilePath | None) -> None:
         _remove(local)
 
 
-def send(ranks: Any, source: int, path: Path, target: Path | None) -> None:
+def send(ranks: Ranks, source: int, path: Path, target: Path | None) -> None:
     """Send a file or folder from one rank to others in chunks; collective.
 
     Args:

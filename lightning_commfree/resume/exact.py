@@ -64,7 +64,7 @@ from lightning_commfree.model.replication import (
 from lightning_commfree.model.shards import is_shard, local_tensor
 from lightning_commfree.resume.changes import FitChanges
 from lightning_commfree.resume.checkpoint_io import writes_later
-from lightning_commfree.resume.copies import drop_copy, find_checkpoint, send
+from lightning_commfree.resume.copies import Ranks, drop_copy, find_checkpoint, send
 from lightning_commfree.resume.data_position import (
     data_state,
     half_accumulated,
@@ -158,13 +158,28 @@ class Resumable(Protocol):
         return None
 
 
+class SavedLayout(Protocol):
+    """What a resume needs of a layout (`fit.contracts.Inside`)."""
+
+    size: int  # number of ranks in a replica
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether checkpoints are currently folders, written by all ranks of a replica."""
+
+    def state_dict(self) -> State:
+        """Return the layout's own state on this rank."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Restore the state returned by `state_dict`."""
+
+
 @dataclass
 class _Fit:
     """Objects that `ExactResume` holds during a fit, from `begin` to `end`."""
 
     trainer: pl.Trainer
     algorithm: Resumable
-    inside: Any  # a `fit.contracts.Inside`
     tensors: OwnTensors
     changes: FitChanges
 
@@ -187,7 +202,7 @@ class Save:
     """
 
     def __init__(
-        self, path: FilePath, checkpoint: State, ranks: Any, weights_only: bool | None = None
+        self, path: FilePath, checkpoint: State, ranks: Ranks, weights_only: bool | None = None
     ) -> None:
         self.path, self.checkpoint = path, checkpoint
         self.entry: State = checkpoint.get(KEY, {})
@@ -290,11 +305,15 @@ class Save:
 class ExactResume:
     """Saves and restores each rank's own state.
 
-    The strategy calls the methods in the order in which they are defined.
+    The strategy calls the methods in the order in which they are defined. Of the strategy itself,
+    this class knows only what it has in common with Lightning's.
     """
 
-    def __init__(self, strategy: Any, ranks: Any) -> None:
+    def __init__(
+        self, strategy: DDPStrategy, ranks: Ranks, layout: SavedLayout, patches: Patches
+    ) -> None:
         self._strategy, self._ranks = strategy, ranks
+        self._layout, self._patches = layout, patches
         self._fit: _Fit | None = None
         self._save: Save | None = None  # the save to resume from, until `begin` or `read` uses it
         self._changes: HookChanges | None = None  # None if no hook can change the checkpoint
@@ -302,14 +321,14 @@ class ExactResume:
         self._complete = False  # whether all ranks have found their own state
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
-    def install(self, trainer: pl.Trainer, patches: Patches) -> None:
+    def install(self, trainer: pl.Trainer) -> None:
         """Record the data's order, and make the Trainer find checkpoints on any rank's disk.
 
         Call this before the first loader is created.
         """
-        record_orders(trainer, patches)
+        record_orders(trainer, self._patches)
         if self._ranks.size > 1:
-            around_loading(trainer, patches, partial(find_checkpoint, self._ranks), drop_copy)
+            around_loading(trainer, self._patches, partial(find_checkpoint, self._ranks), drop_copy)
 
     # -- resuming
 
@@ -321,8 +340,9 @@ class ExactResume:
                 raised on all ranks.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
-        fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        if not fits or (self._fit is not None and not strategy.restore_checkpoint_after_setup):
+        if module is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._fit is not None and not strategy.restore_checkpoint_after_setup:
             return  # not a resume: a user's hook is loading a checkpoint
         save = Save(path, checkpoint, self._ranks, weights_only)
         self._own = None
@@ -343,12 +363,12 @@ class ExactResume:
             changes.compare_weights()
         yield
         if changes is not None and not after_setup:
-            changes.note_module(_named_tensors(self._strategy.lightning_module))
+            changes.note_module(_named_tensors(self._module))
 
     def before_setup(self) -> None:
         """Find what the callbacks' hooks have changed in the module, before it is prepared."""
         if self._changes is not None:
-            self._changes.compare_module(_named_tensors(self._strategy.lightning_module))
+            self._changes.compare_module(_named_tensors(self._module))
 
     def is_changed(self, entry: str) -> bool:
         """Return whether an `on_load_checkpoint` hook has changed an entry of the checkpoint."""
@@ -363,7 +383,7 @@ class ExactResume:
         found: list[str] = checkpoint.get(KEY, {}).get("own", {}).get("dtypes", [])
         return found
 
-    def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
+    def begin(self, trainer: pl.Trainer, algorithm: Resumable) -> None:
         """Prepare to save and restore a fit's state; collective.
 
         Call this in `setup`, after the optimizers are created. On resume, it restores this rank's
@@ -375,7 +395,7 @@ class ExactResume:
             lambda: self._strategy.optimizers,
             algorithm.averaged_buffers(),
         )
-        self._fit = _Fit(trainer, algorithm, inside, tensors, FitChanges(trainer))
+        self._fit = _Fit(trainer, algorithm, tensors, FitChanges(trainer))
         self.before_optimizers()
 
     def before_optimizers(self) -> None:
@@ -386,10 +406,11 @@ class ExactResume:
         if self._fit is not None and self._save is not None:
             self._restore_own(self._fit, self._save)
 
-    def restore_position(self) -> bool:
+    def restore_position(self, not_restored: Callable[[], list[str]]) -> bool:
         """Restore the loops, data position, RNG state and partially accumulated gradients.
 
-        Call this in `on_train_start`.
+        Call this in `on_train_start`. `not_restored` returns messages about state that the strategy
+        cannot restore.
 
         Returns:
             Whether the algorithm's state has been restored.
@@ -405,9 +426,9 @@ class ExactResume:
             return "algorithm" in own
         # before the loops, which count steps by it
         lost = [*own["lost"], *fit.changes.load_state_dict(own["changes"])]
-        not_restored, unknown = restore_data_position(fit.trainer, own)
-        lost += not_restored + self._strategy.not_restored()
-        hide_resume_warning(fit.trainer, self._strategy.patches)
+        lost_position, unknown = restore_data_position(fit.trainer, own)
+        lost += lost_position + not_restored()
+        hide_resume_warning(fit.trainer, self._patches)
         for name, gradient in own.get("gradients", {}).items():
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
@@ -431,7 +452,7 @@ class ExactResume:
         elif self._complete and unverified:
             rank_zero_info(f"Restored on all ranks: {RESTORED}.{unverified}")
         elif self._complete:
-            module = type(self._strategy.lightning_module).__name__
+            module = type(self._module).__name__
             rank_zero_info(
                 f"Resumed exactly: {RESTORED} are restored on all ranks. Plain attributes of"
                 f" `{module}`, its callbacks and its data are in no checkpoint."
@@ -451,7 +472,7 @@ class ExactResume:
             changes.compare()
         # a hook that runs on one rank only would make the ranks take different paths below
         edits = {} if changes is None else changes.fingerprint()
-        check_agreement(self._strategy.channels.world, {KEY: str(bool(save.entry)), **edits})
+        check_agreement(self._ranks.channels.world, {KEY: str(bool(save.entry)), **edits})
 
         reason = save.why_not_exact(fit.algorithm, self._own is not None)
         self._complete = not reason
@@ -504,14 +525,19 @@ class ExactResume:
             )
         own["lost"] = [*own.get("lost", []), text]
 
-    @staticmethod
-    def _restore_weights(fit: _Fit, own: State) -> None:
+    def _restore_weights(self, fit: _Fit, own: State) -> None:
         # load these first, because the algorithm overwrites the tensors that it exchanges
         fit.tensors.load(own.get("tensors", {}))
         if "algorithm" in own:
             fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
         if "inside" in own:
-            fit.inside.load_state_dict(own["inside"])
+            self._layout.load_state_dict(own["inside"])
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        module = self._strategy.lightning_module
+        assert module is not None, "the Trainer has connected one"
+        return module
 
     @property
     def _precision_entry(self) -> str:
@@ -579,7 +605,7 @@ class ExactResume:
         shared, algorithm_own = fit.algorithm.state_dict()
         own: State = {
             "algorithm": algorithm_own,
-            "inside": fit.inside.state_dict(),
+            "inside": self._layout.state_dict(),
             "gradients": half_accumulated(trainer),
             "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
             "changes": fit.changes.state_dict(),
@@ -595,9 +621,9 @@ class ExactResume:
                     DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers
                 ],
                 "precision": strategy.precision_plugin.state_dict(),
-                "tensors": own["tensors"] | fit.tensors.state(strategy.channels),
+                "tensors": own["tensors"] | fit.tensors.state(self._ranks.channels),
             }
-        if strategy.channels.within.rank:
+        if self._ranks.channels.within.rank:
             own["shared"] = shared  # with this rank's shards; the checkpoint has rank 0's
         return shared, own
 
@@ -605,9 +631,9 @@ class ExactResume:
         """Write a checkpoint file on rank 0, or a folder on all ranks of the first replica."""
         strategy = self._strategy
         with self._ranks.fail_together():
-            if strategy.inside.saves_folders:
-                if self._ranks.rank < strategy.inside.size:
-                    write_folder(checkpoint, filepath, strategy.channels.within)
+            if self._layout.saves_folders:
+                if self._ranks.rank < self._layout.size:
+                    write_folder(checkpoint, filepath, self._ranks.channels.within)
                 return
             if strategy.is_global_zero and writes_later(strategy.checkpoint_io):
                 # Lightning before 2.6 does not copy tensors, and they may change before the write

@@ -33,7 +33,7 @@ from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.comm.requests import Requests
 from lightning_commfree.fit.checks import check_ddp_kwargs, refuse_manual
 from lightning_commfree.fit.clock import Clock
-from lightning_commfree.fit.contracts import Between, Inside
+from lightning_commfree.fit.contracts import Algorithm, Layout
 from lightning_commfree.fit.drift import DriftCheck
 from lightning_commfree.fit.evaluation import check_evaluation
 from lightning_commfree.fit.fit import Fit
@@ -109,7 +109,7 @@ class ReplicaStrategy(DDPStrategy):
     model: Any
     _trainers_accelerator: Any = None
 
-    def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
+    def __init__(self, inside: Layout, **ddp_kwargs: Any) -> None:
         # LightningCLI follows the name `ddp_kwargs` to DDP's own arguments, so it must be kept
         ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
         super().__init__(**ddp_kwargs)
@@ -143,7 +143,7 @@ class ReplicaStrategy(DDPStrategy):
         return dict(self.settings.fingerprint())
 
     @abstractmethod
-    def begin(self, trainer: pl.Trainer) -> Between:
+    def begin(self, trainer: pl.Trainer) -> Algorithm:
         """Create the cross-replica algorithm; called by `setup`.
 
         By then the model and optimizers exist, and all ranks have the same settings and weights.

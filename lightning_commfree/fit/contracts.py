@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_commfree.fit.fit import Fit
 
 
-class Inside(ABC):
+class Layout(ABC):
     """The layout of a model across the ranks of a replica."""
 
     fit: Fit  # the current or latest run of the Trainer, set by the strategy
@@ -176,7 +176,7 @@ class Inside(ABC):
         return checkpoint
 
 
-class Between(Resumable, Protocol):
+class Algorithm(Resumable, Protocol):
     """A cross-replica algorithm; one object per fit.
 
     It is created once the model and optimizers are set up and all ranks hold the same weights. Its
@@ -211,7 +211,7 @@ class Between(Resumable, Protocol):
         """Release resources, after a fit or an error."""
 
 
-class LocalUpdates(Between, Protocol):
+class LocalUpdates(Algorithm, Protocol):
     """An algorithm whose replicas train independently on local weights between exchanges."""
 
     step: int  # number of steps that each replica has taken
@@ -266,7 +266,7 @@ class LocalUpdates(Between, Protocol):
         """Average frozen weights that hooks have changed differently on replicas; collective."""
 
 
-class EveryStep(Between, Protocol):
+class EveryStep(Algorithm, Protocol):
     """An algorithm that communicates at every step, so that all replicas hold the same weights."""
 
     def follow_parameters(self) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightning_commfree.fit.contracts import Inside
+from lightning_commfree.fit.contracts import Layout
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.host import TrainerFn, pl
 from lightning_commfree.lightning_internals import Patches
 
 
-def check_evaluation(trainer: pl.Trainer, ranks: Ranks, inside: Inside, patches: Patches) -> None:
+def check_evaluation(trainer: pl.Trainer, ranks: Ranks, inside: Layout, patches: Patches) -> None:
     """Check the loaders' lengths whenever the loop of the running Trainer method has set them up.
 
     In a `fit`, this is its validation loop, for the first time before the sanity check. The check

@@ -16,7 +16,7 @@ from lightning_commfree.host import CheckpointIO, Precision, pl
 from lightning_commfree.lightning_internals import Patches
 
 if TYPE_CHECKING:
-    from lightning_commfree.fit.contracts import Inside
+    from lightning_commfree.fit.contracts import Layout
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Fit:
     trainer: pl.Trainer
     module: pl.LightningModule
     ranks: Ranks
-    layout: Inside
+    layout: Layout
     patches: Patches
     precision: Precision
     checkpoint_io: CheckpointIO

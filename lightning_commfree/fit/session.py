@@ -30,7 +30,7 @@ from lightning_commfree.comm.ledger import (
 )
 from lightning_commfree.comm.text import counted, human_bytes, plain
 from lightning_commfree.fit.clock import Clock, StepHooks
-from lightning_commfree.fit.contracts import Between
+from lightning_commfree.fit.contracts import Algorithm
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.fit.stopping import Stopping
 from lightning_commfree.host import pl
@@ -38,7 +38,7 @@ from lightning_commfree.lightning_internals import STEPS, Patches, add_to_rows, 
 from lightning_commfree.model.shards import local_tensor
 from lightning_commfree.model.trained import trained_parameters
 
-B = TypeVar("B", bound=Between)
+B = TypeVar("B", bound=Algorithm)
 
 
 class FitSession(Generic[B]):

@@ -5,7 +5,7 @@ fully_shard       shards of it, as FSDP2 holds them; `fsdp` shards a module, wit
 tensor_parallel   parts of every layer, with the all-reduces of `domino` hidden
 sharded           what both sharded layouts have in common
 
-Each implements the contract `fit.contracts.Inside`. To add a layout, write one more file, and
+Each implements the contract `fit.contracts.Layout`. To add a layout, write one more file, and
 select it in `choose_layout`.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from lightning_commfree.comm.job import REPLICA
 from lightning_commfree.domino import DominoSettings
-from lightning_commfree.fit.contracts import Inside
+from lightning_commfree.fit.contracts import Layout
 from lightning_commfree.layouts.ddp import DataParallel
 from lightning_commfree.layouts.fsdp import FSDPSettings
 from lightning_commfree.layouts.fully_shard import FullyShard
@@ -42,7 +42,7 @@ def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSett
     return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 
-def choose_layout(inside: str | FSDPSettings | DominoSettings, size: int, argument: str) -> Inside:
+def choose_layout(inside: str | FSDPSettings | DominoSettings, size: int, argument: str) -> Layout:
     """Return the layout that a strategy's argument `inside` selects.
 
     `size` is the number of ranks in a replica, and `argument` is the name of the strategy's

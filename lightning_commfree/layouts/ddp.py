@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.job import Mesh, replica_mesh
 from lightning_commfree.fit.checks import refuse_timed_validation
-from lightning_commfree.fit.contracts import Inside
+from lightning_commfree.fit.contracts import Layout
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.model.replication import (
     BucketOrder,
@@ -18,7 +18,7 @@ from lightning_commfree.model.replication import (
 )
 
 
-class DataParallel(Inside):
+class DataParallel(Layout):
     """Layout with the full model on every rank of a replica; DDP averages their gradients.
 
     `argument` is the name of the strategy argument that sets `size`; error messages mention it.

@@ -22,7 +22,7 @@ from lightning_commfree.fit.checks import (
     refuse_muon,
     refuse_timed_validation,
 )
-from lightning_commfree.fit.contracts import Inside
+from lightning_commfree.fit.contracts import Layout
 from lightning_commfree.layouts.fsdp import check_optimizers
 from lightning_commfree.model.meta_init import meta_fingerprint, on_meta
 from lightning_commfree.model.replication import START_TAG, broadcast_initial_weights
@@ -50,7 +50,7 @@ class States(Protocol):
         """Return this rank's shards of an optimizer's full state."""
 
 
-class ShardedReplica(Inside):
+class ShardedReplica(Layout):
     """A layout in which each rank of a replica holds shards of the model.
 
     `settings` are the layout's settings, which must be the same on all ranks.

@@ -14,7 +14,7 @@ A rank's own state has these entries (`ExactResume._state`):
     "algorithm"                            the algorithm's state: local weights, in-flight fragments
     "optimizers", "precision"              only if each replica has its own weights
     "tensors"                              untrained tensors (`OwnTensors`)
-    "inside"                               the layout's state (`Inside.state_dict`)
+    "inside"                               the layout's state (`Layout.state_dict`)
     "gradients", "schedulers"              partially accumulated gradients; schedulers
     "changes", "dtypes"                    settings that hooks have changed; parameters' dtypes
     "random", "starts", "order", "loaders", "ahead", "sizes"   position in the data
@@ -159,7 +159,7 @@ class Resumable(Protocol):
 
 
 class SavedLayout(Protocol):
-    """What a resume needs of a layout (`fit.contracts.Inside`)."""
+    """What a resume needs of a layout (`fit.contracts.Layout`)."""
 
     size: int  # number of ranks in a replica
 

@@ -16,6 +16,7 @@ MODULES = (
     "comm.liveness",
     "domino.families",
     "fit.contracts",
+    "fit.fit",
     "model.weight_swap",
 )
 

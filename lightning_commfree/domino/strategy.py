@@ -154,8 +154,8 @@ class DominoTPStrategy(ReplicaStrategy):
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Number of ranks that share one model."""
-        return self.inside.size
+        """Number of ranks that share one model; 0 if the Trainer has not set the devices yet."""
+        return self.settings.tensor_parallel_size or self.num_processes
 
     @override
     def traffic(self, tokens_per_step: int) -> Traffic:  # type: ignore[override]
@@ -182,8 +182,7 @@ class DominoTPStrategy(ReplicaStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        # called once the Trainer has set the devices
-        self.inside.size = self.settings.tensor_parallel_size or self.num_processes
+        self.inside.size = self.tensor_parallel_size  # the Trainer has set the devices by now
         super().set_world_ranks()
 
     @override

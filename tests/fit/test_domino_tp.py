@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import AutoModelForCausalLM
 
 from lightning_commfree import DominoTPStrategy
-from lightning_commfree.host import ModelCheckpoint
+from lightning_commfree.host import DDPStrategy, ModelCheckpoint
 from tests.fit.causal_lm import CausalLM, loader, words
 from tests.fit.models import assert_same, quiet_trainer
 from tests.world import run_ranks
@@ -126,11 +126,15 @@ def test_ten_steps_equal_a_plain_trainer(
     assert unclipped > 50 * TOLERANCE, "a missing clip would be seen"
 
 
-def test_by_default_the_ranks_of_a_node_share_a_model_and_nodes_share_the_data() -> None:
+def test_by_default_the_ranks_of_a_node_share_a_model_and_nodes_share_the_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(DDPStrategy, "set_world_ranks", lambda _: None)
     strategy = DominoTPStrategy()
     strategy.parallel_devices = [torch.device("cpu")] * 2
     # rank 3 of 4; Lightning's own environments would tell the whole process so
     strategy.cluster_environment = SimpleNamespace(world_size=lambda: 4, global_rank=lambda: 3)
+    strategy.set_world_ranks()  # as the Trainer does once it has set the devices
     assert strategy.tensor_parallel_size == 2
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
 

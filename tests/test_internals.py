@@ -27,6 +27,7 @@ NO_DOOR = (  # modules that Lightning does not document
 # private names of others than Lightning, and why there is no other way
 OTHERS = {
     "_iterator": "of a torch loader, whose workers persist in it",
+    "_get_iterator": "of a torch loader, with which it creates every iterator",
     "_asdict": "of a NamedTuple, public by its documentation",
     "_fields": "of a NamedTuple, public by its documentation",
     "_buffers": "of a torch module: the persistent flag of a buffer has no public name",

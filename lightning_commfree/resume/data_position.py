@@ -124,6 +124,7 @@ class LoaderOrder:
         self.numbers = numbers_in_data(loader)
         self.start: States | None = None
         self.plan: tuple[States | None, int] | None = NEW_EPOCH
+        self._create = type(loader)._get_iterator  # fails here, not silently, if torch drops it
         vars(loader)["_get_iterator"] = self.get_iterator  # a bound method, so it can be pickled
 
     @staticmethod
@@ -144,7 +145,7 @@ class LoaderOrder:
             set_order([start["order"]], [self.loader])  # worker processes copy the data set
         attributes[self._name] = self  # a `DataLoader` does not let its sampler be set
         try:
-            return type(self.loader)._get_iterator(self.loader)
+            return self._create(self.loader)
         finally:
             attributes[self._name], self.plan = self._sampler, None
             if start:

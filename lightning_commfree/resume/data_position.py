@@ -229,7 +229,7 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> Any:
     resume, Lightning then restores rank 0's states on every rank. "ahead" contains the prefetched
     batches (a single batch if the data has no length), or None if they need pickle. "starts"
     contains the `LoaderOrder.start` of each loader, and "order" its current `order_state`. "sizes"
-    contains lengths and batch sizes of the loaders.
+    contains lengths, batch sizes and samplers' seeds of the loaders.
     """
     loaders = training_loaders(trainer)
     works = MID_EPOCH.works(trainer)
@@ -383,8 +383,9 @@ def restore_data_position(
     sizes = [sizes_of(loader) for loader in loaders]
     if sizes != own.get("sizes", sizes):  # absent from the state of other groups of ranks
         texts.append(
-            f"the training loaders have other numbers of batches or batch sizes ({sizes}) than at"
-            f" the save ({own['sizes']}), so the position in the data does not match"
+            "the training loaders have other numbers of batches, batch sizes or samplers' seeds"
+            f" ({sizes}) than at the save ({own['sizes']}), so the position in the data does not"
+            " match"
         )
     # an epoch of which only the end is left is over for the loaders
     batches, epoch = (moment.batches, moment.epoch) if at_batch else (None, moment.epoch + 1)

@@ -148,9 +148,16 @@ def _values_in(owner: object, others: Sequence[object], depth: int = 4) -> Itera
 
 
 def sizes_of(loader: object) -> list[int]:
-    """Return the number of a loader's batches and its batch size; -1 where they are unknown."""
-    length, size = length_of(loader), getattr(loader, "batch_size", None)
-    return [-1 if length == float("inf") else int(length), size if isinstance(size, int) else -1]
+    """Return a loader's number of batches, batch size and sampler's seed; -1 where unknown."""
+    length = length_of(loader)
+    # Lightning's sampler for several ranks takes its seed from `seed_everything`
+    numbers = getattr(loader, "batch_size", None), _seed_of(getattr(loader, "sampler", None))
+    known = [number if isinstance(number, int) else -1 for number in numbers]
+    return [-1 if length == float("inf") else int(length), *known]
+
+
+def _seed_of(sampler: object) -> object:
+    return getattr(sampler, "seed", None) if getattr(sampler, "shuffle", False) else None
 
 
 def order_state(loader: object) -> OrderState:

@@ -30,6 +30,7 @@ from torch.utils.data import (
     RandomSampler,
     TensorDataset,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.resume.loader_parts import private_generators, unknown_parts
@@ -569,10 +570,14 @@ def test_other_sizes_and_hooks_that_do_not_run_again_are_named(tmp_path: Path) -
             return said
 
         twice = DataLoader(dataset(ROWS), 2 * BATCH)
-        return words(plain()), words(twice), words(plain(), kind=Curriculum)
+        seeded = DataLoader(
+            dataset(ROWS), BATCH, sampler=DistributedSampler(dataset(ROWS), 1, 0, seed=3)
+        )
+        return words(plain()), words(twice), words(seeded), words(plain(), kind=Curriculum)
 
-    ((same_size, other, staged),) = run_ranks(play, 1, tmp_path)
+    ((same_size, other, reseeded, staged),) = run_ranks(play, 1, tmp_path)
     assert same_size.startswith(EXACT)
-    assert f"batch sizes ([[{ROWS // (2 * BATCH)}, {2 * BATCH}]]) than at the save" in other
+    assert f"samplers' seeds ([[{ROWS // (2 * BATCH)}, {2 * BATCH}, 0]]) than at the" in other
+    assert f"samplers' seeds ([[{ROWS // BATCH}, {BATCH}, 3]]) than at the save" in reseeded
     assert "what `Curriculum.on_train_epoch_start` has set" in staged
     assert "exact" not in staged.lower()

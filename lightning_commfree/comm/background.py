@@ -29,10 +29,8 @@ class Background:
 
     In a two-phase exchange, the second payload is computed from the result of the first phase.
     Waiting for that result on this thread does not block training. The ledger counts only the time
-    that the training thread waits for a result.
-
-    Attributes:
-        staging: side CUDA stream on which payloads are encoded.
+    that the training thread waits for a result. Payloads are encoded on `staging`, a
+    side CUDA stream.
     """
 
     def __init__(self, ledger: Ledger, peers: PeerWatch | None = None) -> None:
@@ -125,14 +123,10 @@ class Staging:
     def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Start `work` on the side stream and copy its result to the host, without blocking.
 
-        Args:
-            work: function that reads `inputs` and returns one tensor on their device. It runs
-                after everything already queued on the caller's stream.
-            inputs: all device tensors that `work` reads; the caller may free them after this call.
-
-        Returns:
-            A function that waits for the result and returns it in host memory. It may be called
-            from any thread.
+        `work` runs after everything already queued on the caller's stream, and returns one tensor.
+        `inputs` must contain every device tensor that it reads; the caller may free them after this
+        call. The returned function may be called from any thread; it returns the result in host
+        memory.
         """
         with self.beside_training(inputs):
             host, wait = to_host(work(), self._peers)
@@ -148,11 +142,8 @@ class Staging:
     ) -> Callable[[], tuple[Tensor, ...]]:
         """Start copying a host tensor to a device and running `work` on the copy, without blocking.
 
-        Any thread may call this.
-
-        Returns:
-            A function that makes its caller's current stream wait for the results of `work`, and
-            returns them.
+        Any thread may call this. The returned function makes its caller's current stream wait for
+        the results of `work`, and returns them.
         """
         if device.type != "cuda" or host.device == device:
             results = work(host.to(device))
@@ -181,15 +172,11 @@ class Staging:
 
 
 def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Callable[[], None]]:
-    """Start copying a tensor to host memory.
+    """Start copying a tensor to host memory, after all work on its device's current stream.
 
-    The copy runs after everything already queued on the device's current stream.
-
-    Returns:
-        The host tensor (pinned if `tensor` is on a CUDA device), and a function that blocks until
-        the copy is complete. Any thread may call the function; call it before reading the tensor.
-        It raises a `PeerLostError` if one of `peers` is lost: the device may be waiting for that
-        rank in an NCCL collective, which would block the host indefinitely.
+    Return the host tensor (pinned for a CUDA device) and a function, for any thread, to call before
+    reading it. It blocks until the copy is complete, or raises a `PeerLostError` if one of `peers`
+    is lost: the device may be waiting for that rank in an NCCL collective.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None
@@ -211,9 +198,8 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
 def on_host(tensor: Tensor, peers: PeerWatch | None = None) -> Tensor:
     """Copy a tensor to host memory, and block until the copy is complete.
 
-    Raises:
-        PeerLostError: one of `peers` is lost.
-        AgreedError: another rank announced an error that all ranks must raise.
+    Raise a `PeerLostError` if one of `peers` is lost, or an `AgreedError` if another rank
+    announced an error that all ranks must raise.
     """
     host, wait = to_host(tensor, peers)
     wait()

@@ -37,15 +37,10 @@ def packed_size(numel: int, bits: int) -> int:
 
 
 def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
-    """Pack one part of a sequence of 1-bit flags into a buffer.
+    """Pack bool flags (..., n), from index `start` of their sequence, into uint8 `packed` (..., R).
 
-    Pack the parts in ascending order, because each one adds its bits to bytes already written.
-
-    Args:
-        flags: bool, shape (..., n).
-        start: index of the part's first flag in the whole sequence.
-        packed: uint8, shape (..., R), where R is at least 8 ceil(N / 64) and a multiple of 8. Zero
-            it before the first part, so that flags that are never written are False.
+    R is at least 8 ceil(N / 64) and a multiple of 8. Zero `packed` before the first part, and pack
+    the parts in ascending order, because each one adds its bits to bytes already written.
     """
     pack_codes_part(flags.view(torch.uint8), 1, start, packed)
 
@@ -59,17 +54,11 @@ def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
 
 
 def pack_codes_part(codes: Tensor, bits: int, start: int, packed: Tensor) -> None:
-    """Pack one part of a sequence of codes into a buffer.
+    """Pack uint8 codes (..., n), from index `start`, into uint8 (..., packed_size(N, bits)).
 
     Pack adjacent parts in ascending order until the buffer is complete: the first row overwrites
-    the buffer's previous contents, and the other rows are added to it.
-
-    Args:
-        codes: uint8, shape (..., n), with values below 2^bits. This is not checked, because a check
-            would synchronize a GPU.
-        bits: 1, 2 or 4.
-        start: index of the part's first code in the whole sequence.
-        packed: uint8, shape (..., packed_size(N, bits)).
+    the buffer's previous contents, and the other rows are added to it. `bits` is 1, 2 or 4; codes
+    must be below 2^bits, which is not checked, because a check would synchronize a GPU.
     """
     # The first row can be longer than the codes only in a buffer of a single word.
     if packed.shape[-1] == _WORD_BYTES and start == 0:
@@ -82,29 +71,17 @@ def pack_codes_part(codes: Tensor, bits: int, start: int, packed: Tensor) -> Non
 
 
 def unpack_codes_part(packed: Tensor, bits: int, start: int, out: Tensor) -> None:
-    """Unpack n codes, starting at index `start`, from a buffer packed with `pack_codes_part`.
-
-    Args:
-        packed: uint8, shape (..., packed_size(N, bits)).
-        bits: 1, 2 or 4.
-        start: index of the first code to unpack.
-        out: uint8, shape (..., n); receives the codes.
-    """
+    """Unpack n codes, from index `start` of a buffer of `pack_codes_part`, into uint8 (..., n)."""
     for row, position, part in _positions(start, out.shape[-1], packed.shape[-1]):
         torch.bitwise_right_shift(packed[..., position], bits * row, out=out[..., part])
     out.bitwise_and_((1 << bits) - 1)
 
 
 def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Unpack 4-bit codes into the top 4 bits of 16-bit words.
+    """Unpack 4-bit codes, from index `start`, into bits 12 to 15 of the int16 words `out` (n,).
 
-    The lower bits are not cleared: decoding to floating point shifts and masks the words anyway,
-    so clearing them here would cost an extra pass.
-
-    Args:
-        packed: uint8, shape (packed_size(N, 4),).
-        start: index of the first code to unpack.
-        out: int16, shape (n,). Bits 12 to 15 of word i receive code `start` + i.
+    The lower bits are not cleared: decoding to floating point shifts and masks the words anyway, so
+    clearing them here would cost an extra pass. `packed` is uint8, (packed_size(N, 4),).
     """
     for row, position, part in _positions(start, out.numel(), packed.numel()):
         out[part].copy_(packed[position]).bitwise_left_shift_(8 if row else 12)

@@ -43,13 +43,8 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 def load_loops(module: str, what: str) -> ModuleType | None:
     """Import a module of numba loops and try each loop once; if that fails, log why.
 
-    Args:
-        module: name of the module. Its function `try_out` is called and must call every loop.
-        what: plural noun for the code that uses the loops, such as "Lion's steps"; the log message
-            says that this code falls back to torch operations.
-
-    Returns:
-        The module, or None if numba is missing or cannot be used.
+    The module's `try_out` must call every loop. `what` is the plural noun in the log message for
+    the code that falls back to torch. Return None if numba is missing or cannot be used.
     """
     slower = f"{what} use torch operations on a CPU, which are slower (same results)"
     try:
@@ -76,14 +71,8 @@ def load_loops(module: str, what: str) -> ModuleType | None:
 def load_kernels(module: str, what: str) -> ModuleType | None:
     """Import a module of Triton kernels and test them on the GPU; if they fail, log why.
 
-    Args:
-        module: name of the module. Its function `try_out` is called and must compare the result of
-            each kernel with torch.
-        what: plural noun for the code that uses the kernels, such as "Lion's steps"; the log
-            message says that this code falls back to torch operations.
-
-    Returns:
-        The module, or None if there is no CUDA device, or if Triton is missing or cannot be used.
+    The module's `try_out` must compare each kernel with torch; for `what`, see `load_loops`. Return
+    None if there is no CUDA device, or if Triton is missing or cannot be used.
     """
     if not torch.cuda.is_available():
         return None

@@ -20,13 +20,11 @@ _SHOWN = 5  # maximum number of differences listed in the error
 
 
 def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
-    """Raise an error on all ranks unless `fingerprint` is the same on every rank; collective.
+    """Raise a ValueError on all ranks unless `fingerprint` is the same on every rank; collective.
 
     `fingerprint` maps names to values that must be the same on all ranks, such as settings and
-    parameter shapes. If they are the same, each rank sends only a 32-byte hash.
-
-    Raises:
-        ValueError: the fingerprints differ. The message lists differences from the first rank.
+    parameter shapes. If they are the same, each rank sends only a 32-byte hash. Otherwise, the
+    message lists differences from the first rank.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())

@@ -64,9 +64,8 @@ class Mesh:
 def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size") -> Mesh:
     """Lay out `world_size` ranks as replicas of `replica_size` consecutive ranks.
 
-    Raises:
-        ValueError: `replica_size` is less than 1 or does not divide `world_size`. The message
-            refers to `replica_size` as `name`.
+    Raise a ValueError, which calls `replica_size` by `name`, unless it is at least 1 and divides
+    `world_size`.
     """
     if replica_size < 1 or world_size % replica_size:
         divisors = [k for k in range(1, world_size + 1) if world_size % k == 0]
@@ -83,11 +82,8 @@ def tensor_mesh(
 ) -> Mesh:
     """Lay out `world_size` ranks as tensor-parallel groups of `size` consecutive ranks.
 
-    `outside` is the name of the outer axis, which runs across the groups.
-
-    Raises:
-        ValueError: `size` is less than 1 or does not divide `world_size`. The message refers to
-            `size` as `name`.
+    `outside` is the name of the outer axis, which runs across the groups. Raise a ValueError, which
+    calls `size` by `name`, unless it is at least 1 and divides `world_size`.
     """
     return Mesh(axes=(outside, TENSOR), sizes=replica_mesh(world_size, size, name).sizes)
 
@@ -172,10 +168,8 @@ class ReplicaChannels:
 def waiting_for_all(info: RankInfo) -> Iterator[None]:
     """Context manager that warns if its block waits over a minute for other ranks to start.
 
-    Use it around the first collectives, which block until all ranks have started.
-
-    Raises:
-        RuntimeError: some ranks did not start within the timeout.
+    Use it around the first collectives, which block until all ranks have started. It raises a
+    RuntimeError if some ranks did not start within the timeout.
     """
     if info.size == 1:
         yield

@@ -14,11 +14,9 @@ STREAM_ENDS = 2  # the sender's data, of unknown length, ends with this step
 
 
 class Requests:
-    """One rank's requests.
+    """One rank's requests; `outgoing` returns this rank's own, as bits.
 
-    Args:
-        outgoing: function that returns this rank's own requests, as bits. An algorithm calls it
-            whenever it writes a header, on any thread, so it must not block.
+    An algorithm calls `outgoing` whenever it writes a header, on any thread, so it must not block.
     """
 
     def __init__(self, outgoing: Callable[[], int] = lambda: 0) -> None:

@@ -14,13 +14,9 @@ def check_choice(name: str, value: object, choices: Collection[object]) -> None:
 
 
 def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
-    """Check that the value of the setting `name` is an int of at least `least`.
+    """Raise a TypeError or ValueError unless `value` is an int of at least `least`.
 
     If the value is too small, `meaning` is appended to the error message.
-
-    Raises:
-        TypeError: `value` is not an int.
-        ValueError: `value` is too small.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(

@@ -37,8 +37,7 @@ class GlooInterface:
     def select(self, main_address: str) -> None:
         """Select the interface that reaches `main_address`, unless the user has selected one.
 
-        Raises:
-            ValueError: several interfaces are possible, or none.
+        Raise a ValueError if several interfaces are possible, or none.
         """
         self.restore()
         if os.environ.get(VARIABLE):
@@ -62,10 +61,7 @@ def choose_interface(main_address: str) -> str | None:
 
     Return the interface's name, or None if gloo's default works because this host's name resolves
     to an address that other machines can reach. `main_address` is the main machine's address or
-    host name, as in `MASTER_ADDR`.
-
-    Raises:
-        ValueError: several interfaces are possible, or none.
+    host name, as in `MASTER_ADDR`. Raise a ValueError if several interfaces are possible, or none.
     """
     addresses = {name: interface_address(name) for _, name in socket.if_nameindex()}
     mine = _local_address_for(main_address)
@@ -89,10 +85,8 @@ def choose_interface(main_address: str) -> str | None:
 def own_address(towards: str) -> str:
     """Return the IPv4 address of the interface through which this machine reaches a host.
 
-    If `GLOO_SOCKET_IFNAME` is set, return the address of that interface instead.
-
-    Raises:
-        ValueError: the interface has no address, or there is no route to the host.
+    If `GLOO_SOCKET_IFNAME` is set, return the address of that interface instead. Raise a ValueError
+    if the interface has no address, or if there is no route to the host.
     """
     name = os.environ.get(VARIABLE)
     address = interface_address(name) if name else _local_address_for(towards)

@@ -35,9 +35,8 @@ def is_compiled_submodule(module: nn.Module) -> bool:
 def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     """Return the names of the outermost submodules whose class is in `classes`, in model order.
 
-    Raises:
-        ValueError: `module` has no submodule of one of the classes, or has one only inside a
-            submodule of another class in `classes`.
+    Raise a ValueError if `module` has no submodule of one of the classes, or has one only inside a
+    submodule of another.
     """
     found: list[str] = []
     seen: set[str] = set()

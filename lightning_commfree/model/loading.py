@@ -9,14 +9,10 @@ from torch import nn
 
 
 class LoadWatch:
-    """Tells whether `load_state_dict` has changed a module's weights.
+    """Tells whether `load_state_dict` has changed the weights of a module or its submodules.
 
     A load that is undone by another one does not count: a callback may load averaged weights, use
-    them, and load the previous ones again.
-
-    Args:
-        module: the module; calls on its submodules are noticed too.
-        hashes: returns hashes of the weights, or None to ignore a call.
+    them, and load the previous ones again. `hashes` may return None to ignore a call.
     """
 
     def __init__(self, module: nn.Module, hashes: Callable[[], list[int] | None]) -> None:

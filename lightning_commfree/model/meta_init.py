@@ -70,8 +70,7 @@ def from_pretrained_on_meta(
 class SavedWeights:
     """Finds tensors in a Hugging Face folder by their names in a model, and reads them.
 
-    Raises:
-        ValueError: the folder contains no safetensors files.
+    It raises a ValueError if the folder contains no safetensors files.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -169,10 +168,8 @@ def on_meta(module: nn.Module) -> list[str]:
 class Materializer:
     """Initializes the layers of a model that are on the `meta` device.
 
-    Args:
-        model: a transformers model, or a module that contains such models and whose other layers
-            have `reset_parameters`, like torch's layers.
-        seed: random seed, the same on all ranks.
+    The model is a transformers model, or contains such models, and its other layers have
+    `reset_parameters`, like torch's layers. The seed must be the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -199,8 +196,7 @@ class Materializer:
     def materialize(self, layer: nn.Module) -> None:
         """Initialize all `meta` tensors of `layer` and its children, in CPU memory.
 
-        Raises:
-            ValueError: the model's `_init_weights` leaves a tensor uninitialized.
+        Raise a ValueError if the model's `_init_weights` leaves a tensor uninitialized.
         """
         self._initialize(list(_children_first(layer)))
 

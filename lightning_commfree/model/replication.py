@@ -28,15 +28,10 @@ def broadcast_initial_weights(
 ) -> None:
     """Check that all ranks have the same settings and model, then broadcast the initial weights.
 
-    Args:
-        channel: channel between all ranks.
-        module: the model; names, shapes and dtypes must be the same on all ranks.
-        fingerprint: other settings that must be the same, as a dict from name to text.
-        between: if the model is sharded, the channel between the ranks that hold the same shards in
-            different replicas. Shards are copied from the first replica.
-
-    Raises:
-        ValueError: settings or models differ between ranks. The error is the same on all ranks.
+    `channel` connects all ranks. If the model is sharded, `between` connects the ranks that hold
+    the same shards in different replicas, and shards are copied from the first replica. If
+    settings, or the model's names, shapes or dtypes, differ between ranks, all ranks raise the same
+    ValueError.
     """
     # check first: with different shapes, the broadcasts would hang or mix up tensors
     check_agreement(channel, {**fingerprint, **_describe(module)})
@@ -131,19 +126,14 @@ def persistent_buffers(module: nn.Module, remove_duplicate: bool = True) -> dict
 
 
 class AveragedBuffers:
-    """Persistent floating-point buffers that replicas average.
+    """Persistent floating-point buffers that replicas average: `names`, or by default all.
 
     The set is fixed when this object is created, so that all messages have the same size on all
-    ranks. A module may later replace a buffer by one of another shape or dtype (a memory bank that
-    grows) or remove it, perhaps on one rank only. Such a buffer is no longer averaged: every rank
-    keeps its own, as under DDP, and a *stand-in* with its last averaged values takes its place.
-
-    Args:
-        module: the module; names, shapes and dtypes must be the same on all ranks.
-        names: names of the buffers; by default, all persistent floating-point buffers.
-
-    Attributes:
-        own: names of the buffers that are no longer averaged, as agreed by all ranks.
+    ranks; names, shapes and dtypes must be the same on all ranks. A module may later replace a
+    buffer by one of another shape or dtype (a memory bank that grows) or remove it, perhaps on one
+    rank only. Such a buffer is no longer averaged: every rank keeps its own, as under DDP, and a
+    *stand-in* with its last averaged values takes its place. `own` has the names of these buffers,
+    as agreed by all ranks.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -248,14 +238,8 @@ class BucketOrder:
 
     After the first backward pass, DDP reassigns gradients to buckets in the order in which they
     became ready. With three or more ranks, rounding in an all-reduce depends on a value's position
-    in its bucket, so a resumed fit must start with the same order.
-
-    Args:
-        ddp: the wrapped module, before its first backward pass.
-
-    Attributes:
-        names: names of the trained parameters in the order in which their gradients became ready;
-            empty before the first backward pass.
+    in its bucket, so a resumed fit must start with the same order. Create this object before the
+    first backward pass; until then, `names`, the parameters' names in that order, is empty.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:

@@ -21,10 +21,9 @@ from lightning_commfree.model.blocks import is_compiled_submodule
 
 
 def refuse_wrapped(strategy: str, module: nn.Module) -> None:
-    """Check that a module to be sharded is neither compiled nor wrapped by DDP or FSDP.
+    """Raise a ValueError if a module to be sharded is compiled or wrapped by DDP or FSDP.
 
-    Raises:
-        ValueError: the module or a submodule is compiled or wrapped.
+    Its submodules are checked too.
     """
     for name, child in module.named_modules():
         kind = type(child).__name__
@@ -107,11 +106,8 @@ def full_tensors(state: Any, keep: bool) -> Any:
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
     """Shard a tensor in the same way as the tensor `like`.
 
-    `values` is a full tensor, or already this rank's shard. If `like` is not sharded, return
-    `values` unchanged.
-
-    Raises:
-        ValueError: `values` has neither the full tensor's shape nor the shard's shape.
+    `values` is a full tensor, or already this rank's shard. Raise a ValueError if it has the shape
+    of neither. If `like` is not sharded, return `values` unchanged.
     """
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values

@@ -21,10 +21,9 @@ _HAS_WEIGHTS_ONLY = "weights_only" in _PARAMETERS
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's `TorchCheckpointIO` with atomic writes; also reads checkpoint folders.
 
-    Args:
-        maps: whether to memory-map local files and read the tensors in a folder lazily, so that a
-            rank reads only its shards. While a fit resumes from a file, the file may be replaced or
-            removed, but not modified in place.
+    With `maps`, local files are memory-mapped and the tensors in a folder are read lazily, so that
+    a rank reads only its shards. While a fit resumes from a file, the file may then be replaced or
+    removed, but not modified in place.
     """
 
     def __init__(self, maps: bool = False) -> None:
@@ -52,8 +51,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> None:
         """Write a checkpoint atomically; for a remote `path`, use Lightning's own method.
 
-        Raises:
-            RuntimeError: the file cannot be written; an existing file is unchanged.
+        Raise a RuntimeError if the file cannot be written; an existing file is then unchanged.
         """
         if storage_options is not None or local_path(path) is None:
             super().save_checkpoint(checkpoint, path, storage_options)

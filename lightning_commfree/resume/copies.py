@@ -68,16 +68,9 @@ class Ranks(Protocol):
 def find_checkpoint(ranks: Ranks, path: FilePath | None) -> FilePath | None:
     """Return a path where this rank can load the checkpoint to resume from; collective.
 
-    Args:
-        ranks: all ranks of the job.
-        path: this rank's path, or None if it found no checkpoint.
-
-    Returns:
-        `path`, another rank's path, or the path of a temporary copy; None if no rank has a path.
-
-    Raises:
-        RuntimeError: ranks have different checkpoints, or a copy cannot be written; raised on all
-            ranks.
+    `path` is this rank's own, or None if it found no checkpoint. The result is `path`, another
+    rank's path or that of a temporary copy; None if no rank has a path. All ranks raise a
+    RuntimeError if ranks have different checkpoints, or if a copy cannot be written.
     """
     world = ranks.channels.world
     paths = gather_texts(world, str(path or ""))
@@ -111,17 +104,10 @@ def drop_copy(path: FilePath | None) -> None:
 
 
 def send(ranks: Ranks, source: int, path: Path, target: Path | None) -> None:
-    """Send a file or folder from one rank to others in chunks; collective.
+    """Send a file or folder from the rank `source` to others in chunks; collective.
 
-    Args:
-        ranks: all ranks of the job.
-        source: the sending rank.
-        path: the file or folder on that rank's disk.
-        target: path for this rank's copy, which is never left incomplete; None if this rank needs
-            no copy.
-
-    Raises:
-        RuntimeError: a disk cannot be read or written; raised on all ranks.
+    `target` is the path for this rank's copy, which is never left incomplete; None if it needs
+    none. All ranks raise a RuntimeError if a disk cannot be read or written.
     """
 
     @contextmanager

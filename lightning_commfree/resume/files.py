@@ -33,13 +33,9 @@ _FOLDER_BIT = 0x10  # in a zip record's attributes; marks a folder
 def write_atomic(state: Any, path: FilePath) -> None:
     """Write a file atomically with `torch.save`, and create missing parent folders.
 
-    Args:
-        state: tensors and other values, which must not change during the call.
-        path: path of the file. On a remote file system, the write is as atomic as fsspec's
-            transactions for that file system.
-
-    Raises:
-        RuntimeError: the file cannot be written; an existing file is unchanged.
+    `state` must not change during the call. On a remote file system, the write is as atomic as
+    fsspec's transactions for it. Raise a RuntimeError if the file cannot be written; an existing
+    file is then unchanged.
     """
     target = local_path(path)
     if target is None:
@@ -134,10 +130,8 @@ def _megabytes(count: int) -> str:
 def read_verified(path: FilePath, weights_only: bool = True) -> Any:
     """Verify and read a file written by `torch.save`; tensors are loaded on the CPU.
 
-    With `weights_only`, reject objects that could run code when loaded.
-
-    Raises:
-        RuntimeError: the file is damaged, or contains objects that `weights_only` rejects.
+    Raise a RuntimeError if the file is damaged, or contains objects that could run code when loaded
+    and that `weights_only` therefore rejects.
     """
     verify_file(path)
     try:
@@ -158,8 +152,7 @@ def read_verified(path: FilePath, weights_only: bool = True) -> Any:
 def verified_reading(path: FilePath) -> Iterator[None]:
     """Context manager that verifies a checkpoint file, and explains errors while it is read.
 
-    Raises:
-        RuntimeError: the file is damaged.
+    It raises a RuntimeError if the file is damaged.
     """
     verify_file(path)
     try:
@@ -174,8 +167,7 @@ def verified_reading(path: FilePath) -> Iterator[None]:
 def verify_file(path: FilePath) -> None:
     """Verify the checksums in a local file written by `torch.save`; do nothing for other files.
 
-    Raises:
-        RuntimeError: the file is damaged.
+    Raise a RuntimeError if the file is damaged.
     """
     local = local_path(path)
     if local is None or not local.is_file():
@@ -190,9 +182,8 @@ def verify_file(path: FilePath) -> None:
 def verify_records(archive: Path | IO[bytes]) -> None:
     """Verify the checksums of all records in a zip archive written by `torch.save`.
 
-    Raises:
-        ValueError: a record is damaged. If the archive's directory is damaged, zipfile may raise
-            other errors.
+    Raise a ValueError if a record is damaged. If the archive's directory is damaged, zipfile may
+    raise other errors.
     """
     with zipfile.ZipFile(archive) as opened:
         records = opened.infolist()

@@ -39,10 +39,8 @@ Path = tuple[Any, ...]  # keys and indices that lead to a value in nested contai
 class HookChanges:
     """What hooks have changed in a loaded checkpoint.
 
-    Create this object before the hooks run. `precision` is the key of the precision plugin's entry.
-
-    Attributes:
-        weights: names of the weights that were changed, added or removed.
+    Create this object before the hooks run. `precision` is the key of the precision plugin's entry;
+    `weights` are the names of the weights that were changed, added or removed.
     """
 
     def __init__(self, checkpoint: Mapping[str, Any], precision: str) -> None:

@@ -14,13 +14,9 @@ def restore_dtypes(
 ) -> None:
     """Load states again that `Optimizer.load_state_dict` has cast to their parameter's dtype.
 
-    Otherwise, it rounds them, for example the `mu_product` of `NAdam` with bf16 parameters.
-
-    Args:
-        optimizers: optimizers that have loaded `states`.
-        states: the saved states, in the format of `Optimizer.state_dict`.
-        saved: the dtypes of the saved parameters, as strings. If a parameter had another dtype
-            then, torch's cast is what adapts its state, and it stays.
+    Otherwise, it rounds them, for example the `mu_product` of `NAdam` with bf16 parameters. The
+    optimizers have loaded `states`. `saved` are the dtypes of the saved parameters, as strings: if
+    a parameter had another dtype then, torch's cast is what adapts its state, and it stays.
     """
     for optimizer, state in zip(optimizers, states, strict=True):
         indices = [index for group in state["param_groups"] for index in group["params"]]

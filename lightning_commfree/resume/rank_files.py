@@ -66,8 +66,7 @@ class RankFiles:
     def write(self, owner: Owner, state: dict[str, Any]) -> None:
         """Write a rank's state to its rank file; sharded tensors are saved as local shards.
 
-        Raises:
-            RuntimeError: the file cannot be written.
+        Raise a RuntimeError if the file cannot be written.
         """
         file = file_of_rank(self._path, self.folder(owner.token), owner.rank)
         try:
@@ -83,10 +82,8 @@ class RankFiles:
         """Read a rank's state from its rank file, or return None if the file is missing.
 
         `folder` is the folder recorded in the checkpoint, relative to the checkpoint's own folder.
-        With `weights_only`, reject objects that could run code when loaded.
-
-        Raises:
-            RuntimeError: the file is damaged, or it is from another rank or save.
+        With `weights_only`, reject objects that could run code when loaded. Raise a RuntimeError if
+        the file is damaged, or is from another rank or save.
         """
         file = self.find(folder, owner.rank)
         if file is None:
@@ -102,10 +99,8 @@ class RankFiles:
     def find(self, folder: str, rank: int) -> str | None:
         """Return the path of a rank's file, or None if the file is missing.
 
-        `folder` is the folder recorded in the checkpoint.
-
-        Raises:
-            RuntimeError: `folder` cannot be a folder of rank files.
+        Raise a RuntimeError if `folder`, as recorded in the checkpoint, cannot be a folder of rank
+        files.
         """
         parts = PurePosixPath(folder).parts
         if len(parts) != 3 or parts[0] != FOLDER or ".." in parts:

@@ -213,10 +213,8 @@ def handle_signals(
 ) -> Callable[..., None]:
     """Replace Lightning's SIGTERM and SLURM handlers, and disable its SIGTERM broadcast.
 
-    Lightning otherwise broadcasts on every batch whether a rank has received SIGTERM.
-
-    Returns:
-        Lightning's own SLURM handler, which saves a checkpoint on all ranks and requeues the job.
+    Lightning otherwise broadcasts on every batch whether a rank has received SIGTERM. Return its
+    own SLURM handler, which saves a checkpoint on all ranks and requeues the job.
     """
     if not SIGTERM.works(trainer):
         return lambda *_: None
@@ -273,11 +271,8 @@ def around_loading(
 ) -> None:
     """Replace the path of the checkpoint that `fit`, `validate`, `test` or `predict` loads.
 
-    Args:
-        trainer: the Trainer, before it loads the checkpoint.
-        patches: receives the wrappers.
-        find: called on all ranks with the original path or None; returns the path to load or None.
-        done: called with the returned path after all ranks have loaded it.
+    All ranks call `find` with the original path or None; it returns the path to load or None.
+    `done` is called with that path after all ranks have loaded it.
     """
     if not LOADING.works(trainer):
         return
@@ -368,10 +363,8 @@ def with_clean_exits(
     """Make a launcher exit even if its ranks return no result, and run `check` before launching.
 
     Forked and spawned ranks get a `CleanExitLauncher`. `check` runs in the launching process, so
-    that unsupported settings are rejected immediately and only once.
-
-    Returns:
-        The launcher to use; `launcher` unchanged if it is None or if a private name is missing.
+    that unsupported settings are rejected immediately and only once. Return `launcher` unchanged if
+    it is None or if a private name is missing.
     """
     if launcher is None or not LAUNCH.works(None):
         return launcher
@@ -456,10 +449,9 @@ def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
 
 
 def validate_first(trainer: pl.Trainer) -> bool:
-    """Make a resumed fit first run any validation that is due after the latest batch.
+    """Make a resumed fit first run any validation that is due after its latest batch.
 
-    Returns:
-        Whether a validation is due.
+    Return whether one is due.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
@@ -519,8 +511,7 @@ def set_world_backend(strategy: Any, backend: str) -> None:
 def set_ddp_group(strategy: Any, group: Any | None) -> None:
     """Set the process group in which DDP averages gradients; None means all ranks.
 
-    Raises:
-        RuntimeError: a group is given, and this version of Lightning does not support groups.
+    Raise a RuntimeError if a group is given, and this version of Lightning does not support groups.
     """
     try:
         strategy._ddp_kwargs["process_group"] = group

@@ -156,11 +156,11 @@ class Stopwatch(pl.Callback):
             parameters=sum(p.numel() for p in pl_module.parameters()),
         )
 
-    def _timed(self, work: Callable[..., bool]) -> Callable[..., bool]:
-        def timed(stop: bool = False) -> bool:
+    def _timed(self, work: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
             start = time.perf_counter()
             try:
-                return work(stop)
+                work()
             finally:
                 self._own.append(time.perf_counter() - start)
 

@@ -159,13 +159,13 @@ class Cycles(pl.Callback):
                 sent - self._before[0],
             )
 
-    def _timed(self, work: Callable[..., bool]) -> Callable[..., bool]:
-        def timed(stop: bool = False) -> bool:
+    def _timed(self, work: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
             if self.measured is not None:
-                return False
+                return
             start = time.perf_counter()
             try:
-                return work(stop)
+                work()
             finally:
                 self._own_s += time.perf_counter() - start
 

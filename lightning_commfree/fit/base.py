@@ -247,7 +247,12 @@ class ReplicaStrategy(DDPStrategy):
         hooks = ("configure_model", "configure_sharded_model", "setup")  # may change the module
         if not any(is_overridden(name, self.module, pl.LightningModule) for name in hooks):
             self.inside.fit = self._new_fit(trainer)
-            self.inside.check()
+            self._check_module()
+
+    def _check_module(self) -> None:
+        if why := self.session_type.why_not_manual:
+            refuse_manual(type(self).__name__, self.module, why)
+        self.inside.check()
 
     @property
     @override
@@ -304,9 +309,7 @@ class ReplicaStrategy(DDPStrategy):
         self._resume.before_setup()
         probe(trainer)
         save_on_sigterm_only(trainer, self.ranks, self.patches)
-        if why := self.session_type.why_not_manual:
-            refuse_manual(type(self).__name__, self.module, why)
-        self.inside.check()
+        self._check_module()
         # counted before sharding, while every rank has the full model
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # before `super().setup` creates the schedulers, which may ask for the length of an epoch

@@ -62,10 +62,7 @@ def num_blocks(numel: int) -> int:
 
 
 def chunks(numel: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices that split `numel` values into chunks of whole blocks, sized for the device.
-
-    If the last block is shorter than the others, it is a separate chunk.
-    """
+    """Yield slices that split `numel` values into chunks of whole blocks, sized for the device."""
     # a shorter last block gets its own chunk, so that all blocks in a chunk have the same size
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     whole = numel // BLOCK * BLOCK
@@ -139,14 +136,10 @@ class CastCodec:
 
 @dataclass(frozen=True)
 class Int8Codec:
-    """Int8 codec. Its payload contains the fp32 scales of all blocks, then one byte per value.
-
-    Args:
-        compiled: whether to use the faster `quantize_numba` if numba is installed.
-    """
+    """Int8 codec. Its payload contains the fp32 scales of all blocks, then one byte per value."""
 
     name: str = "int8"
-    compiled: bool = True
+    compiled: bool = True  # use the faster `quantize_numba` if numba is installed
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
@@ -179,14 +172,10 @@ class Int8Codec:
 
 @dataclass(frozen=True)
 class Fp4Codec:
-    """Fp4 codec. Its payload contains E3M0 codes, two per byte, then a one-byte scale per block.
-
-    Args:
-        compiled: whether to use the faster `quantize_numba` if numba is installed.
-    """
+    """Fp4 codec. Its payload contains E3M0 codes, two per byte, then a one-byte scale per block."""
 
     name: str = "fp4"
-    compiled: bool = True
+    compiled: bool = True  # use the faster `quantize_numba` if numba is installed
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
@@ -304,10 +293,7 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return the slice of block indices that a chunk covers, and the chunk's two-dimensional shape.
-
-    The shape is (number of blocks, values per block).
-    """
+    """Return a chunk's block indices, and its shape (number of blocks, values per block)."""
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)

@@ -58,10 +58,7 @@ class Header(NamedTuple):
     missed: int = 0  # number of batches without a step
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return the tensors that a message is built from on the device of `values`.
-
-        These are `values` and the header's tensors on that device.
-        """
+        """Return `values` and the header's tensors that are on the same device."""
         tensors = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in tensors if word.device == values.device)]
 
@@ -86,11 +83,8 @@ class HeaderSummary(NamedTuple):
 
     @property
     def counted(self) -> list[int]:
-        """Indices of the members that are included in the mean.
-
-        Members with nonfinite values are excluded, and so are members with weight 0; neither rule
-        applies if it would exclude everyone.
-        """
+        """Indices of the members in the mean: not those with nonfinite values or with weight 0."""
+        # neither rule applies if it would exclude everyone
         finite = [m for m in range(len(self.weights)) if m not in self.nonfinite]
         finite = finite or [*range(len(self.weights))]
         return [m for m in finite if self.weights[m]] or finite
@@ -131,15 +125,8 @@ def counted_messages(messages: Tensor, counted: Sequence[int]) -> Tensor:
 class FragmentMessage:
     """Layout of a message that contains a fragment or one of its shards.
 
-    Args:
-        codec: codec of the payload.
-        numel: number of values in the payload.
-        num_buffers: number of fp32 buffer values.
-        members: number of replicas for whose norms there is room in the message; 0 in the first
-            phase, in which the message has a header.
-
-    Attributes:
-        num_bytes: size of the message.
+    With `members=0` (first phase) it has a header, otherwise room for the norms of that many
+    replicas and of their mean.
     """
 
     def __init__(self, codec: Codec, numel: int, num_buffers: int, members: int = 0) -> None:
@@ -154,18 +141,14 @@ class FragmentMessage:
 
     def write(
         self,
-        message: Tensor,
+        message: Tensor,  # uint8, shape (num_bytes,), on the device of `values`
         header: Header | None,
         values: Tensor,
         buffers: Tensor,
         norms: Tensor | None = None,
-        residual: Tensor | None = None,
+        residual: Tensor | None = None,  # receives the codec's rounding error
     ) -> None:
-        """Write a header (first phase) or norms (second phase), and the encoded values.
-
-        `message` is uint8, shape (num_bytes,), on the device of `values`; `residual` receives the
-        codec's rounding error.
-        """
+        """Write a header (first phase) or norms (second phase), and the encoded values."""
         self._layout.clear_gaps(message)
         fields: tuple[Tensor | int, ...] = header or ()
         words = self._layout.section(message, "header", torch.int64)
@@ -206,10 +189,8 @@ class FragmentMessage:
     ) -> tuple[Tensor, Tensor]:
         """Decode M messages; return the mean, and the squared norms of their values and the mean.
 
-        Both results are fp32; their shapes are (numel,) and (M + 1,).
-
-        The last `padding` values of each message are set to zero, because not every codec
-        preserves zeros.
+        Both are fp32, of shapes (numel,) and (M + 1,). The last `padding` values of each message
+        are set to zero, because not every codec preserves zeros.
         """
         # chunk by chunk, so that all replicas' decoded values are never in memory at once
         size, device = len(messages), messages.device
@@ -276,11 +257,10 @@ class Arrival(NamedTuple):
     summary: HeaderSummary
 
     def shared_within(self, within: Channel) -> Arrival:
-        """Return the result for the whole replica, combined from the results of its ranks.
+        """Combine the results of the replica's ranks; collective within the replica.
 
         A flag or request is set if it is set on any rank, and squared norms are summed over the
-        shards; the mean remains this rank's shard, and so do the positions. Collective within the
-        replica.
+        shards; the mean and the positions remain those of this rank.
         """
         flags = torch.tensor(self.summary[:4], dtype=torch.int64)
         parts = flags.float(), self.norms
@@ -301,12 +281,8 @@ class Arrival(NamedTuple):
 def mean_cosine(norms: Tensor, weights: Sequence[int]) -> float:
     """Return the mean cosine similarity over all pairs of K outer gradients; 1 if K = 1.
 
-    Pair (i, j) counts with w_i w_j |g_i| |g_j|, where w are the weights and g the gradients: with
-    three or more replicas, pairs of long gradients count more.
-
-    Args:
-        norms: squared norms of the gradients and of their weighted mean, shape (K + 1,).
-        weights: the K weights.
+    `norms` are the squared norms of the gradients and of their weighted mean, shape (K + 1,). Pair
+    (i, j) counts with w_i w_j |g_i| |g_j|, for weights w and gradients g: long ones count more.
     """
     # With shares s = w / sum(w), the mean is sum(s_i g_i). Its squared norm is sum(s_i^2 |g_i|^2)
     # plus the inner products of all pairs, which would be s_i s_j |g_i| |g_j| at a cosine of 1.
@@ -324,24 +300,14 @@ def mean_cosine(norms: Tensor, weights: Sequence[int]) -> float:
 
 @dataclass(eq=False)
 class FragmentExchange:
-    """Exchange of a fragment across replicas, with N parameter values and E buffer values.
-
-    Args:
-        route: route for messages between replicas.
-        codec: codec of the parameter values.
-        numel: N.
-        num_buffers: E.
-        background: thread for work that must not block training.
-        in_thread: whether to launch gathers on the background thread as well; see
-            `fragment_exchanges`.
-    """
+    """Exchange of a fragment across replicas, with N parameter values and E buffer values."""
 
     route: Route
-    codec: Codec
-    numel: int
-    num_buffers: int
+    codec: Codec  # of the parameter values
+    numel: int  # N
+    num_buffers: int  # E
     background: Background
-    in_thread: bool = False
+    in_thread: bool = False  # launch gathers on the background thread too (`fragment_exchanges`)
 
     def __post_init__(self) -> None:
         size, two_phase = self.route.num_shards, self.route.two_phase
@@ -359,21 +325,16 @@ class FragmentExchange:
 
     def launch(
         self,
-        values: Tensor,
+        values: Tensor,  # fp32, shape (N + E,)
         header: Header,
-        residual: Tensor | None = None,
-        tag: str = TAG,
-        device: torch.device | None = None,
+        residual: Tensor | None = None,  # fp32, shape (N,); receives the codec's rounding error
+        tag: str = TAG,  # in the ledger
+        device: torch.device | None = None,  # of the global copy
     ) -> Pending[Arrived]:
-        """Start exchanging this replica's values with the other replicas.
+        """Start exchanging this replica's values with the other replicas; collective.
 
-        Args:
-            values: fp32, shape (N + E,).
-            header: metadata to send with them.
-            residual: fp32, shape (N,); receives the codec's rounding error.
-            tag: ledger tag.
-            device: device of the global copy. If `values` are there as well, but are sent from
-                another device, the background thread starts decoding messages when they arrive.
+        If `values` are on `device` but are sent from another one, the background thread starts
+        decoding messages when they arrive.
         """
         second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
@@ -414,10 +375,7 @@ class FragmentExchange:
         return pending.then(lambda arrived: self._add_errors(arrived, second_errors, kept))
 
     def decode(self, arrived: Arrived, device: torch.device) -> Arrival:
-        """Decode received messages on `device`; the host does not wait for CUDA.
-
-        The result is ready for use on the caller's current stream.
-        """
+        """Decode messages on `device`, for use on the current stream; the host does not wait."""
         mean, norms = (arrived.decoded or self._start_decoding(arrived, device))()
         return Arrival(mean, norms, summarize_headers(arrived.headers))
 
@@ -432,12 +390,7 @@ class FragmentExchange:
         return Arrived(self._up.headers(received, self.route.view.channel.peers), received)
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Average the messages of the K members that are included in the mean.
-
-        Returns:
-            The mean of the N values and E buffers, fp32, shape (N + E,), and the squared norms of
-            the members' values and of their mean, fp32, shape (K + 1,).
-        """
+        """Average the messages of the K members in the mean: mean (N + E,) and norms (K + 1,)."""
         counted = counted_messages(messages, summary.counted)
         mean, norms = self._up.average(counted, summary.counted_weights)
         buffers = self._up.average_buffers(counted, summary.counted_weights)
@@ -481,10 +434,7 @@ class FragmentExchange:
         return message, None if error is None else error.mul_(len(counted))
 
     def _add_errors(self, arrived: Arrived, errors: list[Tensor], residual: Tensor) -> Arrived:
-        """Add the errors from encoding the mean of this replica's shard to `residual`.
-
-        Return `arrived` unchanged.
-        """
+        """Add the errors of rounding the mean of the own shard to `residual`; return `arrived`."""
         start = self.route.shard * self._shard
         for error in errors:
             shard = residual[start : start + self._shard]
@@ -519,16 +469,9 @@ def cheaper_exchange(
 def fragment_exchanges(
     view: View, codecs: Sequence[Codec], sizes: Sequence[tuple[int, int]], background: Background
 ) -> list[list[FragmentExchange]]:
-    """Create an exchange for each codec and fragment, with `cheaper_exchange`.
+    """Return for each codec a list of exchanges, one per fragment, by `cheaper_exchange`.
 
-    Args:
-        view: the replicas.
-        codecs: codecs of the parameter values.
-        sizes: one pair per fragment: number of parameter values, number of buffer values.
-        background: thread for work that must not block training.
-
-    Returns:
-        One list per codec, which contains one exchange per fragment.
+    `sizes` are the fragments' numbers of parameter values and of buffer values.
     """
     by_codec = [
         [cheaper_exchange(view, codec, *size, background) for size in sizes] for codec in codecs

@@ -44,22 +44,14 @@ class Fragment:
 def split_into_fragments(
     module: nn.Module,
     num_fragments: int | None,
-    pattern: str,
+    pattern: str,  # one of `PATTERNS`
     optimizers: Iterable[Optimizer] = (),
 ) -> list[Fragment]:
-    """Split the trained parameters and the averaged buffers of `module` into fragments.
+    """Split the trained parameters (`trained_parameters`) and the averaged buffers into fragments.
 
-    Args:
-        module: the model.
-        num_fragments: P. If None, 3 blocks per fragment, plus one fragment for everything else;
-            without blocks, a single fragment, or up to 4 with "balanced".
-        pattern: one of `PATTERNS`.
-        optimizers: the optimizers that train the model; without them, all parameters that require
-            gradients are trained.
-
-    Raises:
-        ValueError: no parameter is trainable, a parameter cannot be exchanged, or the model cannot
-            be split into that many fragments.
+    With `num_fragments=None`, 3 blocks per fragment, plus one fragment for everything else; without
+    blocks, a single fragment, or up to 4 with "balanced". Raise a `ValueError` if no parameter is
+    trained, one cannot be exchanged, or there are too few blocks or tensors.
     """
     parameters = trained_parameters(module, optimizers)
     _check_parameters(parameters)

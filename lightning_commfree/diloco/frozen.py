@@ -37,11 +37,7 @@ TAG = "moved"
 
 
 class FrozenParameters:
-    """A model's parameters that were not trained when the fit began, and so are in no fragment.
-
-    Attributes:
-        optimizers: the optimizers that train the model; see `trained_parameters`.
-    """
+    """A model's parameters that were not trained when the fit began, and so are in no fragment."""
 
     def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}
@@ -49,7 +45,7 @@ class FrozenParameters:
         self._parameters: dict[str, Tensor] = {
             name: p for name, p in module.named_parameters() if name not in held
         }
-        self.optimizers: Iterable[Optimizer] = ()
+        self.optimizers: Iterable[Optimizer] = ()  # for `trained_parameters`
 
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that started being trained during the fit."""
@@ -72,21 +68,9 @@ class FrozenParameters:
     ) -> None:
         """Average the frozen parameters that differ across replicas; collective.
 
-        Replicas whose copy of a tensor contains NaN or Inf are excluded from its mean, unless that
-        would exclude all of them.
-
-        In a multi-rank replica, each rank averages its own tensors or shards with the same rank in
-        the other replicas.
-
-        Args:
-            view: the replicas.
-            background: thread that runs the collectives. It may still be running an exchange on
-                the same channel, and collectives must keep their order.
-            fingerprint: values that must be the same on all replicas; otherwise, the hashes would
-                belong to different parameters.
-
-        Raises:
-            ValueError: the fingerprints differ.
+        Each rank averages its own tensors or shards with the same rank in the other replicas.
+        Raise a `ValueError` if the fingerprints or the shapes differ: the hashes would then belong
+        to different parameters.
         """
         tensors, channel = self._tensors(), view.channel
         if view.size == 1 or not tensors:
@@ -103,6 +87,8 @@ class FrozenParameters:
             rows = [channel.all_gather(t.float().to(channel.device), TAG).wait() for t in moved]
             return [(tensor, _finite_mean(row)) for tensor, row in zip(moved, rows, strict=True)]
 
+        # in the background: an exchange on the same channel may be running there, and collectives
+        # must keep their order
         for tensor, mean in background.submit(average, TAG).wait():
             tensor.copy_(mean)
 

@@ -35,13 +35,9 @@ def startup_messages(
     settings: DiLoCoSettings,
     schedule: Schedule,
     num_replicas: int,
-    last_step: int | None,
+    last_step: int | None,  # of the fit, counting earlier runs; None if unknown
 ) -> list[Message]:
-    """Return the messages to show when a fit begins.
-
-    `last_step` is the inner step after which the fit ends, including the steps of earlier runs, or
-    None if unknown.
-    """
+    """Return the messages to show when a fit begins."""
     if num_replicas == 1:
         return [Message(_SINGLE_REPLICA, warns=False)]
     messages = []
@@ -80,17 +76,13 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
 
 
 def initial_weights_warning(
-    what: str, settings: DiLoCoSettings, schedule: Schedule, step: int, count: int
+    what: str,  # the operation that uses the outer weights, "validation" or "checkpoint"
+    settings: DiLoCoSettings,
+    schedule: Schedule,
+    step: int,
+    count: int,  # fragments that have not landed yet
 ) -> str:
-    """Return a warning that the outer weights are still partly the initial weights.
-
-    Args:
-        what: the operation that uses them, "validation" or "checkpoint".
-        settings: settings of the fit.
-        schedule: the steps at which fragments launch and land.
-        step: number of inner steps so far.
-        count: number of fragments that have not landed yet.
-    """
+    """Return a warning that the outer weights are still partly the initial weights."""
     return (
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"
         f" {schedule.total} fragments still have the weights with which the fit began. With"

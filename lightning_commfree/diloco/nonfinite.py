@@ -38,20 +38,12 @@ NONFINITE_VALUES = f"NaN, Inf or more than {LARGEST:.1g}"
 def refuse_landing(
     summary: HeaderSummary,
     p: int,
-    names: Sequence[str],
+    names: Sequence[str],  # of the fragment's parameters
     step: int,
-    view: View,
+    view: View,  # the replicas that exchanged the fragment
     settings: DiLoCoSettings,
 ) -> None:
-    """Check that fragment `p` may land after inner step `step`.
-
-    The outcome is the same on all replicas. `names` are the names of the fragment's parameters, and
-    `view` contains the replicas that exchanged the fragment.
-
-    Raises:
-        RuntimeError: the replicas launched the fragment at different positions, their global copies
-            differ, they unfroze different parameters, or a replica's values are not finite.
-    """
+    """Raise a `RuntimeError`, on all replicas alike, if fragment `p` may not land after `step`."""
     if summary.steps_differ:
         found = [
             f"replica {member} ({_ranks_of(member, settings.replica_size)}) had taken {at} steps"
@@ -86,10 +78,7 @@ def refuse_landing(
 def _refuse_nonfinite(
     nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Raise an error that names the replicas with nonfinite values.
-
-    With "abstain", raise it only if every replica has nonfinite values.
-    """
+    """Raise an error that names nonfinite replicas; with "abstain", only if no other is left."""
     abstains = settings.nonfinite == "abstain"
     if abstains and len(nonfinite) < len(members):
         return
@@ -120,18 +109,14 @@ TAG = "finite"
 
 def refuse_to_save(
     fragments: Sequence[OuterFragment],
-    local: Iterable[Tensor],
-    rule: str,
+    local: Iterable[Tensor],  # `WeightSwap.local`
+    rule: str,  # the `nonfinite` setting
     step: int,
     world: Channel,
 ) -> None:
-    """Check that the weights to save in a checkpoint are finite, before anything is written.
+    """Raise an `AgreedError` on all ranks if any of them would save nonfinite weights.
 
-    Collective over `world`; no fragment may be in flight. `local` is `WeightSwap.local`, and `rule`
-    is the `nonfinite` setting.
-
-    Raises:
-        RuntimeError: a rank's weights are not finite; raised on all ranks.
+    Collective over `world`, after the messages of all in-flight fragments have arrived.
     """
     tensors, found = iter(local), []
     for fragment in fragments:
@@ -185,16 +170,10 @@ def reset_nonfinite_state(
 
 
 def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None = None) -> Tensor:
-    """Return whether a fragment's values contain NaN, Inf or values too large for the wire format.
+    """Return whether any of a fragment's values is NaN, Inf or too large for the wire formats.
 
-    Args:
-        fragment: the fragment.
-        values: as returned by `OuterFragment.outer_gradient`.
-        within: channel to the ranks that hold the other shards. If given, the result covers all
-            shards, and the call is collective.
-
-    Returns:
-        bool, 0-d, on the device of `values`; the host does not wait for the device.
+    `values` are fp32, shape (S,). The result is bool, 0-d, on their device; the host does not wait.
+    With `within`, it covers the shards of all the replica's ranks, and the call is collective.
     """
     parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
     found = torch.zeros((), dtype=torch.bool, device=values.device)

@@ -56,23 +56,13 @@ class ShardLayout:
     exchanges all of its shards, but only 1/k of the copied values: ceil(C / k) of C, padded with
     zeros on the last ranks. In the flat buffer, parameters come before buffers, and copies before
     shards.
-
-    Args:
-        local: this rank's tensors, parameters before buffers.
-        are_shards: whether each tensor is a shard.
-        num_parameters: number of parameters among the tensors.
-        within: channel between the ranks of the replica.
-
-    Attributes:
-        numel: S, the number of values that this rank exchanges.
-        parameter_numel: number of parameter values among these S values; they come first.
     """
 
     def __init__(
         self,
-        local: Sequence[Tensor],
+        local: Sequence[Tensor],  # this rank's tensors, parameters before buffers
         are_shards: Sequence[bool],
-        num_parameters: int,
+        num_parameters: int,  # among the tensors
         within: Channel,
     ) -> None:
         self._within = within
@@ -90,6 +80,8 @@ class ShardLayout:
         # the sort is stable: among parameters and among buffers, copies stay before shards
         self._slices = sorted([*mine, *shards], key=lambda one: one.tensor >= num_parameters)
         self._lengths = [one.numel for one in self._slices]
+        # S, the values that this rank exchanges, and the parameter values among them: they come
+        # first, and include the padding if there are no buffers
         self.numel = self.parameter_numel = sum(self._lengths) + self._padding
         if num_parameters < len(local):
             trained = [one.numel for one in self._slices if one.tensor < num_parameters]
@@ -121,10 +113,8 @@ class ShardLayout:
         ]
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """Split a flat buffer into (tensor index, view) pairs, one per slice.
-
-        The views are flat, except in a single-rank replica, where they have the tensors' shapes.
-        """
+        """Split a flat buffer into (tensor index, view) pairs, one per slice."""
+        # views are flat, except in a single-rank replica, where they have the tensors' shapes
         if not self._lengths:
             return []
         pieces = torch.split(values[: sum(self._lengths)], self._lengths)
@@ -134,13 +124,9 @@ class ShardLayout:
         return [(i, piece.view(self._shapes[i])) for i, piece in slices]
 
     def unflatten(self, values: Tensor, device: torch.device | None = None) -> list[Tensor]:
-        """Invert `flatten`: rebuild this rank's tensors, as views where possible.
+        """Invert `flatten` for fp32 `values` of shape (S,); the tensors are views where possible.
 
         Collective within the replica.
-
-        Args:
-            values: fp32, shape (S,).
-            device: device of the result; by default, the device of `values`.
         """
         device = device or values.device
         flat: list[Tensor] = [values[:0]] * len(self._sizes)
@@ -170,33 +156,9 @@ class ShardLayout:
 class OuterFragment:
     """A fragment's two copies: the module's own tensors (the local copy) and the global copy.
 
-    Args:
-        module: the model; its tensors named in `fragment` are the local copy, changed in place.
-        fragment: names of the fragment's tensors.
-        outer_optimizer: creates the outer optimizer from the fragment's global copies, which are
-            fp32 tensors with the same shapes as the parameters. In a multi-rank replica they are
-            flat slices, so the optimizer must be element-wise, like SGD and Adam.
-        within: channel between the ranks of this replica, each of which holds a shard of the global
-            copy and of the outer optimizer's state.
-        device: device of the global copy and the outer optimizer's state; host memory is pinned if
-            the parameters are on a CUDA device. If None, the device of the parameters.
-        error_feedback: whether to keep the codec's rounding error for the next outer gradient.
-        buffers: all averaged buffers of the module; by default, those of the fragment.
-
-    Attributes:
-        global_copy: fp32, shape (S,): this rank's values in the order of `ShardLayout`.
-        shard_numel: S.
-        parameter_numel: number of parameter values, which come first and are sent in the wire
-            format; the rest are buffers, sent in fp32.
-        optimizer: the outer optimizer.
-        scheduler: its learning rate scheduler, or None.
-        residual: fp32, shape (parameter_numel,): the codec's rounding error of the latest outer
-            gradient; None without error feedback.
-        landings: number of updates to the global copy, including the final mean.
-        settled: indices of the parameters that were frozen during the fit and have settled.
-
-    Raises:
-        TypeError: `outer_optimizer` did not return a torch optimizer.
+    The outer optimizer gets fp32 tensors with the shapes of the parameters. In a multi-rank
+    replica, where each rank holds a shard of the global copy and of the optimizer's state, they are
+    flat slices, so the optimizer must be element-wise, like SGD and Adam.
     """
 
     def __init__(
@@ -205,9 +167,9 @@ class OuterFragment:
         fragment: Fragment,
         outer_optimizer: OuterOptimizerFactory,
         within: Channel | None = None,
-        device: str | None = None,
-        error_feedback: bool = False,
-        buffers: AveragedBuffers | None = None,
+        device: str | None = None,  # of the outer state; None: that of the parameters
+        error_feedback: bool = False,  # keep the codec's rounding error (`residual`)
+        buffers: AveragedBuffers | None = None,  # of the whole module; None: of the fragment
     ) -> None:
         self._module, self.fragment = module, fragment
         self._buffers = buffers or AveragedBuffers(module, fragment.buffers)
@@ -216,9 +178,12 @@ class OuterFragment:
         are_shards, split = [is_shard(tensor) for tensor in named], len(fragment.parameters)
         self._own = local_tensor if any(are_shards) else Tensor.detach
         self._layout = ShardLayout(self.local, are_shards, split, self.within)
+        # S values: first the parameters, sent in the wire format; then the buffers, sent in fp32
         self.shard_numel, self.parameter_numel = self._layout.numel, self._layout.parameter_numel
         start = self.local_values()
+        # (parameter_numel,), fp32: the codec's rounding error of the latest outer gradient
         self.residual = torch.zeros_like(start[: self.parameter_numel]) if error_feedback else None
+        # (S,), fp32: this rank's values in the order of `ShardLayout`
         self.global_copy = start if device is None else _to_device(start, device)
 
         slices = self._layout.split(self.global_copy)
@@ -230,8 +195,8 @@ class OuterFragment:
         self.optimizer, self.scheduler = make_outer_optimizer(
             outer_optimizer, self._outer_parameters or nothing
         )
-        self.landings = 0
-        self.settled: frozenset[int] = frozenset()
+        self.landings = 0  # updates to the global copy, including the final mean
+        self.settled: frozenset[int] = frozenset()  # indices of parameters (`Frozen`)
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
@@ -264,12 +229,7 @@ class OuterFragment:
         return values
 
     def subtract_from(self, outer: Tensor, values: Tensor) -> None:
-        """Convert local values to the outer gradient, in place.
-
-        Args:
-            outer: the global copy, on the device of `values`.
-            values: as returned by `local_values`.
-        """
+        """Convert `local_values` to the outer gradient in place; `outer` is the global copy."""
         parameters = values[: self.parameter_numel]
         torch.sub(outer[: self.parameter_numel], parameters, out=parameters)
 
@@ -289,20 +249,14 @@ class OuterFragment:
         self,
         mix: float,
         buffers: bool = True,
-        shown: Tensor | None = None,
-        frozen: Frozen = NONE_FROZEN,
+        shown: Tensor | None = None,  # fp32, shape (S,), to use instead of the global copy
+        frozen: Frozen = NONE_FROZEN,  # settling: become the global copy; settled: stay
     ) -> None:
         """Update the local copy: local <- mix * local + (1 - mix) * global.
 
-        The arithmetic is in fp32, and the result is rounded once, to the local dtype. If `mix` is
-        0, the result is the global copy, and if it is 1, the local copy, even if the other copy
-        contains NaN.
-
-        Args:
-            mix: weight of the local copy.
-            buffers: whether to merge buffers as well as parameters.
-            shown: values to merge instead of the global copy, fp32, shape (S,).
-            frozen: parameters to replace with the global copy, or to leave as they are.
+        The arithmetic is in fp32, and the result is rounded once, to the local dtype. If `mix` is 0
+        or 1, the result is one of the copies, even if the other one contains NaN. Collective within
+        the replica.
         """
         if mix == 1.0 and not frozen.settling:
             return
@@ -324,10 +278,7 @@ class OuterFragment:
             local.copy_(merged)
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Overwrite the local copy with the global copy, or with `shown` if it is given.
-
-        `shown` is fp32, shape (S,).
-        """
+        """Overwrite the local copy with the global copy or with `shown` (fp32, shape (S,))."""
         self.merge(mix=0.0, shown=shown)
 
     # -- the global copy
@@ -364,10 +315,7 @@ class OuterFragment:
         self.settled = frozen.settled | frozen.settling
 
     def average_buffers(self, mean: Tensor) -> None:
-        """Overwrite the buffers in the global copy with their means.
-
-        `mean` is the mean outer gradient, fp32, shape (S,), in which buffers follow parameters.
-        """
+        """Overwrite the global copy's buffers with those in the mean outer gradient, shape (S,)."""
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)

@@ -93,11 +93,8 @@ class Workspace:
 
     @cached_property
     def unit_factors(self) -> Tensor:
-        """Lookup table for factors that scale a block to magnitudes below 2^8: fp32, (256, 1).
-
-        The index is the biased exponent of the block's largest magnitude; the factor of a zero
-        block is 0.
-        """
+        """Lookup table for factors that scale a block to magnitudes below 2^8: fp32, (256, 1)."""
+        # by the biased exponent of the block's largest magnitude; 0 for a zero block
         exponents = self._exponents()
         factors = _power_of_two(2 * _EXPONENT_BIAS + 7 - exponents)
         return factors.masked_fill_(exponents == 0, 0.0).unsqueeze(1)
@@ -110,10 +107,7 @@ class Workspace:
         return units.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan)
 
     def _exponents(self) -> Tensor:
-        """Return int32 biased exponents, one per entry of a lookup table: shape (256,).
-
-        Entry i is i, except that entries below `MIN_TOP` are 0 and entries above `MAX_TOP` are 255.
-        """
+        """Return the biased exponents 0 to 255: int32; 0 below `MIN_TOP`, 255 above `MAX_TOP`."""
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < MIN_TOP, 0)
         return exponents.masked_fill_(exponents > MAX_TOP, EXPONENT_OF_NAN)
@@ -147,15 +141,11 @@ MIN_LARGEST = 2.0**-118
 
 
 def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
-    """Encode a chunk of B blocks of V fp32 values as E3M0.
+    """Encode a chunk of B blocks of V fp32 values; return E3M0 codes, uint8, shape (B * V,).
 
-    Args:
-        values_BV: fp32.
-        scales_B: uint8; receives E + 127, or 0 for a zero block and 255 for a NaN block.
-
-    Returns:
-        The codes, uint8, shape (B * V,), valid until the next call. Bit 3 is the sign; bits 0 to 2
-        are 0 for zero and m for 2^(E - 7 + m). Codes in a NaN block are garbage.
+    They are valid until the next call: bit 3 is the sign, and bits 0 to 2 are 0 for zero and m for
+    2^(E - 7 + m); garbage in a NaN block. `scales_B` (uint8) receives E + 127, or 0 for a zero
+    block and 255 for a NaN block.
     """
     workspace = workspace_for(values_BV)
     # the clamp turns NaN into Inf
@@ -192,13 +182,10 @@ def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> 
 
 
 def decode_e3m0(unpack_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
-    """Decode a chunk encoded by `encode_e3m0`.
+    """Decode a chunk encoded by `encode_e3m0`, and write it to `out_BV` (fp32).
 
-    Args:
-        unpack_codes: fills an int16 tensor of shape (B * V,): bits 12 to 15 hold the chunk's codes;
-            the lower bits are garbage.
-        scales_B: uint8.
-        out_BV: fp32; receives the decoded values.
+    `unpack_codes` writes the codes to bits 12 to 15 of an int16 tensor of shape (B * V,), and
+    garbage to the lower bits.
     """
     workspace = workspace_for(out_BV)
     half_BV = workspace.buffer(torch.float16, out_BV.shape)
@@ -211,12 +198,9 @@ def decode_e3m0(unpack_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV
 
 
 def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
-    """Encode a chunk of B blocks of V fp32 values as int8.
+    """Encode a chunk of B blocks of V fp32 values as int8 codes, -127 to 127, and fp32 scales.
 
-    Args:
-        values_BV: fp32.
-        codes_BV: int8; receives the codes, -127 to 127; garbage in a block with NaN or Inf.
-        scales_B: fp32; receives the scales, NaN for a block with NaN or Inf.
+    In a block with NaN or Inf, the scale is NaN, and the codes are garbage.
     """
     workspace = workspace_for(values_BV)
     # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number
@@ -240,13 +224,8 @@ def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
 def encode_int2(values_BV: Tensor, scales_B: Tensor) -> Tensor:
     """Encode each value in a chunk of B blocks of V fp32 values as -3, -1, 1 or 3 times a scale.
 
-    Args:
-        values_BV: fp32; V is at most 256.
-        scales_B: bf16; receives the scales, NaN for a NaN block.
-
-    Returns:
-        The codes, uint8, shape (B * V,), valid until the next call: 0 to 3 for -3, -1, 1 and 3. In
-        a NaN block they are 1 or 2.
+    Return the codes, uint8, shape (B * V,), valid until the next call: 0 to 3; 1 or 2 in a NaN
+    block. `scales_B` (bf16) receives the scales, NaN for a NaN block. V is at most 256.
     """
     workspace, shape = workspace_for(values_BV), values_BV.shape
     tops_B = _largest_bits(values_BV, workspace).bitwise_right_shift_(MANTISSA_BITS)

@@ -34,25 +34,17 @@ _LIMIT = f32(127.0)
 def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
     """Encode values like `quantize.encode_e3m0`, and pack the codes like `bits.pack_codes_part`.
 
-    Args:
-        values: fp32, shape (N,), contiguous.
-        packed: uint8, shape (packed_size(N, 4),); receives the codes.
-        scales: uint8, shape (num_blocks(N),); receives the scales.
-        block: number of values per block.
+    `values` are fp32, shape (N,), contiguous; `packed` (uint8, shape (packed_size(N, 4),)) and
+    `scales` (uint8, one per block) receive the results.
     """
     bits = values.view(torch.int32).numpy()
     _encode_e3m0(bits, packed.numpy(), scales.numpy(), block, MIN_TOP, MAX_TOP)
 
 
 def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
-    """Decode a chunk encoded by `encode_e3m0`.
+    """Decode a chunk of n values, from index `start`, into `out` (fp32, shape (n,)).
 
-    Args:
-        packed: uint8; the packed codes of all values, not only of the chunk.
-        start: index of the chunk's first value.
-        scales: uint8; the scales of the chunk's blocks.
-        out: fp32, shape (n,); receives the decoded values.
-        block: number of values per block.
+    `packed` contains the codes of all values, `scales` those of the chunk's blocks.
     """
     tops, bits = scales.numpy(), out.view(torch.int32).numpy()
     _decode_e3m0(packed.numpy(), start, tops, bits, block, MIN_TOP, MAX_TOP)
@@ -67,11 +59,8 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> No
 def encode_int2(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
     """Encode values like `quantize.encode_int2`, and pack the codes.
 
-    Args:
-        values: fp32, shape (N,), contiguous.
-        packed: uint8, shape (packed_size(N, 2),); receives the codes.
-        scales: bf16, shape (num_blocks(N),); receives the scales.
-        block: number of values per block, at most 256.
+    As in `encode_e3m0`, but `packed` has shape (packed_size(N, 2),), `scales` are bf16, and `block`
+    is at most 256.
     """
     bits, halves = values.view(torch.int32).numpy(), scales.view(torch.int16).numpy()
     _encode_int2(bits, values.numpy(), packed.numpy(), halves, block, MIN_TOP, MAX_TOP)
@@ -226,10 +215,8 @@ def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, lea
 
 @compiled
 def _fit_two_bits(values: Any, factor: Any, units: Any, codes: Any) -> Any:
-    """Choose a level for each value of a block (0: low, 1: high), and return the fitted scale.
-
-    The scale is in units of 1 / `factor`; `units` is scratch memory.
-    """
+    """Write a block's levels (0: low, 1: high) to `codes`; return the scale times `factor`."""
+    # `units` is scratch memory, int32, one per value
     total = square = i32(0)
     for i in range(values.size):
         unit = i32(np.rint(f32(abs(values[i]) * factor)))

@@ -21,21 +21,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Launch and landing steps of all fragments.
+    """Launch and landing steps of all fragments."""
 
-    Args:
-        sync_every: H, the number of inner steps between two launches of a fragment; at least 1.
-        num_fragments: P, at least 1. If P > H, several fragments launch after the same step.
-        overlap_steps: tau, the number of inner steps from launch to landing; 0 <= tau < H. If 0, a
-            fragment lands immediately.
-        joined: offsets, in inner steps, of the fragments that were added during the fit, for
-            parameters that the user unfroze. They have the indices P, P + 1, ..., and each first
-            launches H steps after its offset.
-    """
-
-    sync_every: int
-    num_fragments: int
-    overlap_steps: int
+    sync_every: int  # H >= 1
+    num_fragments: int  # P >= 1; if P > H, several fragments launch after the same step
+    overlap_steps: int  # 0 <= tau < H; if 0, a fragment lands immediately
+    # offsets of the fragments P, P + 1, ... that were added during the fit, for parameters that the
+    # user unfroze; each first launches H steps after its offset
     joined: tuple[int, ...] = ()
 
     @property

@@ -43,11 +43,7 @@ def default_outer_optimizer(replicas: int, sync_every: int) -> partial[torch.opt
 def make_outer_optimizer(
     factory: OuterOptimizerFactory, parameters: list[nn.Parameter]
 ) -> tuple[Optimizer, LRScheduler | None]:
-    """Create the outer optimizer and its learning rate scheduler, if any.
-
-    Raises:
-        TypeError: the factory did not return a torch optimizer.
-    """
+    """Call the factory; raise a `TypeError` if it does not return a torch optimizer."""
     made = factory(parameters)
     optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
 

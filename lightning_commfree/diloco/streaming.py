@@ -91,34 +91,9 @@ class Landing(NamedTuple):
 class StreamingDiLoCo:
     """The Streaming DiLoCo algorithm on one replica.
 
-    Args:
-        module: the model; all replicas must start with the same weights.
-        fragments: a partition of the model's trainable parameters.
-        settings: settings of the fit.
-        transport: exchanges fragments with the other replicas. A single replica sends nothing and
-            acts as a Nesterov look-ahead optimizer.
-        within: channel between the k ranks of this replica, which have the same gradients; None if
-            every rank is a replica. Each rank holds 1/k of the outer state and exchanges it with
-            the same rank in the other replicas. All ranks must call every method.
-        requests: sent with every fragment that is launched; by default, none.
-
-    Attributes:
-        step: number of inner steps taken, including those skipped by a gradient scaler.
-        fragments: one `OuterFragment` per fragment; those added during the fit are last.
-        buffers: the averaged buffers of all fragments.
-        schedule: the steps at which fragments launch and land.
-        transport: as given; its `view` contains the current replicas.
-        landed: number of exchanges that have landed, including the final means.
-        outer_lock: held while the outer state changes.
-        flights: in-flight fragments, by index, in order of launch.
-        optimizers: the inner optimizers; they define which parameters are trained
-            (`trained_parameters`), and nonfinite state is reset if this replica abstains.
-        missed: number of batches in which this replica could have taken a step but did not; sent
-            with every exchange, so that replicas notice if they are on different batches.
-        ignores_frozen: whether parameters that are frozen during the fit are exchanged as if they
-            were trained. If not, they settle at the fragment's next landing (`outer.Frozen`), and
-            nothing changes them afterwards.
-        weight_swap: swaps the outer weights into the module.
+    All replicas must start with the same weights. Each of a replica's k ranks has the same
+    gradients, and exchanges its 1/k of the outer state with the same rank in the other replicas.
+    All ranks must call every method. A single replica sends nothing.
     """
 
     name, replicas = "Streaming DiLoCo", True
@@ -129,11 +104,11 @@ class StreamingDiLoCo:
     def __init__(
         self,
         module: nn.Module,
-        fragments: Sequence[Fragment],
+        fragments: Sequence[Fragment],  # a partition of the model's trained parameters
         settings: DiLoCoSettings,
         transport: Transport,
-        within: Channel | None = None,
-        requests: Requests | None = None,
+        within: Channel | None = None,  # None: every rank is a replica
+        requests: Requests | None = None,  # sent with every launch
     ) -> None:
         self.requests = requests or Requests()
         self.settings, self.codec = settings, codec_of(settings.wire_dtype)
@@ -141,21 +116,27 @@ class StreamingDiLoCo:
         self._last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
         self._feedback = float(self.codec.error_feedback)
         self._module, self.transport, self._within = module, transport, within
-        self.step = 0
+        self.step = 0  # inner steps taken, including those skipped by a gradient scaler
         self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
         self.buffers = AveragedBuffers(module, [b for one in fragments for b in one.buffers])
+        # fragments that are added during the fit come last
         self.fragments = [self._outer_fragment(fragment) for fragment in fragments]
         self.weight_swap = WeightSwap(self.fragments)
-        self.optimizers: Sequence[Optimizer] = ()
+        self.optimizers: Sequence[Optimizer] = ()  # the inner ones (`follow_optimizers`)
+        # `missed` counts the batches in which this replica could have taken a step but did not, and
+        # is sent with every exchange, so that replicas notice if they are on different batches.
+        # `ignores_frozen`: exchange parameters that are frozen during the fit as if they were
+        # trained, instead of settling them (`outer.Frozen`).
         self.missed, self.ignores_frozen = 0, False
 
-        self.flights: dict[int, Flight] = {}
+        self.flights: dict[int, Flight] = {}  # by fragment, in order of launch
         self._landings: dict[int, Pending[Landing]] = {}
         self._abstentions: Counter[int] = Counter()
         self._frozen = FrozenParameters(module, fragments)
         held = {name for fragment in fragments for name in fragment.parameters}
         self._parameters = {n: p for n, p in module.named_parameters() if n in held}
         self._mean: list[Tensor] | None = None  # mean of the local copies, until the next step
+        # `landed` counts exchanges, the final means too; hold the lock to change the outer state
         self.landed, self.outer_lock = 0, threading.Lock()
         self._open_exchanges()
 
@@ -170,11 +151,7 @@ class StreamingDiLoCo:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Context manager around an inner step; call `after_step` when it exits.
-
-        Raises:
-            RuntimeError: parameters were unfrozen during the fit, and a replica has several ranks.
-        """
+        """Context manager around an inner step; call `after_step` when it exits."""
         # add newly unfrozen parameters now, before any replica trains them
         if unfrozen := self._frozen.unfrozen():
             if self.settings.replica_size > 1:
@@ -187,9 +164,8 @@ class StreamingDiLoCo:
     def after_step(self) -> None:
         """Count an inner step, and launch and land fragments according to the schedule.
 
-        Raises:
-            RuntimeError: a fragment cannot land (`nonfinite.refuse_landing`), or parameters were
-                unfrozen during the step.
+        Raise a `RuntimeError` if a fragment cannot land (`refuse_landing`), or if parameters were
+        unfrozen during the step or replaced.
         """
         assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
         self.step += 1
@@ -244,12 +220,10 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Land in-flight fragments, then average the replicas' local weights.
+        """Land in-flight fragments, then average the replicas' local weights; collective.
 
-        All replicas must call this method after the same step. Global and local copies, and
-        averaged buffers, then equal that mean bit for bit on all replicas; a second call changes
-        nothing. A single replica keeps its local weights. The outer optimizer's state is unchanged.
-        Errors are as in `after_step`.
+        All replicas must call it after the same step. Both copies then equal that mean, bit for bit
+        on all replicas; a second call changes nothing. A single replica keeps its local weights.
         """
         self._check_all_in_fragments()
         with self.weight_swap.local_weights():
@@ -288,14 +262,10 @@ class StreamingDiLoCo:
         values: Tensor,
         residual: Tensor | None = None,
         tag: str = TAG,
-        outer: Tensor | None = None,
+        outer: Tensor | None = None,  # the global copy to hash, if it is on the device of `values`
         frozen: Frozen = NONE_FROZEN,
     ) -> Flight:
-        """Start exchanging a fragment's `values` (fp32, shape (S,)) with the other replicas.
-
-        If the caller has already copied the global copy to the device of `values`, `outer` is that
-        copy, and is used to compute the hash.
-        """
+        """Start exchanging a fragment's `values` (fp32, shape (S,)) with the other replicas."""
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         hashed = self._digest(p, outer) if tag == TAG else 0
@@ -359,11 +329,10 @@ class StreamingDiLoCo:
         return self.fragments[p].digest() if outer is None else digest(outer)
 
     def _reset_after_abstaining(self, p: int, taken: Sequence[int]) -> None:
-        """Clear residuals and nonfinite optimizer state after a reset to the global copy, and warn.
+        """Clear residuals and nonfinite optimizer state of the fragments `taken`, and warn.
 
-        Args:
-            p: index of the fragment whose mean does not include this replica.
-            taken: indices of all fragments that were reset to the global copy.
+        They were reset to the global copy, because the mean of fragment `p` leaves out this
+        replica.
         """
         names = [name for q in taken for name in self.fragments[q].fragment.parameters]
         for q in taken:
@@ -469,21 +438,15 @@ class StreamingDiLoCo:
     # -- validations
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights to use for validation, as an argument for `WeightSwap.swap_in`.
-
-        There is one tensor per fragment; None stands for the outer weights. Collective.
-        """
+        """Return the weights for `WeightSwap.swap_in`, None for the outer weights; collective."""
         return self.mean_weights() if self.settings.evaluate == "mean" else None
 
     @torch.no_grad()
     def mean_weights(self) -> list[Tensor]:
         """Return the mean of the replicas' local copies of each fragment: fp32, shape (S,).
 
-        Collective over all ranks. The module must contain the local copies, not the outer weights.
-        The result is cached until the next step.
-
-        Raises:
-            RuntimeError: a replica's values are not finite, or the replicas are at different steps.
+        Collective over all ranks; errors are those of `refuse_landing`. The module must contain the
+        local copies, not the outer weights. The result is cached until the next step.
         """
         if self._mean is None:
             if self.num_replicas == 1:
@@ -516,10 +479,7 @@ class StreamingDiLoCo:
             fragment.optimizer.state.clear()
 
     def unready(self, what: str) -> str | None:
-        """Return a warning if the outer weights are still partly the initial weights, else None.
-
-        `what` is the operation that uses them, "validation" or "checkpoint".
-        """
+        """Return a warning if the outer weights that `what` uses are partly the initial ones."""
         count = sum(not fragment.landings for fragment in self.fragments)
         if not count or self.settings.evaluate == "mean":
             return None
@@ -528,10 +488,7 @@ class StreamingDiLoCo:
     # -- checkpoints
 
     def wait_in_flight(self) -> None:
-        """Wait until the messages of all in-flight fragments have arrived.
-
-        The fragments still land, that is, apply their results, as scheduled.
-        """
+        """Wait until the messages of all in-flight fragments have arrived; they land later."""
         for flight in self.flights.values():
             self.transport.wait(flight.pending)
 
@@ -550,8 +507,8 @@ class StreamingDiLoCo:
         """Return the state that is identical across replicas, and this replica's own state.
 
         In a multi-rank replica, the identical state contains only this rank's shard. Tensors are
-        not copied, so save or copy them before the next step. The method waits for the messages of
-        in-flight fragments, because they are part of the replica's own state.
+        not copied, so save or copy them before the next step. The own state contains the messages
+        of in-flight fragments, which this method waits for.
         """
         self.wait_in_flight()  # also completes the codec's residuals
         shared = {
@@ -570,12 +527,10 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Continue from a saved state, with the same fragments and settings.
+        """Continue from the states of `state_dict`, with the same fragments and settings.
 
-        Args:
-            shared: the state that is identical across replicas.
-            own: this replica's own state. None for a new replica, which starts from the global
-                weights with no fragments in flight.
+        `own` is None for a new replica, which starts from the global weights with no fragments in
+        flight.
         """
         assert not self.weight_swap.swapped_in, "states are loaded into the local weights"
         assert not self.flights, "load a state before the first step"

@@ -61,15 +61,10 @@ class Flight:
 
 
 class Transport(Protocol):
-    """Interface that exchanges fragments with the other replicas.
+    """Interface that exchanges fragments with the other replicas."""
 
-    Attributes:
-        view: the replicas that take part, as of the latest exchange that was waited for.
-        background: thread and side stream that use the channel of `view`.
-    """
-
-    view: View
-    background: Background
+    view: View  # the replicas that take part, as of the latest exchange that was waited for
+    background: Background  # thread and side stream that use the channel of `view`
 
     def open(self, codecs: tuple[Codec, Codec], sizes: Sizes) -> None:
         """Prepare exchanges of all fragments; call this again when a fragment joins.

@@ -10,29 +10,33 @@ several functions wrap the same method, the one applied last is outermost:
 =============================== ===================================================================
 method                          wrappers, innermost first
 =============================== ===================================================================
-trainer.save_checkpoint         check that all ranks save after the same step (`fit_session`); agree
-                                to stop, then swap in the shared weights (`local_weights`)
-fit_loop.setup_data             use the same number of batches on all ranks (`stopping`)
-epoch_loop.on_run_start         record the RNG state (`resume.data_position`); defer stop requests
-                                and check the first batch (`stopping`)
+trainer.save_checkpoint         check that all ranks save after the same step (`fit.session`); agree
+                                to stop, then swap in the shared weights (`fit.local_weights`)
+fit_loop.setup_data             use the same number of batches on all ranks (`fit.stopping`)
+epoch_loop.on_run_start         begin an epoch with the saved order (`resume.data_position`); defer
+                                stop requests and check the first batch (`fit.stopping`)
 epoch_loop.reset                hide a warning about loaders (`hide_resume_warning`)
-epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
-fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
-val_loop.on_run_start           swap in the shared weights (`fit_session`)
-val_loop.on_run_end             swap them out again (`fit_session`)
+epoch_loop.on_advance_end       defer stop requests before a validation (`fit.stopping`)
+fit_loop.on_advance_end         agree to stop after an epoch (`fit.stopping`)
+val_loop.on_run_start           tell the session that a validation begins (`fit.session`)
+val_loop.on_run_end             tell it that the validation has ended (`fit.session`)
 automatic_optimization.         notice a batch without an optimizer step (`around_steps`)
 _optimizer_step
-epoch_loop._should_check_val_fx validate on one elastic replica only (`elastic_diloco`)
+epoch_loop._should_check_val_fx validate on one elastic replica only (`elastic.strategy`)
 setup_data of evaluation loops  compare the numbers of batches of ranks that share a model
-                                (`evaluation`)
-strategy.process_dataloader     record the RNG state (`resume.data_position`)
+                                (`fit.evaluation`)
+strategy.process_dataloader     record the order of the data (`resume.data_position`)
 two methods of the checkpoint   find the checkpoint on any rank's disk (`around_loading`)
 connector
 three methods of the signal     handle SIGTERM without a broadcast per batch (`handle_signals`)
 connector
 logger_connector.log_metrics    add communication metrics to the loggers' rows (`add_to_rows`)
-callbacks of `WeightAveraging`  average the shared weights (`local_weights`)
-precision.clip_grad_by_norm     clip by the norm of the full gradient (`inside.domino`)
+callbacks of `WeightAveraging`  average the shared weights (`fit.local_weights`)
+precision.clip_grad_by_norm     clip by the norm of the full gradient
+                                (`layouts.tensor_parallel`)
+callbacks' `on_exception`       save only if all ranks stop after the same step (`fit.signals`); do
+                                nothing in the process that launched the ranks (`CleanExitLauncher`)
+module.cpu                      leave a model without values on `meta` after an error (`fit.base`)
 =============================== ===================================================================
 """
 

@@ -25,7 +25,7 @@ from lightning_commfree.diloco import (
 from lightning_commfree.diloco.exchange import HeaderSummary
 from lightning_commfree.diloco.transport import FixedTransport
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
-from lightning_commfree.lion.ballot import HeaderSummary as VoteSummary
+from lightning_commfree.lion.ballot import VoteHeaders
 from tests.cuda_seams import memory, no_compiled_loops, tasks_at_once
 from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel
 from tests.diloco.training import DEFAULTS
@@ -99,12 +99,12 @@ def lion(
 ) -> list[Cost]:
     """Return the cost of casting all ballots, and of the step by their results."""
 
-    def said(headers: Tensor, count: int) -> VoteSummary:
+    def said(headers: Tensor, count: int) -> VoteHeaders:
         alike = {"parameters_differ": False, "hyperparameters_differ": False}
-        return VoteSummary(0, 0, (), (), (True,) * count, **alike)
+        return VoteHeaders(0, 0, (), (), (True,) * count, **alike)
 
     walk = CudaWalk()
-    patch.setattr(ballot, "summarize_headers", said)
+    patch.setattr(ballot, "read_headers", said)
     memory(patch)
     tasks_at_once(patch, walk)
     made = [Kernels()]

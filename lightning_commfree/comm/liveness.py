@@ -516,7 +516,7 @@ class PeerWatch:
 
     @contextmanager
     def _explain_errors(self, tag: str, computing: bool = False) -> Iterator[None]:
-        """Context manager that replaces a `RuntimeError` with one that names the lost ranks."""
+        """Context manager that replaces a `RuntimeError` with one that names lost or slow ranks."""
         start, monitor = time.monotonic(), self.monitor
         try:
             yield

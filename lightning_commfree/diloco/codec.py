@@ -117,7 +117,7 @@ class CastCodec:
 
     name: str
     dtype: torch.dtype
-    error_feedback: bool = False
+    error_feedback: float = 0.0
 
     def num_bytes(self, numel: int) -> int:
         """Return the payload size in bytes: `numel` times the size of the wire dtype."""
@@ -140,7 +140,7 @@ class Int8Codec:
 
     name: str = "int8"
     compiled: bool = True  # use the faster `quantize_numba` if numba is installed
-    error_feedback: bool = False
+    error_feedback: float = 0.0
 
     def num_bytes(self, numel: int) -> int:
         """Return the payload size in bytes: one byte per value and four bytes per block."""
@@ -176,7 +176,7 @@ class Fp4Codec:
 
     name: str = "fp4"
     compiled: bool = True  # use the faster `quantize_numba` if numba is installed
-    error_feedback: bool = False
+    error_feedback: float = 0.0
 
     def num_bytes(self, numel: int) -> int:
         """Return the payload size in bytes: 1 byte per block, and 4 bits per value, padded."""

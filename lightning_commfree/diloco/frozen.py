@@ -37,7 +37,7 @@ TAG = "moved"
 
 
 class FrozenParameters:
-    """A model's parameters that were not trained when the fit began, and so are in no fragment."""
+    """Parameters in no fragment, because they were not trained when the fit began."""
 
     def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}

@@ -168,7 +168,7 @@ class OuterFragment:
         outer_optimizer: OuterOptimizerFactory,
         within: Channel | None = None,
         device: str | None = None,  # of the outer state; None: that of the parameters
-        error_feedback: bool = False,  # keep the codec's rounding error (`residual`)
+        keeps_residual: bool = False,  # keep the codec's rounding error, for error feedback
         buffers: AveragedBuffers | None = None,  # of the whole module; None: of the fragment
     ) -> None:
         self._module, self.fragment = module, fragment
@@ -182,7 +182,7 @@ class OuterFragment:
         self.shard_numel, self.parameter_numel = self._layout.numel, self._layout.parameter_numel
         start = self.local_values()
         # (parameter_numel,), fp32: the codec's rounding error of the latest outer gradient
-        self.residual = torch.zeros_like(start[: self.parameter_numel]) if error_feedback else None
+        self.residual = torch.zeros_like(start[: self.parameter_numel]) if keeps_residual else None
         # (S,), fp32: this rank's values in the order of `ShardLayout`
         self.global_copy = start if device is None else _to_device(start, device)
 
@@ -234,7 +234,7 @@ class OuterFragment:
         torch.sub(outer[: self.parameter_numel], parameters, out=parameters)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the local and global copies are equal when compared in the local dtype."""
+        """Return whether this rank's shares of both copies are equal in the local dtype."""
         local = self.local[: None if buffers else len(self.fragment.parameters)]
         here = self._layout.split(self.local_values().to(self.global_copy.device))
         for (i, outer), (_, mine) in zip(self._layout.split(self.global_copy), here, strict=True):
@@ -278,7 +278,10 @@ class OuterFragment:
             local.copy_(merged)
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Overwrite the local copy with the global copy or with `shown` (fp32, shape (S,))."""
+        """Overwrite the local copy with the global copy or with `shown` (fp32, shape (S,)).
+
+        Collective within the replica.
+        """
         self.merge(mix=0.0, shown=shown)
 
     # -- the global copy

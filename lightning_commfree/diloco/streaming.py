@@ -403,9 +403,9 @@ class StreamingDiLoCo:
         factory = self.settings.outer_optimizer
         if factory is None:
             factory = default_outer_optimizer(self.num_replicas, self.settings.sync_every)
-        device, feedback = self.settings.outer_device, self.codec.error_feedback > 0
+        device, keeps = self.settings.outer_device, self.codec.error_feedback > 0
         return OuterFragment(
-            self._module, fragment, factory, self._within, device, feedback, self.buffers
+            self._module, fragment, factory, self._within, device, keeps, self.buffers
         )
 
     def _check_all_in_fragments(self) -> None:

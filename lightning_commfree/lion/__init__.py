@@ -32,7 +32,7 @@ Read in this order:
    kernels). `vote`: how ballots are counted.
 2. `ballot`: how ballots are exchanged. `buckets`: which parameters share a ballot. `voting`: a full
    step, with overlap of votes and backward.
-3. `optimizer`: the `torch.optim.Optimizer`. `session`: runs its votes during a fit.
+3. `optimizer`: the `torch.optim.Optimizer`. `algorithm`: runs its votes during a fit.
 
 Departures from the paper:
 
@@ -47,8 +47,8 @@ Departures from the paper:
 
 from __future__ import annotations
 
+from lightning_commfree.lion.algorithm import LionVotes, only_lion, refuse_without_momenta
 from lightning_commfree.lion.optimizer import DistributedLion
-from lightning_commfree.lion.session import VotingSession, only_lion, refuse_without_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import mean_momenta
@@ -57,7 +57,7 @@ __all__ = [
     "DistributedLion",
     "LionSettings",
     "Voting",
-    "VotingSession",
+    "LionVotes",
     "mean_momenta",
     "only_lion",
     "refuse_without_momenta",

@@ -59,7 +59,7 @@ class Ballot(NamedTuple):
     nonzero: Tensor  # (B,), uint8: bits of c != 0, padded with 0
 
 
-class HeaderSummary(NamedTuple):
+class VoteHeaders(NamedTuple):
     """Summary of all workers' headers; the same on every worker."""
 
     requests: int  # the union of all workers' requests, as bits of `comm.requests`
@@ -111,7 +111,7 @@ def marks_of(headers: Tensor, parameters: int) -> Tensor:
     return headers[..., _WORDS_BYTES : _WORDS_BYTES + parameters]
 
 
-def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
+def read_headers(headers: Tensor, parameters: int) -> VoteHeaders:
     """Combine the headers of all workers: uint8, shape (workers, header bytes), in host memory."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = marks_of(headers, parameters)
@@ -120,7 +120,7 @@ def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
     abstaining = tuple(sorted({worker for worker, _ in faults}))
     parameters_differ, hyperparameters_differ = differing([digest for _, digest in words])
 
-    return HeaderSummary(
+    return VoteHeaders(
         requests=union([first & _REQUESTS for first, _ in words]),
         zeros=max(
             [first >> _ZEROS_SHIFT for w, (first, _) in enumerate(words) if w not in abstaining]
@@ -193,7 +193,7 @@ _FLAG_BYTES = 8
 class VoteResult(NamedTuple):
     """Result of the vote on one bucket."""
 
-    summary: HeaderSummary
+    summary: VoteHeaders
     delta: PackedDelta | None  # None if the step was rejected
 
 
@@ -236,7 +236,7 @@ class BallotExchange:
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
         """Exchange and count the ballots; block until the result is known; collective.
 
-        With `refuse_faults`, NaN or Inf on any worker rejects the step (`HeaderSummary.refuses`).
+        With `refuse_faults`, NaN or Inf on any worker rejects the step (`VoteHeaders.refuses`).
         """
         shards = self._route.num_shards
         headers = ballot.header.expand(shards, -1)
@@ -244,7 +244,7 @@ class BallotExchange:
         received = self._route.up(messages, UP_TAG).wait()
 
         head = ballot.header.numel()
-        summary = summarize_headers(received[:, :head].cpu(), self._parameters)
+        summary = read_headers(received[:, :head].cpu(), self._parameters)
         if summary.refuses(refuse_faults):
             return VoteResult(summary, None)
 
@@ -270,7 +270,7 @@ class BallotExchange:
         whole_WB = torch.stack([nonzero_plane(indices, self._valid) for indices in lists])
         return whole_WB.view(len(whole_WB), shards, -1)[:, self._route.shard]
 
-    def _count(self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: HeaderSummary) -> Shard:
+    def _count(self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: VoteHeaders) -> Shard:
         """Count the votes in this worker's shard, except those of workers that abstain."""
         if summary.abstaining:  # these ballots were computed from NaN or Inf: count them as zeros
             if nonzero_WB is None:
@@ -338,8 +338,8 @@ class NodeBallotExchange:
         return VoteResult(summary, PackedDelta(planes, weights, self._rule.offset(self._workers)))
 
     def _merge_in_node(
-        self, summary: HeaderSummary, refused: bool, ballot: Ballot, planes: Tensor
-    ) -> tuple[HeaderSummary, bool, Tensor]:
+        self, summary: VoteHeaders, refused: bool, ballot: Ballot, planes: Tensor
+    ) -> tuple[VoteHeaders, bool, Tensor]:
         """Combine what the node's ranks found, and gather their result planes; collective."""
         differ = summary.parameters_differ, summary.hyperparameters_differ
         seen = [summary.requests, *differ, refused]

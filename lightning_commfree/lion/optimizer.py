@@ -170,7 +170,7 @@ class DistributedLion(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        voting = self._current_voting()
+        voting = self._voting_for_step()
         for parameter, local in self._local.items():
             local.grad = None if parameter.grad is None else local_tensor(parameter.grad)
         voting.run_step()
@@ -200,7 +200,7 @@ class DistributedLion(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         update_masters([self.state[p] for p in parameters], [*map(local_tensor, parameters)])
 
-    def _current_voting(self) -> Voting:
+    def _voting_for_step(self) -> Voting:
         if self.voting is not None and not self.is_voted_on:
             # user code has modified `param_groups` directly
             if self.voting.view.size > 1:

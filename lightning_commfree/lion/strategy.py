@@ -25,7 +25,7 @@ from lightning_commfree.layouts import (
     choose_layout,
     layout_name,
 )
-from lightning_commfree.lion import LionSettings, VotingSession, only_lion, refuse_without_momenta
+from lightning_commfree.lion import LionSettings, LionVotes, only_lion, refuse_without_momenta
 from lightning_commfree.model.replication import AveragedBuffers
 
 
@@ -136,7 +136,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         return lost
 
     @override
-    def begin(self, trainer: pl.Trainer) -> VotingSession:
+    def begin(self, trainer: pl.Trainer) -> LionVotes:
         lion = only_lion(type(self).__name__, self.optimizers)
         if self.world_size > 1:
             refuse_max_norm(type(self).__name__, self.module)
@@ -162,7 +162,7 @@ class DistributedLionStrategy(ReplicaStrategy):
                 " is compiled as a whole, and torch.compile returns all of its gradients together."
                 " Compile block by block instead: `for block in blocks: block.compile()`."
             )
-        return VotingSession(
+        return LionVotes(
             self.module, lion, self.settings, self.channels, self._overlaps, self.requests
         )
 

@@ -78,7 +78,8 @@ class Shard(NamedTuple):
 class Majority:
     """Majority rule: Delta = sign(P - M).
 
-    With `draw`, random bits break ties, except where all votes are 0. Without it, a tie gives 0.
+    With `draw`, random bits that workers share break ties, except where all votes are 0.
+    Without it, a tie gives 0.
     """
 
     def __init__(self, draw: Draw | None = None) -> None:

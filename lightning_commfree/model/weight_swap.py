@@ -37,7 +37,7 @@ class SharedPart(Protocol):
         """Copy the shared values, or the flat tensor `shown` if given, into the module."""
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the local parameters equal the shared ones.
+        """Return whether this rank's local parameters equal the shared ones.
 
         If `buffers` is True, compare buffers as well.
         """
@@ -89,7 +89,7 @@ class SharedCopy:
             own.copy_(value)
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the local parameters equal the shared ones.
+        """Return whether this rank's local parameters equal the shared ones.
 
         If `buffers` is True, compare buffers as well.
         """
@@ -133,7 +133,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def local_equals_shared(self, buffers: bool = True) -> bool:
-        """Return whether the local parameters equal the shared ones.
+        """Return whether this rank's local parameters equal the shared ones.
 
         If `buffers` is True, compare buffers as well.
         """

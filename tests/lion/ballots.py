@@ -13,7 +13,7 @@ from lightning_commfree.comm.requests import STOP
 from lightning_commfree.lion.ballot import (
     Ballot,
     BallotExchange,
-    HeaderSummary,
+    VoteHeaders,
     VoteResult,
     header_bytes,
 )
@@ -30,7 +30,7 @@ RULES: dict[str, type] = {"majority": Majority, "average": Average}
 class Outcome(NamedTuple):
     """What one worker has at the end of an exchange."""
 
-    summary: HeaderSummary
+    summary: VoteHeaders
     delta: Tensor | None  # (N,); None: refused
     sent: dict[str, int]
 

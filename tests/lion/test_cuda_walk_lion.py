@@ -5,7 +5,7 @@ What the walk does not see, and what stands there (`tests.cuda_seams`):
 - the thread beside the training: its tasks run where their result is waited for, as "thread". What
   it counts lies in host memory, where no device is waited for: nothing of it is listed;
 - pinned memory: copies are made, nothing runs beside anything, so that no race is seen;
-- what headers say: they hold no values, so a summary is given. `summarize_headers` reads them
+- what headers say: they hold no values, so a summary is given. `read_headers` reads them
   in host memory;
 - the ranks of a node, who only pass on what lies in host memory (`NodeBallotExchange`).
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_commfree.comm.background import Staging, to_host
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
-from lightning_commfree.lion.ballot import HeaderSummary
+from lightning_commfree.lion.ballot import VoteHeaders
 from lightning_commfree.lion.buckets import split_into_buckets
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule
 from lightning_commfree.lion.worker import LionParam, cast_ballot, take_step
@@ -83,13 +83,13 @@ class Worker:
         values = {name: p.detach().to(dtype) for name, p in parameters().items()}
         self.model = nn.ParameterDict(values)
 
-        def said(headers: Tensor, count: int) -> HeaderSummary:
+        def said(headers: Tensor, count: int) -> VoteHeaders:
             assert headers.device == CPU
             alike = {"parameters_differ": False, "hyperparameters_differ": False}
             gradients = (True,) * count
-            return HeaderSummary(0, zeros, abstaining, (), gradients, **alike)
+            return VoteHeaders(0, zeros, abstaining, (), gradients, **alike)
 
-        patch.setattr(ballot, "summarize_headers", said)
+        patch.setattr(ballot, "read_headers", said)
         small_buckets(patch)
         memory(patch)
         tasks_at_once(patch, self.walk)

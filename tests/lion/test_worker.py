@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.lion import worker
-from lightning_commfree.lion.ballot import header_bytes, summarize_headers
+from lightning_commfree.lion.ballot import header_bytes, read_headers
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import PackedDelta
 from lightning_commfree.lion.worker import (
@@ -67,7 +67,7 @@ def ballot(members: list[LionParam], stop: bool = False, digest: int = 0) -> tup
     raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest, momenta)
     cut = header_bytes(len(bucket.parameters))
     assert raw.numel() == cut + 2 * bucket.plane_bytes
-    summary = summarize_headers(raw[:cut].unsqueeze(0), len(bucket.parameters))
+    summary = read_headers(raw[:cut].unsqueeze(0), len(bucket.parameters))
     return summary, *(flags(plane, bucket) for plane in raw[cut:].view(2, -1))
 
 

@@ -62,7 +62,7 @@ _WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
 _DDP = repr("ddp")  # value of `inside` in a fingerprint if all ranks hold full momentum buffers
 
 
-class VotingSession:
+class LionVotes:
     """Runs the votes of a `DistributedLion` optimizer for one fit; collective over all ranks.
 
     Args:

@@ -33,7 +33,7 @@ from lightning_commfree.domino.gradients import AVERAGE_TAG, GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
 
-# entries of the rank state that do not depend on the shards that a rank holds
+# entries of a rank's own state (`resume.contents`) that do not depend on its shards
 _POSITION = ("changes", "random", "starts", "order", "loaders", "ahead", "lost")
 FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 values per rank, exchanged before each step
 

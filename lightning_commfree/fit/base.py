@@ -58,6 +58,7 @@ from lightning_commfree.host import (
 from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
+from lightning_commfree.resume.contents import saved_dtypes
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.resume.optimizers import restore_dtypes
@@ -548,8 +549,7 @@ class ReplicaStrategy(DDPStrategy):
         self._resume.before_optimizers()
         shards = self.inside.with_optimizer_shards(checkpoint)
         super().load_optimizer_state_dict(shards)
-        dtypes = self._resume.saved_dtypes(checkpoint)
-        restore_dtypes(self.optimizers, shards["optimizer_states"], dtypes)
+        restore_dtypes(self.optimizers, shards["optimizer_states"], saved_dtypes(checkpoint))
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:

@@ -57,7 +57,8 @@ def agree_on_parameters(
 
 
 BUFFERS_TAG = "buffers"
-# entries of a rank's saved state that a worker reuses when it resumes on a different rank
+# entries of a rank's own state (`resume.contents`) that a worker reuses when it resumes on
+# another rank
 _WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
 _DDP = repr("ddp")  # value of `inside` in a fingerprint if all ranks hold full momentum buffers
 
@@ -223,7 +224,7 @@ class LionVotes:
         found = load(worker * size + rank_in_worker for worker in sources)
         if not found:
             return None
-        own = {name: found[0][name] for name in _WORKER_STATE if name in found[0]}
+        own = {name: found[0][name] for name in _WORKER_STATE}
         if len(found) > 1:
             states = zip(*(state["optimizers"] for state in found), strict=True)
             own["optimizers"] = [mean_momenta(of_workers) for of_workers in states]

@@ -51,7 +51,6 @@ from lightning_commfree.resume.loops import (
     start_in_epoch,
     unknown_parts_of_fit,
 )
-from lightning_commfree.resume.rank_files import plain_or_none
 
 States = dict[str, Any]  # "random": the host's RNG state; "order": `order_state` of a loader
 NEW_EPOCH: tuple[None, int] = None, 0  # see `LoaderOrder.plan`
@@ -222,26 +221,11 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
     return [] if loaders is None else CombinedLoader(loaders).flattened
 
 
-def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> Any:
-    """Return this rank's position in the training data, for a checkpoint.
-
-    "loaders" contains the states of loaders with a `state_dict`, or None if they need pickle; on
-    resume, Lightning then restores rank 0's states on every rank. "ahead" contains the prefetched
-    batches (a single batch if the data has no length), or None if they need pickle. "starts"
-    contains the `LoaderOrder.start` of each loader, and "order" its current `order_state`. "sizes"
-    contains lengths, batch sizes and samplers' seeds of the loaders.
-    """
-    loaders = training_loaders(trainer)
-    works = MID_EPOCH.works(trainer)
-    ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
-    return {
-        "random": random_state(trainer.strategy.root_device),
-        "starts": [order and order.start for order in map(LoaderOrder.of, loaders)],
-        "order": [*map(order_state, loaders)],
-        "loaders": plain_or_none(_loader_states(checkpoint)),
-        "ahead": plain_or_none([*ahead]),
-        "sizes": [*map(sizes_of, loaders)],
-    }
+def batches_ahead(trainer: pl.Trainer) -> list[Any]:
+    """Return the prefetched batches; a single one if the data has no length."""
+    if not MID_EPOCH.works(trainer):
+        return []
+    return [*getattr(data_fetcher(trainer), "batches", [])]
 
 
 def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
@@ -285,7 +269,7 @@ def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks:
     shared = "contains objects other than tensors and plain values, so every rank gets rank 0's"
     texts = []
     # a single rank loses nothing: Lightning saves its state
-    if ranks > 1 and own["loaders"] is None and _loader_states(checkpoint):
+    if ranks > 1 and own["loaders"] is None and loader_states(checkpoint):
         texts.append(f"the state of a training data loader {shared}")
     if ranks > 1 and own["schedulers"] is None and checkpoint.get("lr_schedulers"):
         texts.append(f"the state of a learning-rate scheduler {shared}")
@@ -315,7 +299,8 @@ def _skipped_schedulers(trainer: pl.Trainer) -> list[str]:
     ]
 
 
-def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
+def loader_states(checkpoint: Mapping[str, Any]) -> Any:
+    """Return the states of the training loaders in a checkpoint, or None."""
     loops: Any = checkpoint.get("loops", {})
     return loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
 
@@ -341,7 +326,7 @@ def restore_data_position(
 
     Args:
         trainer: the Trainer that resumes the fit.
-        own: this rank's own state, with the entries from `data_state`.
+        own: this rank's own state (`contents`).
 
     Returns:
         Messages about state that could not be restored, and descriptions of loaders, samplers and

@@ -1,30 +1,8 @@
-"""Exact resume: the contents of a checkpoint, and how each rank restores its own state.
+"""Save a fit, and resume it exactly: the steps of both, and when a resume cannot be exact.
 
-A checkpoint is a Lightning checkpoint with full tensors and one additional entry:
-
-    checkpoint["lightning_commfree"] = {
-        "ranks", "token", "folder",      # number of ranks, id of the save, folder of its rank files
-        "algorithm", "fingerprint",      # an exact resume needs the same algorithm and settings
-        "shared",                        # the algorithm's state that is the same on all replicas
-        "own",                           # rank 0's own state; other ranks' states are in rank files
-    }
-
-A rank's own state has these entries (`ExactResume._state`):
-
-    "algorithm"                            the algorithm's state: local weights, in-flight fragments
-    "optimizers", "precision"              only if each replica has its own weights
-    "tensors"                              untrained tensors (`OwnTensors`)
-    "inside"                               the layout's state (`Layout.state_dict`)
-    "gradients", "schedulers"              partially accumulated gradients; schedulers
-    "changes", "dtypes"                    settings that hooks have changed; parameters' dtypes
-    "random", "starts", "order", "loaders", "ahead", "sizes"   position in the data
-                                                               (`data_position`)
-    "shared"                               only on ranks whose shards differ from rank 0's
-    "lost"                                 messages about state that could not be saved
-
-A fit that resumes on the same number of ranks with the same settings continues bit for bit. Any
-other fit starts from the checkpoint's weights, reuses as much as the algorithm can (`adopt`), and
-warns why the resume is not exact.
+`contents` lists what a save contains. A fit that resumes on the same number of ranks with the same
+settings continues bit for bit. Any other fit starts from the checkpoint's weights, reuses as much
+as the algorithm can (`adopt`), and warns why the resume is not exact.
 
 A change that an `on_load_checkpoint` hook makes to the checkpoint wins over a rank's own state
 (`hook_changes`).
@@ -35,66 +13,47 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
-from lightning_commfree.comm.digest import digest
-from lightning_commfree.comm.handshake import check_agreement, common_entries
-from lightning_commfree.comm.job import ReplicaChannels
+from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.host import DDPStrategy, TrainerFn, is_overridden, pl
 from lightning_commfree.lightning_internals import (
     Patches,
     around_loading,
     hide_resume_warning,
 )
-from lightning_commfree.model.replication import (
-    AveragedBuffers,
-    differ_from_first,
-    persistent_buffers,
-)
-from lightning_commfree.model.shards import is_shard, local_tensor
+from lightning_commfree.model.replication import AveragedBuffers
 from lightning_commfree.resume.changes import FitChanges
 from lightning_commfree.resume.checkpoint_io import writes_later
-from lightning_commfree.resume.copies import Ranks, drop_copy, find_checkpoint, send
-from lightning_commfree.resume.data_position import (
-    data_state,
-    half_accumulated,
-    not_saved,
-    record_orders,
-    restore_data_position,
-    training_orders,
+from lightning_commfree.resume.contents import (
+    ENTRY,
+    KEY,
+    SavedFit,
+    State,
+    contents,
+    keep_hook_changes,
+    precision_entry,
+    restore_by_lightning,
+    restore_position,
+    restore_weights,
 )
+from lightning_commfree.resume.copies import Ranks, drop_copy, find_checkpoint, send
+from lightning_commfree.resume.data_position import record_orders, training_orders
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
-from lightning_commfree.resume.hook_changes import HookChanges
+from lightning_commfree.resume.hook_changes import HookChanges, named_tensors
 from lightning_commfree.resume.loops import restore_loops, unknown_callbacks
-from lightning_commfree.resume.rank_files import (
-    Owner,
-    RankFiles,
-    copy_to_cpu,
-    file_of_rank,
-    local_tensors,
-    plain_or_none,
-)
+from lightning_commfree.resume.own_tensors import OwnTensors
+from lightning_commfree.resume.rank_files import Owner, RankFiles, copy_to_cpu, file_of_rank
 
-KEY = "lightning_commfree"  # key of the additional entry in a checkpoint
-TAG = "save"  # ledger tag
 RESTORED = (
     "weights, optimizers, schedulers, the strategy's state, random numbers and the position in the"
     " data"
 )
-_ENTRY = {"ranks", "token", "folder", "algorithm", "fingerprint", "shared", "own"}
-
-State = dict[str, Any]
 
 
 class Resumable(Protocol):
@@ -174,16 +133,6 @@ class SavedLayout(Protocol):
         """Restore the state returned by `state_dict`."""
 
 
-@dataclass
-class _Fit:
-    """Objects that `ExactResume` holds during a fit, from `begin` to `end`."""
-
-    trainer: pl.Trainer
-    algorithm: Resumable
-    tensors: OwnTensors
-    changes: FitChanges
-
-
 class Save:
     """A checkpoint to resume from, and its rank files.
 
@@ -206,7 +155,7 @@ class Save:
     ) -> None:
         self.path, self.checkpoint = path, checkpoint
         self.entry: State = checkpoint.get(KEY, {})
-        if self.entry and not self.entry.keys() >= _ENTRY:
+        if self.entry and not self.entry.keys() >= ENTRY:
             raise RuntimeError(
                 f"The checkpoint {str(path)!r} was written by another version of"
                 " lightning_commfree. Load only its weights (`load_from_checkpoint`), or resume"
@@ -314,7 +263,7 @@ class ExactResume:
     ) -> None:
         self._strategy, self._ranks = strategy, ranks
         self._layout, self._patches = layout, patches
-        self._fit: _Fit | None = None
+        self._fit: SavedFit | None = None
         self._save: Save | None = None  # the save to resume from, until `begin` or `read` uses it
         self._changes: HookChanges | None = None  # None if no hook can change the checkpoint
         self._own: State | None = None  # this rank's state to restore, until all of it is restored
@@ -352,7 +301,7 @@ class ExactResume:
                 self._own = save.own_state(self._ranks.rank)
         self._changes = None
         if _has_load_hooks(module):
-            self._changes = HookChanges(checkpoint, self._precision_entry)
+            self._changes = HookChanges(checkpoint, precision_entry(strategy))
         self._save = save
 
     @contextmanager
@@ -363,25 +312,16 @@ class ExactResume:
             changes.compare_weights()
         yield
         if changes is not None and not after_setup:
-            changes.note_module(_named_tensors(self._module))
+            changes.note_module(named_tensors(self._module))
 
     def before_setup(self) -> None:
         """Find what the callbacks' hooks have changed in the module, before it is prepared."""
         if self._changes is not None:
-            self._changes.compare_module(_named_tensors(self._module))
+            self._changes.compare_module(named_tensors(self._module))
 
     def is_changed(self, entry: str) -> bool:
         """Return whether an `on_load_checkpoint` hook has changed an entry of the checkpoint."""
         return self._changes is not None and entry in self._changes
-
-    @staticmethod
-    def saved_dtypes(checkpoint: Mapping[str, Any]) -> list[str]:
-        """Return the dtypes that the parameters had when a checkpoint was saved, as strings.
-
-        The weights in it may have other dtypes: `WeightAveraging` replaces them by its averages.
-        """
-        found: list[str] = checkpoint.get(KEY, {}).get("own", {}).get("dtypes", [])
-        return found
 
     def begin(self, trainer: pl.Trainer, algorithm: Resumable) -> None:
         """Prepare to save and restore a fit's state; collective.
@@ -395,7 +335,15 @@ class ExactResume:
             lambda: self._strategy.optimizers,
             algorithm.averaged_buffers(),
         )
-        self._fit = _Fit(trainer, algorithm, tensors, FitChanges(trainer))
+        self._fit = SavedFit(
+            self._strategy,
+            trainer,
+            self._ranks,
+            self._layout,
+            algorithm,
+            tensors,
+            FitChanges(trainer),
+        )
         self.before_optimizers()
 
     def before_optimizers(self) -> None:
@@ -420,19 +368,13 @@ class ExactResume:
         if fit is None or own is None:
             return False
         if self._strategy.restore_checkpoint_after_setup:
-            self._restore_weights(fit, own)
+            restore_weights(fit, own)
         if "random" not in own:
             restore_loops(fit.trainer)
             return "algorithm" in own
-        # before the loops, which count steps by it
-        lost = [*own["lost"], *fit.changes.load_state_dict(own["changes"])]
-        lost_position, unknown = restore_data_position(fit.trainer, own)
-        lost += lost_position + not_restored()
+        lost, unknown = restore_position(fit, own)
         hide_resume_warning(fit.trainer, self._patches)
-        for name, gradient in own.get("gradients", {}).items():
-            parameter = fit.trainer.lightning_module.get_parameter(name)
-            parameter.grad = gradient.to(parameter.device, parameter.dtype)
-        self._report(lost, unknown + unknown_callbacks(fit.trainer))
+        self._report(lost + not_restored(), unknown + unknown_callbacks(fit.trainer))
         return "algorithm" in own
 
     def _report(self, lost: list[str], unknown: list[str]) -> None:
@@ -458,7 +400,7 @@ class ExactResume:
                 f" `{module}`, its callbacks and its data are in no checkpoint."
             )
 
-    def _restore_own(self, fit: _Fit, save: Save) -> None:
+    def _restore_own(self, fit: SavedFit, save: Save) -> None:
         """Restore as much of this rank's own state as possible before Lightning's own restore.
 
         Collective. States that Lightning restores, such as optimizer states, are copied into the
@@ -483,66 +425,20 @@ class ExactResume:
                 f" the checkpoint's weights, {kept}."
             )
         own = self._own or {}
-        self._own = own = {"shared": save.entry.get("shared"), **own} if own else {}
-        if changes is not None and own:
-            self._keep_weights(fit, changes, own, checkpoint)
-
-        # Lightning restores these later from the checkpoint, which contains rank 0's states so far
-        for entry, key in (
-            ("lr_schedulers", "schedulers"),
-            ("optimizer_states", "optimizers"),
-            (self._precision_entry, "precision"),
-        ):
-            state = own.get(key)
-            if state and entry in checkpoint:  # a gradient scaler rejects an empty state
-                checkpoint[entry] = state if changes is None else changes.keep(entry, state)
+        if own:
+            own = {**own, "shared": own.get("shared") or save.entry.get("shared")}
+            if changes is not None:
+                keep_hook_changes(fit, own, checkpoint, changes)
+        restore_by_lightning(fit, own, checkpoint, changes)
         if not self._strategy.restore_checkpoint_after_setup:
-            self._restore_weights(fit, self._own)  # otherwise later, after Lightning's restore
-
-    @staticmethod
-    def _keep_weights(fit: _Fit, changes: HookChanges, own: State, checkpoint: State) -> None:
-        """Remove from this rank's own state whatever would undo the hooks' changes of weights."""
-        if not str(changes):
-            return
-        text = f"`on_load_checkpoint` changed {changes}"
-        if changes.loaders:
-            own["loaders"] = None  # Lightning loads the positions in the checkpoint
-
-        tensors = _named_tensors(fit.trainer.lightning_module)
-        # by id: a tied weight has several names
-        changed = {id(tensors[name]) for name in changes.weights if name in tensors}
-        for key in own.keys() & {"tensors", "gradients"}:
-            own[key] = {n: t for n, t in own[key].items() if id(tensors.get(n)) not in changed}
-        names: set[str] = set()
-        if "algorithm" in own:
-            names = fit.algorithm.overwrites(own["shared"], own["algorithm"])
-        unknown = (changes.weights - tensors.keys()) & checkpoint["state_dict"].keys()
-        if names and (unknown or any(id(tensors.get(name)) in changed for name in names)):
-            del own["algorithm"]
-            text += (
-                ", so every rank starts from the checkpoint's weights, and the state of"
-                f" {fit.algorithm.name} starts over"
-            )
-        own["lost"] = [*own.get("lost", []), text]
-
-    def _restore_weights(self, fit: _Fit, own: State) -> None:
-        # load these first, because the algorithm overwrites the tensors that it exchanges
-        fit.tensors.load(own.get("tensors", {}))
-        if "algorithm" in own:
-            fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
-        if "inside" in own:
-            self._layout.load_state_dict(own["inside"])
+            restore_weights(fit, own)  # otherwise later, after Lightning's restore
+        self._own = own
 
     @property
     def _module(self) -> pl.LightningModule:
         module = self._strategy.lightning_module
         assert module is not None, "the Trainer has connected one"
         return module
-
-    @property
-    def _precision_entry(self) -> str:
-        """Key of the precision plugin's entry in a checkpoint."""
-        return type(self._strategy.precision_plugin).__qualname__
 
     def skip(self) -> None:
         """Discard this rank's own state, because other replicas are ahead of the checkpoint."""
@@ -571,21 +467,13 @@ class ExactResume:
         self._remove_files_of(path for path in removed if path != filepath)
 
         owner, files = Owner(ranks.rank, ranks.size, token), RankFiles(filepath)
-        shared, own = self._state(fit, checkpoint, left_out)
+        entry = contents(fit, checkpoint, token, files.folder(token), left_out)
         if owner.rank == 0:
-            checkpoint[KEY] = {
-                "ranks": ranks.size,
-                "token": token,
-                "folder": files.folder(token),
-                "algorithm": fit.algorithm.name,
-                "fingerprint": fit.algorithm.fingerprint(),
-                "shared": local_tensors(shared),
-                "own": local_tensors(own),
-            }
+            checkpoint[KEY] = entry
         try:
             with ranks.fail_together():
                 if owner.rank != 0:
-                    files.write(owner, own)
+                    files.write(owner, entry["own"])
             # after the rank files: if a process dies before this, the old checkpoint still has its
             # rank files
             self._write(checkpoint, filepath, options)
@@ -595,37 +483,6 @@ class ExactResume:
         # an asynchronous plugin may not have written the new checkpoint yet: keep the previous
         # checkpoint's rank files until the next save
         files.remove_older(token, keep=int(writes_later(self._strategy.checkpoint_io)))
-
-    def _state(self, fit: _Fit, checkpoint: State, left_out: Iterable[str]) -> tuple[State, State]:
-        """Return the algorithm's shared state and this rank's own state, without copying.
-
-        `left_out` contains the names of the tensors that are not in the checkpoint's `state_dict`.
-        """
-        strategy, trainer = self._strategy, fit.trainer
-        shared, algorithm_own = fit.algorithm.state_dict()
-        own: State = {
-            "algorithm": algorithm_own,
-            "inside": self._layout.state_dict(),
-            "gradients": half_accumulated(trainer),
-            "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
-            "changes": fit.changes.state_dict(),
-            "dtypes": sorted({str(p.dtype) for p in trainer.lightning_module.parameters()}),
-            "tensors": fit.tensors.changed(left_out),
-            **data_state(trainer, checkpoint),
-        }
-        own["lost"] = not_saved(trainer, checkpoint, own)
-        if fit.algorithm.replicas:
-            own |= {
-                # use Lightning's method, because the strategy's own method gathers shards
-                "optimizers": [
-                    DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers
-                ],
-                "precision": strategy.precision_plugin.state_dict(),
-                "tensors": own["tensors"] | fit.tensors.state(self._ranks.channels),
-            }
-        if self._ranks.channels.within.rank:
-            own["shared"] = shared  # with this rank's shards; the checkpoint has rank 0's
-        return shared, own
 
     def _write(self, checkpoint: State, filepath: FilePath, options: Any) -> None:
         """Write a checkpoint file on rank 0, or a folder on all ranks of the first replica."""
@@ -668,144 +525,8 @@ class ExactResume:
         self._fit = self._save = self._own = self._changes = None
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters and buffers by name; tied tensors have several names."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
-
-
 def _has_load_hooks(module: pl.LightningModule) -> bool:
     """Return whether hooks can change a checkpoint before it is restored."""
     name, callbacks = "on_load_checkpoint", module.trainer.callbacks  # type: ignore[attr-defined]
     by_callback = any(is_overridden(name, one, pl.Callback) for one in callbacks)
     return by_callback or bool(is_overridden(name, module, pl.LightningModule))
-
-
-class OwnTensors:
-    """Saves and restores untrained tensors that can differ between ranks.
-
-    Examples are the weights of mean teachers, counters, queues and caches.
-
-    A checkpoint contains only rank 0's tensors and no non-persistent buffers. So each rank saves
-    the persistent tensors that differ from rank 0's, and the non-persistent buffers that changed
-    during the fit. Trained parameters and averaged floating-point buffers are not included, because
-    the strategy restores them.
-
-    The module's own `state_dict` or a hook may leave tensors out of the checkpoint. Each rank then
-    saves those that changed during the fit, trained or not, but not a frozen base model.
-
-    Create this object before any rank has restored its own state. `optimizers` returns this rank's
-    optimizers, which hooks may replace. `buffers` are the averaged buffers.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizers: Callable[[], Iterable[Optimizer]],
-        buffers: AveragedBuffers | None = None,
-    ) -> None:
-        self._module, self._optimizers, self._buffers = module, optimizers, buffers
-        persistent, others = self._tensors()
-        self._at_begin = _digests(persistent | others)
-
-    def state(self, channels: ReplicaChannels) -> dict[str, Tensor]:
-        """Return the untrained tensors that this rank must save, without copies; collective."""
-        persistent, others = self._tensors()
-        found: dict[str, Tensor] = {}
-        # a large frozen base model is the same on all ranks, and comparing hashes keeps it out of
-        # the files
-        for channel, sharded in ((channels.world, False), (channels.between, True)):
-            some = {name: one for name, one in persistent.items() if is_shard(one) == sharded}
-            # during a fit, a rank may have registered buffers or frozen parameters that others have
-            # not; it saves them
-            common = common_entries(channel, list(some))
-            compared = [name for name in some if name in common]
-            differ = differ_from_first(channel, [some[name] for name in compared], TAG)
-            same = {name for name, is_own in zip(compared, differ, strict=True) if not is_own}
-            found |= {name: tensor for name, tensor in some.items() if name not in same}
-        found = {name: local_tensor(tensor) for name, tensor in found.items()}
-        # buffers that changed their shape, even where equal: a new fit begins with the old shape
-        reshaped = () if self._buffers is None else self._buffers.own
-        return found | self.changed((*others, *reshaped))
-
-    def absent_from(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the names of the tensors that are not in `saved`, a module's `state_dict`.
-
-        A tied tensor counts as saved if it is saved under one of its names.
-        """
-        names: dict[Tensor, list[str]] = {}
-        parameters = self._module.named_parameters(remove_duplicate=False)
-        buffers = persistent_buffers(self._module, remove_duplicate=False).items()
-        for name, tensor in (*parameters, *buffers):
-            names.setdefault(tensor, []).append(name)
-        return [every[0] for every in names.values() if saved.keys().isdisjoint(every)]
-
-    def changed(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the tensors among `names` that changed during the fit, without copies."""
-        every = self._all()
-        found = {name: every[name] for name in names if name in every}
-        now = _digests({name: one for name, one in found.items() if name in self._at_begin})
-        return {
-            name: local_tensor(tensor)
-            for name, tensor in found.items()
-            if name not in now or now[name] != self._at_begin[name]
-        }
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the tensors that `state` returned; replace buffers of other shapes or dtypes."""
-        tensors = {name: local_tensor(one) for name, one in self._all().items()}
-        for name, saved in state.items():
-            tensor = tensors.get(name)
-            if tensor is None:
-                self._replace(name, saved)
-            elif (tensor.shape, tensor.dtype) == (saved.shape, saved.dtype):
-                tensor.copy_(saved)
-            else:
-                self._replace(name, saved.to(tensor.device))
-
-    def _replace(self, name: str, buffer: Tensor) -> None:
-        owner, _, own_name = name.rpartition(".")
-        module = self._module.get_submodule(owner)
-        if own_name in module._buffers:
-            module._buffers[own_name] = buffer
-        elif not hasattr(module, own_name):  # registered during the fit
-            module.register_buffer(own_name, buffer)
-
-    def _all(self) -> dict[str, Tensor]:
-        every = chain(self._module.named_parameters(), self._module.named_buffers())
-        return _dense_and_materialized(dict(every))
-
-    def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return two dicts of untrained tensors: persistent tensors, and non-persistent buffers.
-
-        Averaged buffers are in neither dict, because the strategy restores them.
-        """
-        groups = [group for optimizer in self._optimizers() for group in optimizer.param_groups]
-        trained = {p for group in groups for p in group["params"] if p.requires_grad}
-        kept = persistent_buffers(self._module)
-        averaged = set() if self._buffers is None else set(self._buffers.averaged)
-        persistent: dict[str, Tensor] = {
-            name: p for name, p in self._module.named_parameters() if p not in trained
-        }
-        others: dict[str, Tensor] = {}
-        for name, buffer in self._module.named_buffers():
-            if name not in kept:
-                others[name] = buffer
-            elif name not in averaged:
-                persistent[name] = buffer
-        return _dense_and_materialized(persistent), _dense_and_materialized(others)
-
-
-def _dense_and_materialized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if not (is_lazy(tensor) or tensor.is_meta) and local_tensor(tensor).layout == torch.strided
-    }
-
-
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {
-        name: int(digest(local_tensor(tensor).contiguous())) for name, tensor in tensors.items()
-    }

@@ -22,7 +22,7 @@ from copy import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_commfree.comm.digest import digest
 
@@ -128,6 +128,12 @@ class _Hash(NamedTuple):
 
 def _hashes(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, _Hash]:
     return {name: state[name] for name in names if isinstance(state[name], _Hash)}
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers by name; tied tensors have several names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def describe(value: Any) -> Any:

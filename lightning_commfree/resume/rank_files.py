@@ -64,13 +64,13 @@ class RankFiles:
         return f"{self._name}/{token}"
 
     def write(self, owner: Owner, state: dict[str, Any]) -> None:
-        """Write a rank's state to its rank file; sharded tensors are saved as local shards.
+        """Write a rank's state to its rank file.
 
         Raise a RuntimeError if the file cannot be written.
         """
         file = file_of_rank(self._path, self.folder(owner.token), owner.rank)
         try:
-            write_atomic({**owner._asdict(), "state": local_tensors(state)}, file)
+            write_atomic({**owner._asdict(), "state": state}, file)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
                 f"Rank {owner.rank} cannot write its rank file for a checkpoint ({file!r}): {error}"

@@ -6,7 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_commfree.resume.exact import KEY, Save
+from lightning_commfree.resume.contents import KEY
+from lightning_commfree.resume.exact import Save
 
 
 class Two:

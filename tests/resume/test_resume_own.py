@@ -17,7 +17,7 @@ from lightning_commfree import DistributedLion, DistributedLionStrategy, Streami
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.resume.exact import OwnTensors
+from lightning_commfree.resume.own_tensors import OwnTensors
 from lightning_commfree.resume.rank_files import Owner, RankFiles
 from tests.fit.models import Noisy, Recorder, assert_same, loader, quiet_trainer
 from tests.fit.saved import file_of, part_of, resume_warnings, sets_of

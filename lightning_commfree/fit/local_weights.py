@@ -276,7 +276,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def _agree_on_buffers(self) -> None:
         """Stop averaging buffers whose shape has changed on any rank; collective."""
         buffers = self.between.averaged_buffers()
-        if buffers is not None and (text := buffers.agree(self._ranks.all_rows)):
+        if buffers is not None and (text := buffers.agree_on_replaced(self._ranks.all_rows)):
             rank_zero_warn(text)
 
     def _shown(self) -> Sequence[Tensor] | None:

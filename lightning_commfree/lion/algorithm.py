@@ -150,7 +150,7 @@ class LionVotes:
             found: list[list[int]] = world.all_gather(flags, BUFFERS_TAG).wait().tolist()
             return found
 
-        text = self.buffers.agree(gather)
+        text = self.buffers.agree_on_replaced(gather)
         if text and world.rank == 0:
             warnings.warn(text, stacklevel=2)
         for buffer, mean in means_of(self.buffers.tensors(), world, BUFFERS_TAG):

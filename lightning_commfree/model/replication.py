@@ -172,7 +172,7 @@ class AveragedBuffers:
             self._last[name] = self._last[name].clone()  # the module's own may still be unchanged
             self.own.add(name)
 
-    def agree(self, gather: Callable[[Sequence[int]], list[list[int]]]) -> str:
+    def agree_on_replaced(self, gather: Callable[[Sequence[int]], list[list[int]]]) -> str:
         """Stop averaging the buffers that any rank has replaced; collective.
 
         `gather` takes one integer per buffer and returns the lists of all ranks. Returns a warning

@@ -53,7 +53,7 @@ from lightning_commfree.resume.loops import (
 )
 
 States = dict[str, Any]  # "random": the host's RNG state; "order": `order_state` of a loader
-NEW_EPOCH: tuple[None, int] = None, 0  # see `LoaderOrder.plan`
+NEW_EPOCH: tuple[None, int] = None, 0  # a `LoaderOrder.plan`
 _CPU = torch.device("cpu")
 
 
@@ -106,22 +106,18 @@ def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
 
 
 class LoaderOrder:
-    """Takes the place of a loader's sampler in an epoch's iterator, and can skip batches.
-
-    Attributes:
-        start: the RNG state from which the sampler has drawn the epoch's order, with the states of
-            the loader's own generators and epochs; None before it has.
-        plan: what the loader's next iterator does: it draws the order from a state, or as it comes
-            if that is None, and skips some batches. None if the iterator is not an epoch's, but one
-            that the user creates.
-    """
+    """Takes the place of a loader's sampler in an epoch's iterator, and can skip batches."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._sampler = vars(loader)[self._name]
         self.numbers = numbers_in_data(loader)
+        # the RNG state from which the sampler has drawn the epoch's order, with the states of the
+        # loader's own generators and epochs; None before it has
         self.start: States | None = None
+        # For the loader's next iterator: the state from which it draws the order (None: the current
+        # one), and the number of batches that it skips. None if the user creates the iterator.
         self.plan: tuple[States | None, int] | None = NEW_EPOCH
         self._create = type(loader)._get_iterator  # fails here, not silently, if torch drops it
         vars(loader)["_get_iterator"] = self.get_iterator  # a bound method, so it can be pickled
@@ -320,18 +316,11 @@ def restore_data_position(
 ) -> tuple[list[str], list[str]]:
     """Restore the loops, the loaders and the RNG state, right before training starts.
 
-    If the checkpoint was saved at the end of an epoch, Lightning then creates the next epoch's
-    iterator from the restored RNG state. Loaders with a `state_dict` restore their own position,
-    unless `replays` says otherwise.
-
-    Args:
-        trainer: the Trainer that resumes the fit.
-        own: this rank's own state (`contents`).
-
-    Returns:
-        Messages about state that could not be restored, and descriptions of loaders, samplers and
-        data sets whose state may be incomplete.
+    Return messages about lost state, and descriptions of loaders, samplers and data sets whose
+    state may be incomplete.
     """
+    # if the checkpoint was saved at the end of an epoch, Lightning later creates the next epoch's
+    # iterator from the RNG state that is restored here
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
     moment = restore_loops(trainer)
@@ -434,10 +423,8 @@ def continue_at(trainer: pl.Trainer, step: int) -> None:
     """Start a joining replica's fit at `step`, without reading the earlier batches.
 
     Call this in `on_train_start`. It also advances the learning-rate schedulers to `step`, except
-    those that monitor a metric.
-
-    Raises:
-        RuntimeError: the training data has no length or no sampler.
+    those that monitor a metric. Raise a RuntimeError if the training data has no length or no
+    sampler.
     """
     every, total = trainer.accumulate_grad_batches, trainer.num_training_batches
     loaders = training_loaders(trainer)

@@ -136,18 +136,8 @@ class SavedLayout(Protocol):
 class Save:
     """A checkpoint to resume from, and its rank files.
 
-    Args:
-        path: path of the checkpoint.
-        checkpoint: the loaded checkpoint.
-        ranks: all ranks of the job.
-        weights_only: the argument of `Trainer.fit`; None means True.
-
-    Attributes:
-        entry: `checkpoint[KEY]`, the state that only this library saves; {} if the checkpoint has
-            no such entry.
-
-    Raises:
-        RuntimeError: the entry was written by another version of this package.
+    `entry` is `checkpoint[KEY]`, or {} if there is none. `weights_only` is the argument of
+    `Trainer.fit`; None means True.
     """
 
     def __init__(
@@ -166,8 +156,7 @@ class Save:
     def own_state(self, rank: int) -> State | None:
         """Return a rank's own state, or None if its file is missing.
 
-        Raises:
-            RuntimeError: the file is damaged, or belongs to another rank or another checkpoint.
+        Raise a RuntimeError if the file is damaged, or is from another rank or save.
         """
         if rank == 0:
             return self.entry["own"]  # type: ignore[no-any-return]
@@ -206,9 +195,7 @@ class Save:
     def why_not_exact(self, algorithm: Resumable, found: bool) -> str:
         """Explain why an exact resume is impossible; return "" if it is possible; collective.
 
-        Args:
-            algorithm: the algorithm of this fit.
-            found: whether this rank's own state was found.
+        `found`: whether this rank's own state was found.
         """
         if not self.entry:
             return (
@@ -236,8 +223,7 @@ class Save:
     def adopt(self, algorithm: Resumable) -> tuple[State, str]:
         """Choose what this rank can reuse if an exact resume is impossible; collective.
 
-        Returns:
-            The state to restore, and a description of it for the user.
+        Return the state to restore, and a description of it for the user.
         """
         adopted = None
         if self.entry.get("algorithm") == algorithm.name:
@@ -284,9 +270,7 @@ class ExactResume:
     def read(self, path: FilePath, checkpoint: State, weights_only: bool | None = None) -> None:
         """Read this rank's own state from the checkpoint that a fit resumes from; collective.
 
-        Raises:
-            RuntimeError: a rank file is damaged, or belongs to another rank or another checkpoint;
-                raised on all ranks.
+        All ranks raise a RuntimeError if a rank file is damaged, or is from another rank or save.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         if module is None or module.trainer.state.fn != TrainerFn.FITTING:
@@ -358,10 +342,7 @@ class ExactResume:
         """Restore the loops, data position, RNG state and partially accumulated gradients.
 
         Call this in `on_train_start`. `not_restored` returns messages about state that the strategy
-        cannot restore.
-
-        Returns:
-            Whether the algorithm's state has been restored.
+        cannot restore. Return whether the algorithm's state has been restored.
         """
         fit, own = self._fit, self._own
         self._own = self._changes = None  # frees the checkpoint
@@ -380,9 +361,8 @@ class ExactResume:
     def _report(self, lost: list[str], unknown: list[str]) -> None:
         """Tell the user what the resume has restored; collective.
 
-        Args:
-            lost: messages about state that this rank could not restore.
-            unknown: descriptions of objects whose state may be incomplete.
+        `lost` are messages about state that this rank could not restore, `unknown` descriptions of
+        objects whose state may be incomplete.
         """
         flags = self._ranks.all_flags(bool(lost)) if self._complete else []
         if any(flags) and not lost:
@@ -449,10 +429,8 @@ class ExactResume:
     def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
         """Write a checkpoint and, during a fit, the rank files; collective.
 
-        All ranks use rank 0's `filepath`, and rank 0 adds the entry `KEY` to `checkpoint`.
-
-        Raises:
-            RuntimeError: a file cannot be written; raised on all ranks.
+        All ranks use rank 0's `filepath`, and rank 0 adds the entry `KEY` to `checkpoint`. If a
+        file cannot be written, all ranks raise a RuntimeError.
         """
         fit, ranks = self._fit, self._ranks
         if fit is None or "optimizer_states" not in checkpoint:  # weights only

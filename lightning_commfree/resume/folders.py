@@ -99,10 +99,8 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
     All ranks write their shards, and the first rank writes the rest of `checkpoint`. Anything at
-    `path` is replaced.
-
-    Raises:
-        RuntimeError: the checkpoint cannot be written; an existing checkpoint is unchanged.
+    `path` is replaced. Raise a RuntimeError if the checkpoint cannot be written; an existing one is
+    then unchanged.
     """
     target = local_path(path)
     if target is None:
@@ -158,11 +156,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def _make_empty(folder: Path) -> str:
-    """Create an empty folder in place of anything that a killed save left behind.
-
-    Returns:
-        An error message, or "" if the folder was created.
-    """
+    """Create an empty folder in place of what a killed save left behind; return an error or ""."""
     try:
         _remove(folder)
         folder.mkdir(parents=True)
@@ -257,10 +251,8 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
     """Read a checkpoint folder, without communication between ranks.
 
     With `weights_only`, reject objects that could run code when loaded. With `lazy`, return a
-    `FolderTensor`, to be read later, in place of each sharded tensor.
-
-    Raises:
-        RuntimeError: the checkpoint is damaged, or contains objects that `weights_only` rejects.
+    `FolderTensor`, to be read later, in place of each sharded tensor. Raise a RuntimeError if the
+    checkpoint is damaged, or contains objects that `weights_only` rejects.
     """
     rest = read_verified(folder / REST, weights_only)
     try:
@@ -304,11 +296,7 @@ def _check_shard(path: Path, offset: int, length: int) -> None:
 
 
 def _check_token(folder: Path, reader: _Reader, token: int, rank: int) -> None:
-    """Check that a shard file was written by this rank, as part of this save.
-
-    Raises:
-        RuntimeError: the file is from another save or rank, or is damaged.
-    """
+    """Raise a RuntimeError if a shard file is from another save or rank, or is damaged."""
     tensor = FolderTensor(reader, f"{TOKEN}.{rank}", torch.Size([2]), torch.int64)
     try:
         if tensor.read().tolist() != [token, rank]:

@@ -33,7 +33,7 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 _SHOWN = 3  # maximum number of changes listed in a message
 _ABSENT = object()
 
-Path = tuple[Any, ...]  # keys and indices that lead to a value in nested containers
+KeyPath = tuple[Any, ...]  # keys and indices that lead to a value in nested containers
 
 
 class HookChanges:
@@ -50,7 +50,7 @@ class HookChanges:
         self._after: dict[str, Any] = {}
         self._loaded: Any = None  # describes the loaded module
         self.weights: set[str] = set()
-        self._paths: list[Path] = []
+        self._paths: list[KeyPath] = []
 
     def compare_weights(self) -> None:
         """Find the changed weights; call this when Lightning loads the model."""
@@ -59,9 +59,9 @@ class HookChanges:
             before, after = self._before.pop(key, {}), now.get(key, {})
             names = {path[0] for path in find_changes(before, after)}
             # a hook may rename weights to match the model, or tie them
-            removed = _hashes(before, before.keys() - after.keys())
-            added = _hashes(after, after.keys() - before.keys())
-            saved, moved = {*_hashes(before, before.keys()).values()}, {*added.values()}
+            removed = _only_hashes(before, before.keys() - after.keys())
+            added = _only_hashes(after, after.keys() - before.keys())
+            saved, moved = {*_only_hashes(before, before.keys()).values()}, {*added.values()}
             names -= {name for name, one in added.items() if one in saved}
             names -= {name for name, one in removed.items() if one in moved}
             self.weights |= names
@@ -93,7 +93,8 @@ class HookChanges:
     def fingerprint(self) -> dict[str, str]:
         """Return the places of all changes, so that ranks can compare them."""
         return {
-            f"the change of {_text(path)} by `on_load_checkpoint`": "made" for path in self._paths
+            f"the change of {_format_path(path)} by `on_load_checkpoint`": "made"
+            for path in self._paths
         }
 
     def _describe(self, *entries: str) -> dict[str, Any]:
@@ -111,10 +112,10 @@ class HookChanges:
 
     def __str__(self) -> str:
         shown, more = self._paths[:_SHOWN], len(self._paths) - _SHOWN
-        return ", ".join(map(_text, shown)) + (f" and {more} more" if more > 0 else "")
+        return ", ".join(map(_format_path, shown)) + (f" and {more} more" if more > 0 else "")
 
 
-def _text(path: Path) -> str:
+def _format_path(path: KeyPath) -> str:
     return f"{path[0]}{''.join(f'[{key!r}]' for key in path[1:])}"
 
 
@@ -126,7 +127,7 @@ class _Hash(NamedTuple):
     bits: int
 
 
-def _hashes(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, _Hash]:
+def _only_hashes(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, _Hash]:
     return {name: state[name] for name in names if isinstance(state[name], _Hash)}
 
 
@@ -148,7 +149,7 @@ def describe(value: Any) -> Any:
     return value
 
 
-def find_changes(before: Any, after: Any, path: Path = ()) -> Iterator[Path]:
+def find_changes(before: Any, after: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield the paths of the smallest parts that differ between two descriptions."""
     if _are_dicts(before, after):
         for key in (*before, *(key for key in after if key not in before)):

@@ -171,9 +171,7 @@ def order_state(loader: object) -> OrderState:
 def set_order(states: Sequence[OrderState], loaders: Sequence[object]) -> bool:
     """Restore the states that `order_state` returned for the loaders.
 
-    Returns:
-        Whether the loaders still have the parts to which the states belong. If not, nothing is
-        restored.
+    Restore nothing, and return False, if the loaders no longer have the same parts.
     """
     keepers = [_keepers(loader) for loader in loaders]
     if [*map(_kinds, keepers)] != [[isinstance(one, Tensor) for one in some] for some in states]:
@@ -232,11 +230,8 @@ def changed_numbers(loader: object, before: Mapping[str, float]) -> list[str]:
 def unknown_parts(loader: object, batches: int | None, epoch: int) -> list[str]:
     """Return descriptions of what a resume cannot know about a loader.
 
-    Args:
-        loader: a training loader.
-        batches: the number of batches of this epoch that have been trained on; None if the fit
-            resumes at the epoch's end.
-        epoch: the number of epochs that are over.
+    `batches` of this epoch have been trained on (None if the fit resumes at its end), and `epoch`
+    epochs are over.
     """
     found = [] if is_known(loader) and replays(loader) else [f"loader {name_of(loader)}"]
     in_workers = [getattr(loader, "collate_fn", None)]

@@ -4,27 +4,33 @@ A save of two replicas of one rank each is two files. Rank 0 writes the checkpoi
 entries, and `checkpoint[KEY]`, which `contents` returns. Rank 1 writes only `contents(...)["own"]`,
 to its rank file (`rank_files`).
 
-Lightning makes its own entries in `dump_checkpoint`, and restores the same ones on all ranks:
+Lightning makes its own entries (`dump_checkpoint`) and restores the same on all ranks. What the
+strategy decides about them:
 
-    "state_dict"         the weights and buffers, as full tensors. They are the same for all
-                         replicas: `FitSession.module_state` decides which ones (under Streaming
-                         DiLoCo the outer weights, or those in `LocalUpdates.shown`; under
-                         Distributed Lion, buffers are averaged). `Layout.full_module_state` gathers
-                         them on rank 0, or keeps `DTensor`s if the checkpoint is a folder.
-    "optimizer_states"   the optimizers of rank 0's replica, by `Layout.full_optimizer_state`
-    "lr_schedulers", the precision plugin's entry (a gradient scaler), "loops", "callbacks", the
-                         data module's entry, hyperparameters: rank 0's
+    "state_dict"         weights and buffers that are the same for all replicas, as full tensors.
+                         `FitSession.module_state` decides which: under Streaming DiLoCo, the outer
+                         weights or `LocalUpdates.shown`; under Distributed Lion, means of buffers.
+                         `Layout.full_module_state` gathers them on rank 0, or returns `DTensor`s if
+                         the checkpoint is a folder. On a resume, `Layout.with_module_shards` gives
+                         each rank its shards.
+    "current_model_state"  these weights, if `WeightAveraging` puts its averages into "state_dict"
+    "optimizer_states"   rank 0's replica's, in the same way (`Layout.full_optimizer_state`,
+                         `Layout.with_optimizer_shards`)
+    "loops"              `loops.restore_loops` corrects what Lightning has restored
+    "lr_schedulers", the precision plugin's entry, "callbacks", the data module's entry,
+    hyperparameters      rank 0's
 
-A resumed fit restores `contents` in three stages, in the order in which it lists them:
+A save of weights only, or outside of a fit, has no other entries. A resumed fit restores those of
+`contents` in three stages, in the order in which `contents` lists them:
 
-1. `restore_by_lightning`, before Lightning restores optimizers: a rank's own states replace rank
-   0's in the loaded checkpoint.
+1. `restore_by_lightning`, before Lightning restores optimizers: this rank's states replace rank 0's
+   in the loaded checkpoint.
 2. `restore_weights`, after stage 1, or in `on_train_start` if Lightning loads the weights into a
    model that is already sharded (`Layout.restores_after_setup`).
 3. `restore_position`, in `on_train_start`.
 
 If an exact resume is impossible, a rank's own state has only the entries that `Resumable.adopt`
-returns. So these functions restore the entries that are there.
+returns, and these functions skip the others.
 """
 
 from __future__ import annotations
@@ -90,9 +96,9 @@ def contents(
         "algorithm": fit.algorithm.name,
         "fingerprint": fit.algorithm.fingerprint(),
         # the algorithm's state that all replicas share (DiLoCo: outer weights and optimizer), with
-        # rank 0's shards; restored with "own"
+        # rank 0's shards; restored by `restore_weights`
         "shared": local_tensors(shared),
-        # this rank's own state
+        # this rank's own state; other ranks' are in their rank files
         "own": local_tensors(_own_state(fit, checkpoint, left_out, shared, own)),
     }
 
@@ -116,7 +122,7 @@ def _own_state(
         # of the parameters; restored by nobody, but `restore_dtypes` needs them (`saved_dtypes`)
         "dtypes": sorted({str(p.dtype) for p in trainer.lightning_module.parameters()}),
         # -- 2. `restore_weights`
-        # tensors that no optimizer trains and that "state_dict" lacks, or has for rank 0 only
+        # changed tensors that "state_dict" lacks, and untrained ones that differ from rank 0's
         "tensors": {
             **fit.tensors.changed(left_out),
             **(fit.tensors.state(channels) if replicas else {}),

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.host import DDPStrategy, ModelCheckpoint, pl
+from lightning_commfree.resume.contents import ENTRY, KEY
 from lightning_commfree.resume.rank_files import Owner, RankFiles
 from tests.fit.models import (
     Drawn,
@@ -29,7 +30,7 @@ from tests.fit.models import (
     loader,
     quiet_trainer,
 )
-from tests.fit.saved import resume_warnings, sets_of
+from tests.fit.saved import part_of, resume_warnings, sets_of
 from tests.world import run_ranks
 
 BATCH = 2
@@ -203,6 +204,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(play, 2, folder, folder)
+
+
+def test_a_save_has_the_listed_entries_and_the_same_ones_on_all_ranks(
+    ranks: list[Any], folder: Path
+) -> None:
+    path = folder / "straight" / "step=13.ckpt"
+    assert torch.load(path, weights_only=True)[KEY].keys() == ENTRY
+    first, second = (part_of(path, rank) for rank in range(2))
+    assert first.keys() == second.keys()
+    assert first["optimizers"]
+    assert first["shared"] is None, "it is in the checkpoint"
 
 
 def test_every_step_resumes_bit_for_bit(ranks: list[Any]) -> None:

@@ -61,11 +61,9 @@ from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import (
     OptimizerShards,
     ShardedModule,
-    check_batch,
     check_module,
     check_states,
     find_models,
-    refuse_meta,
 )
 from lightning_commfree.domino.sharding import ShardSpec, gather_full_tensor
 
@@ -79,14 +77,12 @@ __all__ = [
     "ShardSpec",
     "ShardedModule",
     "TensorGroup",
-    "check_batch",
     "check_module",
     "check_states",
     "find_models",
     "gather_full_tensor",
     "gradient_norm",
     "looks_finite",
-    "refuse_meta",
     "refuse_nonfinite",
     "refuse_nonfinite_weights",
     "sum_shared",

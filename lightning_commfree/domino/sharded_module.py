@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.digest import digest
-from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.domino.families import FAMILIES, family_of
 from lightning_commfree.domino.gradients import gradient_norm, sum_shared
 from lightning_commfree.domino.parallel import ParallelModel, check_divisible
@@ -57,16 +54,6 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
         check_divisible(model, ranks)
 
 
-def refuse_meta(strategy: str, module: nn.Module) -> None:
-    """Raise a `ValueError` if tensors are on the meta device; only a fit initializes them."""
-    if without := on_meta(module):
-        raise ValueError(
-            f"{len(without)} tensors, including {without[0]!r}, are on the meta device and have no"
-            f" values. `{strategy}` initializes them only in `fit`: call `fit` first, or build the"
-            " model on the CPU."
-        )
-
-
 def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) -> None:
     """Raise a `ValueError` if optimizer state is not element-wise; call it after the first step."""
     # state per row or column, such as Adafactor's, would be computed from the shard instead of the
@@ -83,24 +70,6 @@ def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) ->
                         " the full parameter. Use an element-wise optimizer, such as AdamW, SGD or"
                         " Lion."
                     )
-
-
-def check_batch(channel: Channel, verb: str, batch: Any) -> None:
-    """Raise a `ValueError` on all ranks of a tensor group if their batches differ; collective.
-
-    `verb` is "train" or "validate"; the tensors of `batch` may be in nested containers.
-    """
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    # compare hashes as text: they are much smaller than the batches
-    found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
-    try:
-        check_agreement(channel, {"the first batch": " ".join(found)})
-    except ValueError as error:
-        raise ValueError(
-            f"The ranks of a tensor group must {verb} on the same batch, but the first batches of"
-            f" ranks {list(channel.ranks)} differ. Let Lightning insert its own sampler, or give"
-            " yours the `num_replicas` and `rank` from `trainer.distributed_sampler_kwargs`."
-        ) from error
 
 
 def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module]) -> None:
@@ -184,7 +153,6 @@ class ShardedModule:
     def __init__(self, module: nn.Module, channel: Channel, models: list[ParallelModel]) -> None:
         self.models = models
         self._module, self._channel = module, channel
-        self._checked: set[str] = set()  # verbs whose first batch has been checked
         self.optimizer_shards = OptimizerShards(self.specs)
 
     @classmethod
@@ -211,30 +179,27 @@ class ShardedModule:
         """The spec of each sharded parameter; every rank holds all other parameters in full."""
         return {p: spec for model in self.models for p, spec in model.sharding.specs.items()}
 
-    def check_first(self, verb: str, batch: Any) -> None:
-        """Run `check_batch` on the first batch for each `verb`; later calls do nothing."""
-        if verb not in self._checked:
-            self._checked.add(verb)
-            check_batch(self._channel, verb, batch)
+    def refuse_partly_shared(self, argument: str) -> None:
+        """Raise a `ValueError` if a shard is held by several ranks but not by all.
 
-    def mark_shards(self, argument: str) -> None:
-        """Mark each parameter as a shard or full tensor for DiLoCo and Lion, which ignore `specs`.
-
-        Raises a `ValueError` if a shard is held by several ranks but not by all. It refers to
-        `argument`, the strategy's argument that sets the group size.
+        It refers to `argument`, the strategy's argument that sets the group size.
         """
         specs = self.specs
         for name, parameter in self._module.named_parameters():
-            spec = specs.get(parameter)
-            shards = set(() if spec is None else spec.ranges)
-            if spec is not None and 1 < len(shards) < len(spec.ranges):
+            shards = set(specs[parameter].ranges) if parameter in specs else set()
+            if parameter in specs and 1 < len(shards) < len(specs[parameter].ranges):
                 raise ValueError(
                     f"{name!r} has only {len(shards)} shards for {self._channel.size} ranks, so"
                     " several ranks would hold the same one. The model probably has fewer key"
                     f" heads than ranks. With `inside='domino'`, set `{argument}` to at most"
                     f" {len(shards)}."
                 )
-            mark_shard(parameter, len(shards) > 1)
+
+    def mark_shards(self) -> None:
+        """Mark each parameter as a shard or full tensor, for code that ignores `specs`."""
+        specs = self.specs
+        for parameter in self._module.parameters():
+            mark_shard(parameter, parameter in specs and len(set(specs[parameter].ranges)) > 1)
 
     def unmark_shards(self) -> None:
         """Undo `mark_shards`."""

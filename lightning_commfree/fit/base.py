@@ -31,7 +31,12 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import DEFAULT_TIMEOUT, RankInfo, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.comm.requests import Requests
-from lightning_commfree.fit.checks import check_ddp_kwargs, refuse_manual
+from lightning_commfree.fit.checks import (
+    check_batch,
+    check_ddp_kwargs,
+    refuse_manual,
+    refuse_meta,
+)
 from lightning_commfree.fit.clock import Clock
 from lightning_commfree.fit.contracts import Algorithm, Layout
 from lightning_commfree.fit.drift import DriftCheck
@@ -55,8 +60,15 @@ from lightning_commfree.host import (
     pl,
     wrong_host,
 )
-from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
+from lightning_commfree.lightning_internals import (
+    CleanExitLauncher,
+    Patches,
+    probe,
+    set_ddp_group,
+    with_clean_exits,
+)
 from lightning_commfree.model.meta_init import on_meta
+from lightning_commfree.model.replication import share_random_state
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.contents import saved_dtypes
 from lightning_commfree.resume.exact import ExactResume
@@ -112,7 +124,9 @@ class ReplicaStrategy(DDPStrategy):
 
     def __init__(self, inside: Layout, **ddp_kwargs: Any) -> None:
         # LightningCLI follows the name `ddp_kwargs` to DDP's own arguments, so it must be kept
-        ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
+        ddp_kwargs = check_ddp_kwargs(
+            type(self), ddp_kwargs, inside.size > 1 and inside.states is None
+        )
         super().__init__(**ddp_kwargs)
         self.ddp_kwargs = ddp_kwargs
         self.inside, self.patches = inside, Patches()
@@ -120,6 +134,8 @@ class ReplicaStrategy(DDPStrategy):
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
         self._prepared: list[Optimizer] = []  # already passed to `inside` and the algorithm
+        self._checked: set[str] = set()  # "train", "validate": their first batch has been checked
+        self._was_on_meta = False  # the model had no values before it was sharded
         self._log: FitLog | None = None
         self._drift: DriftCheck | None = None
         self.ranks = Ranks(
@@ -262,7 +278,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_plugin = with_atomic_writes(io, maps=self.inside.shards_model)
+        self._checkpoint_plugin = with_atomic_writes(io, maps=self.inside.states is not None)
 
     @override
     def setup_environment(self) -> None:
@@ -286,6 +302,7 @@ class ReplicaStrategy(DDPStrategy):
             self.ddp_kwargs,
             self._optimizers_of_fit,
             self._wrap_in_ddp,
+            isinstance(self.launcher, CleanExitLauncher),
         )
 
     def _optimizers_of_fit(self) -> list[Optimizer]:
@@ -301,12 +318,14 @@ class ReplicaStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         check_evaluation(trainer, self.ranks, self.inside, self.patches)
         if trainer.state.fn != TrainerFn.FITTING:
-            self.inside.check_evaluation()
-            if self.inside.shares_model:
+            if self.inside.states is not None:
+                refuse_meta(type(self).__name__, self.module)
+            if self._shares_model:
                 self._set_up_shards(trainer)
             else:
                 super().setup(trainer)
             return
+        self._checked.clear()
         self._resume.before_setup()
         probe(trainer)
         save_on_sigterm_only(trainer, self.ranks, self.patches)
@@ -317,7 +336,7 @@ class ReplicaStrategy(DDPStrategy):
         clock = Clock(spans_batch=not self.module.automatic_optimization)
         stopping = self.stopping(trainer, clock)
         super().setup(trainer)
-        self.inside.begin(self.optimizers)
+        self.inside.check_optimizers(self.optimizers)
         self.requests = stopping.requests
         between = self.begin(trainer)
         self._prepared = [*self.optimizers]
@@ -339,11 +358,12 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        if not self.inside.shards_model or self.module.trainer.state.fn != TrainerFn.FITTING:
+        if self.inside.states is None or self.module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 
     @override
     def configure_ddp(self) -> None:
+        self._was_on_meta = self.restore_checkpoint_after_setup
         self.inside.prepare()
         if self.model is self.lightning_module:  # not wrapped by DDP
             self.model = Unwrappable(self.module)
@@ -353,7 +373,8 @@ class ReplicaStrategy(DDPStrategy):
         super().on_train_start()
         # after the hooks, which may advance the RNG
         resumed = self._resume.restore_position(self.not_restored)
-        self.inside.train_begins()
+        if self.inside.same_batch:
+            share_random_state(self.channels.within, self.module.device)
         self.session.begin(resumed)
 
     @override
@@ -366,8 +387,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.ledger.phase = STEPS
-        if self.inside.same_batch:
-            self.inside.check_first("train", (args, kwargs))
+        self._check_first("train", (args, kwargs))
         with self.session.training(), self.ranks.guarded("forward"):
             return super().training_step(*args, **kwargs)
 
@@ -385,8 +405,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.inside.same_batch:
-            self.inside.check_first("validate", (args, kwargs))
+        self._check_first("validate", (args, kwargs))
         with self._evaluating():
             return super().validation_step(*args, **kwargs)
 
@@ -400,9 +419,20 @@ class ReplicaStrategy(DDPStrategy):
         with self._evaluating():
             return super().predict_step(*args, **kwargs)
 
+    def _check_first(self, verb: str, batch: Any) -> None:
+        """Check that the ranks of a replica get the same first batch, if they have to."""
+        if self.inside.same_batch and self._shares_model and verb not in self._checked:
+            self._checked.add(verb)
+            check_batch(self.channels.within, verb, batch)
+
+    @property
+    def _shares_model(self) -> bool:
+        states = self.inside.states
+        return states is not None and states.shares_model
+
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context manager in which errors of collectives name lost ranks."""
-        return self.ranks.guarded("evaluation") if self.inside.shares_model else nullcontext()
+        return self.ranks.guarded("evaluation") if self._shares_model else nullcontext()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -429,7 +459,7 @@ class ReplicaStrategy(DDPStrategy):
     def _prepare_replaced(self) -> None:
         """Pass optimizers that a hook has set on the Trainer to the algorithm and the layout."""
         self.session.follow_optimizers(self.optimizers)
-        self.inside.begin(self.optimizers)
+        self.inside.check_optimizers(self.optimizers)
         self._prepared = [*self.optimizers]
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -493,6 +523,7 @@ class ReplicaStrategy(DDPStrategy):
             # which would raise another error and hide the first.
             self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
         self.inside.release()
+        self._was_on_meta = False
         self._resume.end()
         super().teardown()
         self.patches.remove()
@@ -524,30 +555,37 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        read = super().lightning_module_state_dict
-        return self.session.module_state(lambda: self.inside.full_module_state(read))
+        read, states = super().lightning_module_state_dict, self.inside.states
+        if states is None:
+            return self.session.module_state(read)
+        return self.session.module_state(lambda: states.full_module_state(read))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.inside.full_optimizer_state(raw, super().optimizer_state(raw))
+        state, states = super().optimizer_state(raw), self.inside.states
+        return state if states is None else states.full_optimizer_state(raw, state)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return self.inside.restores_after_setup
+        # a model on `meta` has values only once it is sharded
+        return self._was_on_meta or (self.inside.states is not None and bool(on_meta(self.module)))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if isinstance(self.precision_plugin, DoublePrecision):
             self.module.double()  # Lightning converts it later, after fp32 has rounded the weights
+        states = self.inside.states
         with self._resume.loading_model():
-            super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
+            shards = checkpoint if states is None else states.with_module_shards(checkpoint)
+            super().load_model_state_dict(shards, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._resume.before_optimizers()
-        shards = self.inside.with_optimizer_shards(checkpoint)
+        states = self.inside.states
+        shards = checkpoint if states is None else states.with_optimizer_shards(checkpoint)
         super().load_optimizer_state_dict(shards)
         restore_dtypes(self.optimizers, shards["optimizer_states"], saved_dtypes(checkpoint))
 

@@ -7,11 +7,14 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.host import (
     DDPStrategy,
     MixedPrecision,
@@ -22,6 +25,7 @@ from lightning_commfree.host import (
 )
 from lightning_commfree.lightning_internals import is_compiled, validation_seconds
 from lightning_commfree.model.blocks import is_compiled_submodule
+from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.model.replication import CommonGradScaler
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -265,3 +269,31 @@ def check_ddp_kwargs(
 
 def _is_same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def refuse_meta(strategy: str, module: nn.Module) -> None:
+    """Raise a `ValueError` if tensors are on the meta device; only a fit initializes them."""
+    if without := on_meta(module):
+        raise ValueError(
+            f"{len(without)} tensors, including {without[0]!r}, are on the meta device and have no"
+            f" values. `{strategy}` initializes them only in `fit`: call `fit` first, or build the"
+            " model on the CPU."
+        )
+
+
+def check_batch(channel: Channel, verb: str, batch: Any) -> None:
+    """Raise a `ValueError` on all ranks of a replica if their batches differ; collective.
+
+    `verb` is "train" or "validate"; the tensors of `batch` may be in nested containers.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    # compare hashes as text: they are much smaller than the batches
+    found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
+    try:
+        check_agreement(channel, {"the first batch": " ".join(found)})
+    except ValueError as error:
+        raise ValueError(
+            f"The ranks of a tensor group must {verb} on the same batch, but the first batches of"
+            f" ranks {list(channel.ranks)} differ. Let Lightning insert its own sampler, or give"
+            " yours the `num_replicas` and `rank` from `trainer.distributed_sampler_kwargs`."
+        ) from error

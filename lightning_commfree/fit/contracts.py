@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
-from lightning_commfree.model.shards import is_shard
 from lightning_commfree.model.weight_swap import WeightSwap
 from lightning_commfree.resume.exact import Resumable
 
@@ -26,15 +25,50 @@ if TYPE_CHECKING:
     from lightning_commfree.fit.fit import Fit
 
 
+class ShardedStates(Protocol):
+    """Turns a sharded model's states into those of a checkpoint, and back."""
+
+    @property
+    def shares_model(self) -> bool:
+        """Whether the ranks of a replica currently hold shards of one model."""
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether checkpoints are currently saved as folders, written by all ranks of a replica."""
+
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's state for a checkpoint; collective within a replica.
+
+        Rank 0 gets full tensors or, if `saves_folders`, each rank gets its own `DTensor`s. `read`
+        returns the module's state, with tensors as they are on this rank.
+        """
+
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint, like `full_module_state`.
+
+        `state` is the optimizer's own `state_dict`.
+        """
+
+    def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a copy of `checkpoint` with the module's state replaced by this rank's shards."""
+
+    def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a copy of `checkpoint` with optimizer states replaced by this rank's shards.
+
+        The optimizer states in `checkpoint` are full tensors, or already this rank's shards if
+        `ExactResume` has restored them.
+        """
+
+
 class Layout(ABC):
     """The layout of a model across the ranks of a replica."""
 
     fit: Fit  # the current or latest run of the Trainer, set by the strategy
     size: int  # number of ranks in a replica
-    uses_ddp: bool = False  # DDP averages gradients within a replica, so its arguments apply
-    shards_model: bool = False  # each rank holds shards, which `prepare` moves to the device
-    same_batch: bool = False  # the ranks of a replica must get the same batch
-    restores_after_setup: bool = False  # a checkpoint's weights are loaded after `prepare`
+    states: ShardedStates | None = None  # None: every rank holds the full model, so DDP is used
+    # The ranks of a replica must get the same batch, and draw the same random numbers from the
+    # first training step on.
+    same_batch: bool = False
 
     @abstractmethod
     def check(self) -> None:
@@ -43,10 +77,6 @@ class Layout(ABC):
         Called before `prepare` and, unless hooks may still change the module, in the launching
         process, where there are no channels.
         """
-
-    def check_evaluation(self) -> None:
-        """Reject modules that cannot be validated, tested or predicted with outside a fit."""
-        return
 
     @abstractmethod
     def prepare(self) -> None:
@@ -66,7 +96,7 @@ class Layout(ABC):
             ValueError: the number of ranks is not a multiple of `size`.
         """
 
-    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that the optimizers fit this layout.
 
         Called after they are created, and again if a hook replaces them during a fit.
@@ -83,33 +113,12 @@ class Layout(ABC):
         """
         return None
 
-    def train_begins(self) -> None:
-        """Prepare the ranks of a replica for the first training step.
-
-        Called after a resumed fit has restored its state. By default, it does nothing.
-        """
-        return
-
-    def check_first(self, verb: str, batch: Any) -> None:
-        """Check that the ranks of a replica get the same first batch.
-
-        `verb` is "train" or "validate".
-
-        Raises:
-            ValueError: the batches differ; raised on all ranks of the replica.
-        """
-        del verb, batch
-
     def after_backward(self, steps: bool) -> None:
         """Combine gradients after backward; collective within the replica.
 
         `steps` is True if an optimizer step follows, and False if gradients are accumulating.
         """
         del steps
-
-    def is_shard(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank holds only a shard of a parameter."""
-        return is_shard(parameter)
 
     def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
         """Return the p-norm of the full model's gradient; collective within the replica."""
@@ -134,46 +143,6 @@ class Layout(ABC):
     def release(self) -> None:
         """Clean up after a fit or an error."""
         return
-
-    # -- states of a sharded model
-
-    @property
-    def shares_model(self) -> bool:
-        """Whether the ranks of a replica currently hold shards of one model."""
-        return False
-
-    @property
-    def saves_folders(self) -> bool:
-        """Whether checkpoints are currently saved as folders, written by all ranks of a replica."""
-        return False
-
-    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's state for a checkpoint; collective within a replica.
-
-        Rank 0 gets full tensors or, if `saves_folders`, each rank gets its own `DTensor`s. `read`
-        returns the module's state, with tensors as they are on this rank.
-        """
-        return read()
-
-    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint, like `full_module_state`.
-
-        `state` is the optimizer's own `state_dict`.
-        """
-        del optimizer
-        return state
-
-    def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of `checkpoint` with the module's state replaced by this rank's shards."""
-        return checkpoint
-
-    def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a copy of `checkpoint` with optimizer states replaced by this rank's shards.
-
-        The optimizer states in `checkpoint` are full tensors, or already this rank's shards if
-        `ExactResume` has restored them.
-        """
-        return checkpoint
 
 
 class Algorithm(Resumable, Protocol):

@@ -16,6 +16,7 @@ from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.fit.fit import Fit
 from lightning_commfree.fit.session import FitSession
 from lightning_commfree.model.replication import digests_of_all
+from lightning_commfree.model.shards import is_shard
 
 TAG = "drift"
 _NAMED = 3  # maximum number of parameters to name in an error
@@ -64,7 +65,7 @@ class DriftCheck:
         found: dict[bool, dict[str, nn.Parameter]] = {False: {}, True: {}}
         for name, p in self._fit.module.named_parameters():
             if p in trained:
-                found[self._fit.layout.is_shard(p)][name] = p
+                found[is_shard(p)][name] = p
         _compare(self._channel, found[False], step)
         channels = self._fit.channels
         if self._channel is channels.world:
@@ -83,8 +84,9 @@ def _compare(channel: Channel, parameters: dict[str, nn.Parameter], step: int) -
     plural = "s" if len(ranks) > 1 else ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise AgreedError(
-        f"Weights that must be equal on ranks {_text(channel.ranks)} differ before step {step + 1}:"
-        f" {', '.join(map(repr, names[:_NAMED]))}{more} (on rank{plural} {_text(ranks)},"
+        f"Weights that must be equal on ranks {_joined(channel.ranks)} differ before step"
+        f" {step + 1}: {', '.join(map(repr, names[:_NAMED]))}{more} (on rank{plural}"
+        f" {_joined(ranks)},"
         f" compared with rank {channel.ranks[0]}). Some code changes weights or gradients on only"
         " some ranks: a hook that writes to them, an optimizer that steps without the strategy, or"
         " gradients clipped by the norm of a rank's shards (use `gradient_clip_val`, or"
@@ -92,5 +94,5 @@ def _compare(channel: Channel, parameters: dict[str, nn.Parameter], step: int) -
     )
 
 
-def _text(ranks: object) -> str:
+def _joined(ranks: object) -> str:
     return ", ".join(map(str, ranks))  # type: ignore[call-overload]

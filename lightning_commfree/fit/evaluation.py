@@ -33,7 +33,7 @@ def check_evaluation(trainer: pl.Trainer, ranks: Ranks, inside: Layout, patches:
 
     def set_up_and_check() -> None:
         set_up()
-        if inside.shares_model:
+        if inside.states is not None and inside.states.shares_model:
             for i, batches in enumerate(getattr(trainer, f"num_{name}_batches")):
                 _check_loader(ranks, inside.size, f"{name}_dataloaders[{i}]", name, batches)
 

@@ -39,6 +39,7 @@ class Fit:
     ddp_kwargs: Mapping[str, Any]  # arguments of `DDPStrategy` that differ from its defaults
     optimizers: Callable[[], Sequence[Optimizer]]  # the current ones: hooks may replace them
     wrap_in_ddp: Callable[[], DistributedDataParallel]  # averages gradients within this replica
+    returns_weights: bool  # a launching process takes the weights from the module's `state_dict`
 
     @property
     def channels(self) -> ReplicaChannels:

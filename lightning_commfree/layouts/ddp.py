@@ -25,8 +25,7 @@ class DataParallel(Layout):
     """
 
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
-        self.size, self.uses_ddp = size, size > 1
-        self._argument = argument
+        self.size, self._argument = size, argument
         # from `prepare` to `release`, with several ranks
         self._ddp: DistributedDataParallel | None = None
         self._order: BucketOrder | None = None  # only if bucket order affects rounding
@@ -46,7 +45,7 @@ class DataParallel(Layout):
         fit = self.fit
         refuse_sync_batchnorm(fit.strategy, fit.module)
         broadcast_initial_weights(fit.channels.world, fit.module, fit.fingerprint)
-        if self.uses_ddp:
+        if self.size > 1:
             self._ddp = ddp = fit.wrap_in_ddp()
             if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored():
                 self._order = BucketOrder(ddp)

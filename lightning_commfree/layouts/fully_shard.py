@@ -29,8 +29,7 @@ from lightning_commfree.layouts.fsdp import (
     why_unavailable,
 )
 from lightning_commfree.layouts.sharded import ShardedReplica
-from lightning_commfree.lightning_internals import CleanExitLauncher
-from lightning_commfree.model.meta_init import Materializer
+from lightning_commfree.model.meta_init import Materializer, on_meta
 from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
 from lightning_commfree.model.shards import RowShards, local_tensor, refuse_wrapped
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
@@ -68,7 +67,7 @@ class FullyShard(ShardedReplica):
 
     @property
     @override
-    def states(self) -> RowShards | None:
+    def shards(self) -> RowShards | None:
         sharded = self._sharded
         if sharded is None or sharded is not self.fit.module:  # from an earlier fit
             return None
@@ -112,8 +111,8 @@ class FullyShard(ShardedReplica):
         if module is self._sharded:  # an earlier fit sharded it
             broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         else:
-            seed = self._start()
-            materializer = Materializer(module, seed) if self._was_on_meta else None
+            was_on_meta, seed = bool(on_meta(module)), self._start()
+            materializer = Materializer(module, seed) if was_on_meta else None
             mixed = self.fit.precision.precision == "bf16-mixed"
             self._policies = choose_policies(module, self._settings, bf16_mixed=mixed)
             group = channels.within.keep_group()
@@ -125,21 +124,18 @@ class FullyShard(ShardedReplica):
         module.to(device)
 
     @override
-    def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        super().begin(optimizers)
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        super().check_optimizers(optimizers)
         self._step_bytes = step_bytes(self.fit.module, self._policies)
         self._in_fit = True
 
     @override
     def release(self) -> None:
         """Leave the module sharded, but make forked ranks return full weights to the launcher."""
-        super().release()
         self._in_fit = False
-        states = self.states
-        # the launcher takes the weights from the module's `state_dict` after this
-        trainer = self.fit.trainer
-        if states is not None and isinstance(trainer.strategy.launcher, CleanExitLauncher):
-            states.gather_in_state_dict(keep=trainer.local_rank == 0)
+        shards = self.shards
+        if shards is not None and self.fit.returns_weights:
+            shards.gather_in_state_dict(keep=self.fit.trainer.local_rank == 0)
 
     # -- in a fit
 
@@ -171,22 +167,22 @@ class FullyShard(ShardedReplica):
 
     @override
     def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        states = self.states
-        if states is None or not self.saves_folders:
+        shards = self.shards
+        if shards is None or not self.saves_folders:
             return super().full_module_state(read)
-        return states.sharded_state_dict() if self._gathers() else {}
+        return shards.sharded_state_dict() if self._gathers() else {}
 
     @override
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        states = self.states
-        if states is None or not self.saves_folders:
+        shards = self.shards
+        if shards is None or not self.saves_folders:
             return super().full_optimizer_state(optimizer, state)
-        return states.sharded_optimizer_state(optimizer) if self._gathers() else {}
+        return shards.sharded_optimizer_state(optimizer) if self._gathers() else {}
 
     @override
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Load a module's state from a folder: only this rank's shards if the model is sharded."""
-        if self.states is None:
+        if self.shards is None:
             return super()._read(state)
         held = self.fit.module.state_dict()
         return {name: _read_like(value, held.get(name)) for name, value in state.items()}

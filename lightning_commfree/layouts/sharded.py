@@ -24,13 +24,13 @@ from lightning_commfree.fit.checks import (
 )
 from lightning_commfree.fit.contracts import Layout
 from lightning_commfree.layouts.fsdp import check_optimizers
-from lightning_commfree.model.meta_init import meta_fingerprint, on_meta
+from lightning_commfree.model.meta_init import meta_fingerprint
 from lightning_commfree.model.replication import START_TAG, broadcast_initial_weights
 from lightning_commfree.resume.folders import read_folder_tensors
 
 
-class States(Protocol):
-    """Interface to a sharded model's states: gathers full states, and extracts shards from them.
+class Shards(Protocol):
+    """A sharded model: gathers its full states, and extracts this rank's shards from them.
 
     Gathering is collective within a replica. Ranks with `keep=False` get {}.
     """
@@ -53,29 +53,18 @@ class States(Protocol):
 class ShardedReplica(Layout):
     """A layout in which each rank of a replica holds shards of the model.
 
-    `settings` are the layout's settings, which must be the same on all ranks.
+    It implements `ShardedStates` itself. `settings` are the layout's settings, which must be the
+    same on all ranks.
     """
-
-    shards_model = True
 
     def __init__(self, settings: Any) -> None:
         self._settings = settings
-        self._was_on_meta = False  # the model had no values before it was sharded
+        self.states = self
 
     @property
     @abstractmethod
-    def states(self) -> States | None:
-        """The sharded model's states; None if no model is currently sharded."""
-
-    @property
-    @override
-    def shares_model(self) -> bool:
-        return self.states is not None and self.size > 1
-
-    @property
-    def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """Whether the model is on `meta`, so that checkpoints are loaded only after sharding."""
-        return self._was_on_meta or bool(on_meta(self.fit.module))
+    def shards(self) -> Shards | None:
+        """The sharded model; None if no model is currently sharded."""
 
     @override
     def check(self) -> None:
@@ -88,60 +77,63 @@ class ShardedReplica(Layout):
     def _start(self) -> int:
         """Copy rank 0's full model to all ranks; return a random seed that all of them share."""
         module, world = self.fit.module, self.fit.channels.world
-        self._was_on_meta = self.restores_after_setup
         settings = {**self.fit.fingerprint, "inside": repr(self._settings)}
         broadcast_initial_weights(world, module, {**settings, **meta_fingerprint(module)})
         seed = torch.tensor(torch.initial_seed() % 2**31)
         return int(world.broadcast(seed, START_TAG).wait())
 
     @override
-    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         check_optimizers(optimizers, set(self.fit.module.parameters()))
         if self.size > 1:
             refuse_muon(self.fit.strategy, optimizers)
 
-    @override
-    def release(self) -> None:
-        self._was_on_meta = False
+    # -- states (`ShardedStates`)
 
-    # -- states
+    @property
+    def shares_model(self) -> bool:
+        """Whether the ranks of a replica currently hold shards of one model."""
+        return self.shards is not None and self.size > 1
 
-    @override
+    @property
+    def saves_folders(self) -> bool:
+        """Whether checkpoints are currently saved as folders, written by all ranks of a replica."""
+        return False
+
     def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's full state in CPU memory on rank 0, and {} on other ranks.
 
         Collective within the first replica.
         """
-        states = self.states
-        if states is None:
+        shards = self.shards
+        if shards is None:
             return read()
-        return states.full_state_dict(self._keeps) if self._gathers() else {}
+        return shards.full_state_dict(self._keeps) if self._gathers() else {}
 
-    @override
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's full state on rank 0, like `full_module_state`."""
-        states = self.states
-        if states is None:
+        shards = self.shards
+        if shards is None:
             return state
-        return states.full_optimizer_state(optimizer, self._keeps) if self._gathers() else {}
+        return shards.full_optimizer_state(optimizer, self._keeps) if self._gathers() else {}
 
-    @override
     def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        state, states = self._read(checkpoint["state_dict"]), self.states
-        shards = state if states is None else states.shard_state_dict(state)
-        return {**checkpoint, "state_dict": shards}
+        """Return a copy of `checkpoint` with the module's state replaced by this rank's shards."""
+        state, shards = self._read(checkpoint["state_dict"]), self.shards
+        own = state if shards is None else shards.shard_state_dict(state)
+        return {**checkpoint, "state_dict": own}
 
-    @override
     def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        states = self.states
-        if states is None:
+        """Return a copy of `checkpoint` with optimizer states replaced by this rank's shards."""
+        shards = self.shards
+        if shards is None:
             return checkpoint
         saved = zip(self.fit.optimizers(), checkpoint["optimizer_states"], strict=True)
-        shards = [
-            states.shard_optimizer_state(optimizer, self._read_optimizer(optimizer, state))
+        own = [
+            shards.shard_optimizer_state(optimizer, self._read_optimizer(optimizer, state))
             for optimizer, state in saved
         ]
-        return {**checkpoint, "optimizer_states": shards}
+        return {**checkpoint, "optimizer_states": own}
 
     # -- inside
 

@@ -25,13 +25,11 @@ from lightning_commfree.domino import (
     ShardedModule,
     check_module,
     check_states,
-    refuse_meta,
     refuse_nonfinite_weights,
 )
 from lightning_commfree.fit.checks import refuse_compiled, refuse_manual
 from lightning_commfree.host import TrainerStatus
 from lightning_commfree.layouts.sharded import ShardedReplica
-from lightning_commfree.model.replication import share_random_state
 
 _WHY_NOT_MANUAL = (
     "ranks that share a model combine and check gradients once per step, right after its only"
@@ -67,7 +65,7 @@ class TensorParallel(ShardedReplica):
 
     @property
     @override
-    def states(self) -> ShardedModule | None:
+    def shards(self) -> ShardedModule | None:
         return self.sharded
 
     @override
@@ -89,7 +87,7 @@ class TensorParallel(ShardedReplica):
         """Shard the model, and move only this rank's shards to its device.
 
         Raises:
-            ValueError: a shard is held by several ranks but not by all (`mark_shards`).
+            ValueError: a shard is held by several ranks but not by all (`refuse_partly_shared`).
         """
         fit = self.fit
         module, within = fit.module, fit.channels.within
@@ -101,13 +99,14 @@ class TensorParallel(ShardedReplica):
             model.trial.on_choice = rank_zero_info
         module.to(fit.device)
         if self._outside == REPLICA:
-            self.sharded.mark_shards(self._argument)
+            self.sharded.refuse_partly_shared(self._argument)
+        self.sharded.mark_shards()
         clip = self.sharded.clip_gradients  # Lightning would clip by the norm of a rank's shards
         fit.patches.put(fit.precision, "clip_grad_by_norm", clip)
 
     @override
-    def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        super().begin(optimizers)
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        super().check_optimizers(optimizers)
         self._states_checked = False
 
     @override
@@ -120,25 +119,8 @@ class TensorParallel(ShardedReplica):
                 self.sharded.join()
                 self._last_optimizer_shards = self.sharded.optimizer_shards
             self.sharded = None
-        super().release()
-
-    @override
-    def check_evaluation(self) -> None:
-        refuse_meta(self.fit.strategy, self.fit.module)
 
     # -- in a fit
-
-    @override
-    def train_begins(self) -> None:
-        # From here on, the ranks of a tensor group must have the same RNG state; a resumed fit has
-        # already restored its own.
-        share_random_state(self.fit.channels.within, self.fit.module.device)
-
-    @override
-    def check_first(self, verb: str, batch: Any) -> None:
-        """Check that the ranks of a tensor group get the same first batch."""
-        if self.sharded is not None:
-            self.sharded.check_first(verb, batch)
 
     @override
     def after_backward(self, steps: bool) -> None:
@@ -154,10 +136,6 @@ class TensorParallel(ShardedReplica):
         if not self._states_checked and any(one.state for one in self.fit.optimizers()):
             self._states_checked = True
             check_states(self.fit.optimizers(), self.sharded.specs.keys())
-
-    @override
-    def is_shard(self, parameter: nn.Parameter) -> bool:
-        return self.sharded is not None and parameter in self.sharded.specs
 
     @override
     def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:

@@ -75,6 +75,7 @@ class LionVotes:
         overlaps: whether votes may start during backward. If so, nothing may change gradients after
             backward.
         requests: sent with every ballot; by default, none.
+        sharded: whether the ranks of this worker hold shards of the parameters.
 
     Attributes:
         lion: the optimizer.
@@ -96,7 +97,9 @@ class LionVotes:
         channels: ReplicaChannels,
         overlaps: bool,
         requests: Requests | None = None,
+        sharded: bool = False,
     ) -> None:
+        self._sharded = sharded
         self._module, self.lion, self._settings = module, lion, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
@@ -212,8 +215,9 @@ class LionVotes:
             This rank's state, and a description of it for the user; or None if no momentum buffers
             can be reused.
         """
-        size, sharded = int(was["node_size"]), was.get("inside", _DDP) != _DDP
+        size, inside = int(was["node_size"]), was.get("inside", _DDP)
         now = self._settings.fingerprint()
+        sharded = self._sharded if inside == now["inside"] else inside != _DDP
         if sharded and any(was[name] != now[name] for name in ("node_size", "inside")):
             return None  # these ranks hold different shards
         rank_in_worker = self._channels.within.rank if sharded else 0
@@ -246,7 +250,7 @@ class LionVotes:
     def _join(self) -> Voting:
         world, groups = self._channels.world, self.lion.param_groups
         named = agree_on_parameters(world, self._module, groups)
-        within, sharded = self._channels.within, self._settings.inside != "ddp"
+        within, sharded = self._channels.within, self._sharded
         node = within if not sharded and self._settings.node_size > 1 else None
         shard_peers = within if sharded else None
         voting = self.lion.join(named, self._view, self._settings, node, shard_peers)

@@ -163,7 +163,13 @@ class DistributedLionStrategy(ReplicaStrategy):
                 " Compile block by block instead: `for block in blocks: block.compile()`."
             )
         return LionVotes(
-            self.module, lion, self.settings, self.channels, self._overlaps, self.requests
+            self.module,
+            lion,
+            self.settings,
+            self.channels,
+            self._overlaps,
+            self.requests,
+            sharded=self.inside.states is not None,
         )
 
     @override

@@ -117,14 +117,22 @@ class Resumable(Protocol):
         return None
 
 
-class SavedLayout(Protocol):
+class SavesFolders(Protocol):
+    """What a resume needs of a sharded model's states (`fit.contracts.ShardedStates`)."""
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether checkpoints are currently folders, written by all ranks of a replica."""
+
+
+class ResumableLayout(Protocol):
     """What a resume needs of a layout (`fit.contracts.Layout`)."""
 
     size: int  # number of ranks in a replica
 
     @property
-    def saves_folders(self) -> bool:
-        """Whether checkpoints are currently folders, written by all ranks of a replica."""
+    def states(self) -> SavesFolders | None:
+        """The sharded model's states; None if every rank holds the full model."""
 
     def state_dict(self) -> State:
         """Return the layout's own state on this rank."""
@@ -245,7 +253,7 @@ class ExactResume:
     """
 
     def __init__(
-        self, strategy: DDPStrategy, ranks: Ranks, layout: SavedLayout, patches: Patches
+        self, strategy: DDPStrategy, ranks: Ranks, layout: ResumableLayout, patches: Patches
     ) -> None:
         self._strategy, self._ranks = strategy, ranks
         self._layout, self._patches = layout, patches
@@ -466,7 +474,8 @@ class ExactResume:
         """Write a checkpoint file on rank 0, or a folder on all ranks of the first replica."""
         strategy = self._strategy
         with self._ranks.fail_together():
-            if self._layout.saves_folders:
+            states = self._layout.states
+            if states is not None and states.saves_folders:
                 if self._ranks.rank < self._layout.size:
                     write_folder(checkpoint, filepath, self._ranks.channels.within)
                 return

@@ -14,12 +14,12 @@ from torch import Tensor
 from lightning_commfree.domino import (
     GradientAverage,
     ShardedModule,
-    check_batch,
     gradient_norm,
     looks_finite,
     refuse_nonfinite,
 )
 from lightning_commfree.domino.schedule import ScheduleRun
+from lightning_commfree.fit.checks import check_batch
 from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel, Question, is_walked
 from tests.domino.models import Case, batch_for, make_for
 from tests.domino.ranks import divide
@@ -49,7 +49,7 @@ ONE_ROW_WITH_A_MASK = {
 }
 FIRST_BATCH = {
     # The ranks of a tensor group must have the same batch: they exchange its digest as text.
-    Question("first batch", "domino/sharded_module.py check_batch", "value"),
+    Question("first batch", "fit/checks.py check_batch", "value"),
 }
 AFTER_A_SUSPICION = {
     # The fit is about to end: the error names the tensor that is not finite.

@@ -1,7 +1,8 @@
 """Base class of all strategies, which implements the hooks that Lightning calls.
 
 Launchers, samplers, the `torch.compile` guard and device handling come from Lightning's
-`DDPStrategy`; its gradient wrapper and per-batch SIGTERM broadcast are not used. During a fit:
+`DDPStrategy`. Its gradient wrapper is used only within a replica of several ranks that hold the
+full model, and its per-batch SIGTERM broadcast is not used. During a fit:
 
 1. `setup` checks that all ranks have the same settings, copies rank 0's weights to the others
    and creates the cross-replica algorithm (`begin`). A resumed fit then restores its state

@@ -117,7 +117,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         )
 
     @override
-    def left_out(self) -> None:
+    def step_left_out(self) -> None:
         # Counted as a step, as by `trainer.global_step`: other replicas do not have to leave it out
         # as well, and all remain at the same step.
         optimizer, before = self._trainer.optimizers[0], self.clock.uncounted

@@ -37,8 +37,8 @@ class LockstepSession(FitSession[EveryStep]):
             )
 
     @override
-    def left_out(self) -> None:
-        super().left_out()
+    def step_left_out(self) -> None:
+        super().step_left_out()
         self._stopping.check_together(
             "An optimizer step was left out (`optimizer_step` did not call `optimizer.step`)",
             "Ranks that exchange something at every step must take the same steps. Agree on the"

@@ -2,7 +2,7 @@
 
 `FitSession` implements the behavior that all strategies share. Its subclasses differ in how ranks
 depend on each other: they train independently (`local_weights`), exchange data at every optimizer
-step (`lockstep`), or share a model and communicate on every batch (`domino_tp`).
+step (`lockstep`), or share a model and communicate on every batch (`domino.strategy`).
 """
 
 from __future__ import annotations
@@ -181,11 +181,11 @@ class FitSession(Generic[B]):
         try:
             run(*args)
             if self.clock.steps == before:
-                self.left_out()
+                self.step_left_out()
         finally:
             self._in_optimizer_step = False
 
-    def left_out(self) -> None:
+    def step_left_out(self) -> None:
         """Handle a batch in which the module's `optimizer_step` did not step its optimizer."""
         self.clock.missed += 1
 

@@ -50,9 +50,10 @@ class CausalLM(pl.LightningModule):
         self.wrapped = torch.nn.ModuleDict({"lm": make(kind, dropout)})
         self.lr = lr
 
-    def training_step(self, batch: Any, _: int) -> Tensor:
+    def training_step(self, batch: Any, i: int) -> Tensor:
         loss = self.wrapped["lm"](input_ids=batch[0], labels=batch[0]).loss
-        self.log("loss", loss, on_step=True)
+        if i == 0:
+            self.log("loss", loss, on_step=True)
         return loss
 
     def validation_step(self, batch: Any, _: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
 from lightning_commfree import (
     DistributedLionStrategy,
@@ -40,8 +41,21 @@ def fit(rank: int, size: int) -> dict[str, Any]:
     return {
         "diloco": count(diloco, size),
         "ddp": count(DDPStrategy(), size),
-        "lion": count(DistributedLionStrategy(), size, Voter()),
+        "lion": count(DistributedLionStrategy(), size, VotingLogs()),
     }
+
+
+class Logs(Tiny):
+    """Logs in every batch."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        loss = super().training_step(batch, i)
+        self.log("every", loss, on_step=True, sync_dist=True)
+        return loss
+
+
+class VotingLogs(Logs, Voter):
+    pass
 
 
 def count(strategy: Any, size: int, module: Tiny | None = None) -> list[tuple[int, str]]:
@@ -50,7 +64,7 @@ def count(strategy: Any, size: int, module: Tiny | None = None) -> list[tuple[in
         strategy=strategy, devices=size, max_epochs=2, callbacks=[clock], log_every_n_steps=1
     )
     with counted(lambda: clock.step) as calls:
-        trainer.fit(module or Tiny(), loader(STEPS * 2 * size // 2))
+        trainer.fit(module or Logs(), loader(STEPS * 2 * size // 2))
     assert trainer.global_step == STEPS
     return [(step, name) for step, name in calls if step is not None]
 

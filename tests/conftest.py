@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import logging
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from functools import cache
 
@@ -54,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Do once what every forked rank would otherwise do for itself.
 
-    It loads the compiled loops and the entry points, and it keeps the collector away from what the
+    It loads the compiled loops and the entry points, and runs a fit, because the first one of a
+    process imports modules and fills caches. And it keeps the collector away from what the
     imports have made, a million objects that stay: Lightning collects at the end of every fit, and
     a rank that walks over them copies them.
     """
@@ -65,7 +68,26 @@ def pytest_collection_finish() -> None:
     for wire in CODECS.values():
         warm_up(wire, torch.device("cpu"))
     importlib.metadata.entry_points(group=f"{pl.__name__}.callbacks_factory")
+    _run_a_fit()
     gc.freeze()
+
+
+def _run_a_fit() -> None:
+    from lightning_commfree import StreamingDiLoCoStrategy
+    from tests.fit.models import Tiny, loader, quiet_trainer
+    from tests.world import TIMEOUT, become_rank, free_port
+
+    environment = dict(os.environ)
+    become_rank(0, 1, free_port(), TIMEOUT)
+    logging.disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = StreamingDiLoCoStrategy(sync_every=2, num_fragments=2, overlap_steps=1)
+        quiet_trainer(strategy=strategy, devices=1, max_steps=3).fit(Tiny(), loader(8))
+    logging.disable(logging.NOTSET)
+    dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 @pytest.fixture(autouse=True)

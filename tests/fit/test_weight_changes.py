@@ -142,7 +142,7 @@ def played_as(name: str, **arguments: Any) -> Callable[[type], type]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Outcome]]]:
     found = {}
     for kind in KINDS:
-        folder, fails = tmp_path_factory.mktemp(kind), FAILS[kind]
+        folder, fails = tmp_path_factory.mktemp(f"changes-{kind}-"), FAILS[kind]
         names = MODULES.keys() - fails - NOT_PLAYED[kind]
         found[kind] = run_ranks(play, 2, folder, kind, folder, names)
         jobs = [  # an error ends a rank's process group
@@ -439,7 +439,7 @@ def test_weights_may_be_clamped_after_each_step(ranks: Any, kind: str, name: str
 def test_the_last_checkpoint_contains_the_clamped_weights(
     ranks: Any, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    (path,) = tmp_path_factory.getbasetemp().glob(f"{kind}0/clamped in a hook/last.ckpt")
+    (path,) = tmp_path_factory.getbasetemp().glob(f"changes-{kind}-0/clamped in a hook/last.ckpt")
     saved = torch.load(path, weights_only=True)["state_dict"]
     assert_same(saved, ranks[kind][0]["clamped in a hook"].weights)
 

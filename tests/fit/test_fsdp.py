@@ -37,7 +37,7 @@ from tests.world import run_ranks
 WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
-STEPS = 15
+STEPS = 9
 BATCH = 2
 SETTINGS: dict[str, Any] = {
     "sync_every": 4,
@@ -117,7 +117,7 @@ def fit(
     watch = Watch()
     callbacks: list[pl.Callback] = [watch]
     if folder is not None:
-        callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=5))
+        callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3))
     trainer = quiet_trainer(
         strategy=strategy,
         devices=size,
@@ -165,7 +165,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 SAVED = ("fp32", "fp4", "mixed", "int2", "majority")
-MIDDLE = 10  # a fragment has just left
+MIDDLE = 6  # a fragment has just left
 
 
 def compare(rank: int, size: int, folder: Path) -> Any:
@@ -265,7 +265,7 @@ def test_replicas_send_as_much_as_with_ddp_inside(played: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "majority"])
 def test_checkpoints_are_those_of_ddp(played: Any, name: str) -> None:
-    for step in (5, MIDDLE, STEPS):
+    for step in (3, MIDDLE, STEPS):
         ours, ddp = (
             torch.load(played[1] / inside / name / f"step={step}.ckpt", weights_only=True)
             for inside in ("fsdp", "ddp")

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ SCRIPT = Path(__file__).with_name("train_script.py")
 NAMES = ("streaming_diloco", "distributed_lion", "domino_tp")
 
 
-def run_script(folder: Path, name: str, *launcher: str) -> list[dict[str, Any]]:
+def run_script(folder: Path, name: str) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(SCRIPT), name, str(folder)]
+    command = [sys.executable, str(SCRIPT), name, str(folder)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
@@ -95,18 +96,32 @@ def test_name_with_popen(tmp_path: Path, forked: list[float]) -> None:
         assert outcome["weights"] == forked
 
 
-def check_torchrun(folder: Path, attempt: str, forked: list[float]) -> None:
-    for name in NAMES:
+def check_torchrun(
+    folder: Path, attempt: str, forked: list[float], names: Sequence[str] = NAMES
+) -> None:
+    for name in names:
         one, other = (json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_*")))
         assert one["attempt"] == other["attempt"] == attempt
         assert one["weights"] == other["weights"]
         assert name != "streaming_diloco" or one["weights"] == forked
 
 
-def test_torchrun(tmp_path: Path, forked: list[float]) -> None:
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-    run_script(tmp_path, ",".join(NAMES), *launcher, f"--master_port={free_port()}")
-    check_torchrun(tmp_path, "0", forked)
+def run_torchrun(*words: str) -> None:
+    """Run torchrun's agent in a forked process, which spares it the imports."""
+    agent = multiprocessing.get_context("fork").Process(target=torchrun, args=(words,))
+    agent.start()
+    agent.join(200)
+    agent.kill()
+    assert agent.exitcode == 0
+
+
+def test_torchrun(tmp_path: Path, forked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks are new processes; without Domino, whose transformers each would import."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    names = NAMES[:2]
+    options = ["--nproc_per_node=2", f"--master_port={free_port()}"]
+    run_torchrun(*options, str(SCRIPT), ",".join(names), str(tmp_path))
+    check_torchrun(tmp_path, "0", forked, names)
 
 
 def test_torchrun_starts_all_ranks_again_when_one_has_died(
@@ -118,12 +133,8 @@ def test_torchrun_starts_all_ranks_again_when_one_has_died(
     """
     monkeypatch.setenv("DIES_ONCE", "1")
     options = ["--run-path", "--start-method=fork", "--nproc_per_node=2", "--max-restarts=1"]
-    words = [*options, f"--master_port={free_port()}", str(SCRIPT), ",".join(NAMES), str(tmp_path)]
-    agent = multiprocessing.get_context("fork").Process(target=torchrun, args=(words,))
-    agent.start()
-    agent.join(200)
-    agent.kill()
-    assert agent.exitcode == 0
+    words = [f"--master_port={free_port()}", str(SCRIPT), ",".join(NAMES), str(tmp_path)]
+    run_torchrun(*options, *words)
     check_torchrun(tmp_path, "1", forked)
 
 

@@ -58,7 +58,7 @@ from lightning_commfree.resume.own_tensors import OwnTensors
 from lightning_commfree.resume.rank_files import local_tensors, plain_or_none
 
 if TYPE_CHECKING:
-    from lightning_commfree.resume.exact import Resumable, SavedLayout
+    from lightning_commfree.resume.exact import Resumable, ResumableLayout
 
 KEY = "lightning_commfree"  # key of the additional entry in a checkpoint
 ENTRY = {"ranks", "token", "folder", "algorithm", "fingerprint", "shared", "own"}  # its keys
@@ -73,7 +73,7 @@ class SavedFit:
     strategy: DDPStrategy
     trainer: pl.Trainer
     ranks: Ranks
-    layout: SavedLayout
+    layout: ResumableLayout
     algorithm: Resumable
     tensors: OwnTensors
     changes: FitChanges

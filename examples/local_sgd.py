@@ -9,10 +9,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_commfree.comm.requests import STOP
 from lightning_commfree.model.weight_swap import SharedCopy, WeightSwap
-from lightning_commfree.strategies import DataParallel, LocalUpdates, ReplicaStrategy
+from lightning_commfree.strategies import DataParallel, LocalCopies, ReplicaStrategy
 
 
-class LocalSGD(LocalUpdates):
+class LocalSGD(LocalCopies):
     """Local SGD (arXiv:1805.09767)."""
 
     name = "Local SGD"

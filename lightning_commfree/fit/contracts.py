@@ -180,7 +180,7 @@ class Algorithm(Resumable, Protocol):
         """Release resources, after a fit or an error."""
 
 
-class LocalUpdates(Algorithm, Protocol):
+class LocalCopies(Algorithm, Protocol):
     """An algorithm whose replicas train independently on local weights between exchanges."""
 
     step: int  # number of steps that each replica has taken

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import END
-from lightning_commfree.fit.contracts import LocalUpdates
+from lightning_commfree.fit.contracts import LocalCopies
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.fit.session import FitSession
 from lightning_commfree.fit.stopping import Stopping
@@ -35,7 +35,7 @@ from lightning_commfree.resume.rank_files import copy_to_cpu
 END_TAG = "end"
 
 
-class LocalWeightsSession(FitSession[LocalUpdates]):
+class LocalWeightsSession(FitSession[LocalCopies]):
     """Fit session for replicas that train independently on local weights.
 
     Validation, checkpoints and the trained module use the weights shared by all replicas.
@@ -48,7 +48,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         self,
         trainer: pl.Trainer,
         ranks: Ranks,
-        between: LocalUpdates,
+        between: LocalCopies,
         stopping: Stopping,
         patches: Patches,
         numel: int,

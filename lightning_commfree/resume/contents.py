@@ -9,7 +9,7 @@ strategy decides about them:
 
     "state_dict"         weights and buffers that are the same for all replicas, as full tensors.
                          `FitSession.module_state` decides which: under Streaming DiLoCo, the outer
-                         weights or `LocalUpdates.shown`; under Distributed Lion, means of buffers.
+                         weights or `LocalCopies.shown`; under Distributed Lion, means of buffers.
                          `Layout.full_module_state` gathers them on rank 0, or returns `DTensor`s if
                          the checkpoint is a folder. On a resume, `Layout.with_module_shards` gives
                          each rank its shards.

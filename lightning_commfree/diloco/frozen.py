@@ -18,7 +18,7 @@ the fit:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -39,19 +39,23 @@ TAG = "moved"
 class FrozenParameters:
     """Parameters in no fragment, because they were not trained when the fit began."""
 
-    def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        fragments: Iterable[Fragment],
+        optimizers: Callable[[], Iterable[Optimizer]],  # those of now, for `trained_parameters`
+    ) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}
-        self._module = module
+        self._module, self._optimizers = module, optimizers
         self._parameters: dict[str, Tensor] = {
             name: p for name, p in module.named_parameters() if name not in held
         }
-        self.optimizers: Iterable[Optimizer] = ()  # for `trained_parameters`
 
     def unfrozen(self) -> list[str]:
         """Return the names of the parameters that started being trained during the fit."""
         if not any(p.requires_grad for p in self._parameters.values()):
             return []  # called at every step
-        trained = trained_parameters(self._module, self.optimizers)
+        trained = trained_parameters(self._module, self._optimizers())
         return [name for name in self._parameters if name in trained]
 
     def remove(self, names: Iterable[str]) -> None:

@@ -200,12 +200,17 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern, self.optimizers
         )
-        transport, within = FixedTransport(self.channels.between), self.channels.within
         self._diloco = StreamingDiLoCo(
-            self.module, fragments, self.settings, transport, within, self.requests
+            self.module,
+            fragments,
+            settings,
+            FixedTransport(self.channels.between),
+            self.channels.within,
+            self.requests,
+            lambda: self.session.clock.missed,
         )
         self._diloco.warm_up()
-        self._diloco.follow_optimizers(self.optimizers)
+        self._diloco.optimizers = self.optimizers
         # in manual optimization, GANs freeze one network while they train another
         self._diloco.ignores_frozen = not self.module.automatic_optimization
         return self._diloco

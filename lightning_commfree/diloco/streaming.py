@@ -24,7 +24,7 @@ import hashlib
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -109,6 +109,7 @@ class StreamingDiLoCo:
         transport: Transport,
         within: Channel | None = None,  # None: every rank is a replica
         requests: Requests | None = None,  # sent with every launch
+        missed: Callable[[], int] = lambda: 0,  # number of batches trained on without a step
     ) -> None:
         self.requests = requests or Requests()
         self.settings, self.codec = settings, codec_of(settings.wire_dtype)
@@ -122,20 +123,21 @@ class StreamingDiLoCo:
         # fragments that are added during the fit come last
         self.fragments = [self._outer_fragment(fragment) for fragment in fragments]
         self.weight_swap = WeightSwap(self.fragments)
-        self.optimizers: Sequence[Optimizer] = ()  # the inner ones (`follow_optimizers`)
-        # `missed` counts the batches in which this replica could have taken a step but did not, and
-        # is sent with every exchange, so that replicas notice if they are on different batches.
-        # `ignores_frozen`: exchange parameters that are frozen during the fit as if they were
-        # trained, instead of settling them (`outer.Frozen`).
-        self.missed, self.ignores_frozen = 0, False
+        self.optimizers: Sequence[Optimizer] = ()  # the inner ones; hooks may replace them
+        # sent with every exchange, so that replicas notice if they are on different batches
+        self._missed = missed
+        # whether parameters that are frozen during the fit are exchanged as if they were trained,
+        # instead of settling (`outer.Frozen`)
+        self.ignores_frozen = False
 
         self.flights: dict[int, Flight] = {}  # by fragment, in order of launch
         self._landings: dict[int, Pending[Landing]] = {}
         self._abstentions: Counter[int] = Counter()
-        self._frozen = FrozenParameters(module, fragments)
+        self._frozen = FrozenParameters(module, fragments, lambda: self.optimizers)
         held = {name for fragment in fragments for name in fragment.parameters}
         self._parameters = {n: p for n, p in module.named_parameters() if n in held}
         self._mean: list[Tensor] | None = None  # mean of the local copies, until the next step
+        self._warned_initial = False
         # `landed` counts exchanges, the final means too; hold the lock to change the outer state
         self.landed, self.outer_lock = 0, threading.Lock()
         self._open_exchanges()
@@ -271,7 +273,7 @@ class StreamingDiLoCo:
         hashed = self._digest(p, outer) if tag == TAG else 0
         changed, device = self._changed_hash(p, frozen), self.fragments[p].global_copy.device
         requests = self.requests.outgoing() if tag == TAG else 0  # nobody reads an evaluation's
-        words = requests, self.step, hashed, nonfinite, changed, self.weight(p), self.missed
+        words = requests, self.step, hashed, nonfinite, changed, self.weight(p), self._missed()
         pending = self.transport.launch(p, values, Header(*words), residual, tag, device)
         return Flight(pending, frozen)
 
@@ -345,10 +347,6 @@ class StreamingDiLoCo:
             " optimizer's state for their parameters was reset where it was not finite.",
             stacklevel=2,
         )
-
-    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Use `optimizers` as inner optimizers from now on; hooks may replace them during a fit."""
-        self.optimizers = self._frozen.optimizers = optimizers
 
     # -- frozen parameters
 
@@ -437,9 +435,27 @@ class StreamingDiLoCo:
 
     # -- validations
 
-    def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights for `WeightSwap.swap_in`, None for the outer weights; collective."""
-        return self.mean_weights() if self.settings.evaluate == "mean" else None
+    def shown(self, what: str) -> Sequence[Tensor] | None:
+        """Return the weights for `WeightSwap.swap_in`, None for the outer weights; collective.
+
+        Before a validation, average moved parameters too. A save must not change the training.
+        """
+        if what == "validation":
+            self.average_moved()
+        if self.settings.evaluate == "mean":
+            return self.mean_weights()
+        self._warn_if_initial(what)
+        return None
+
+    def _warn_if_initial(self, what: str) -> None:
+        """Warn once, on the first rank, if the outer weights are partly the initial ones."""
+        count = sum(not fragment.landings for fragment in self.fragments)
+        if not count or self._warned_initial:
+            return
+        self._warned_initial = True
+        if self.view.rank == 0 and (self._within is None or self._within.rank == 0):
+            text = initial_weights_warning(what, self.settings, self.schedule, self.step, count)
+            warnings.warn(text, stacklevel=2)
 
     @torch.no_grad()
     def mean_weights(self) -> list[Tensor]:
@@ -465,25 +481,19 @@ class StreamingDiLoCo:
         return self._mean
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """Start over from the local weights, which are the same on all replicas.
+    def restart(self, broadcast: Callable[[], None]) -> None:
+        """Start over from rank 0's weights, which `broadcast` copies into the module; collective.
 
         Messages of in-flight fragments are dropped, and the outer optimizers' state is cleared.
         """
-        self.wait_in_flight()
+        self.wait_in_flight()  # `broadcast` uses the same channels
+        broadcast()
         self.flights.clear()
         self._mean = None
         for fragment in self.fragments:
             fragment.take_local()
             fragment.clear_residual()
             fragment.optimizer.state.clear()
-
-    def unready(self, what: str) -> str | None:
-        """Return a warning if the outer weights that `what` uses are partly the initial ones."""
-        count = sum(not fragment.landings for fragment in self.fragments)
-        if not count or self.settings.evaluate == "mean":
-            return None
-        return initial_weights_warning(what, self.settings, self.schedule, self.step, count)
 
     # -- checkpoints
 

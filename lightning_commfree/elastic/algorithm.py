@@ -497,10 +497,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._take_outer(self.step)
 
     @override
-    def shown(self) -> Sequence[Tensor] | None:
+    def shown(self, what: str) -> Sequence[Tensor] | None:
         if self._outer_found is not None:
             self._outer_found.result()  # wait, because `_find_outer` changes the outer weights
-        return super().shown()
+        return super().shown(what)
 
     @override
     def average_moved(self) -> None:

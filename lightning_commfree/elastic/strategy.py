@@ -306,7 +306,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         self._diloco = diloco = ElasticDiLoCo(
             self.module, fragments, settings, membership, self.channels.within, self.requests
         )
-        diloco.follow_optimizers(self.optimizers)
+        diloco.optimizers = self.optimizers
         diloco.ignores_frozen = not self.module.automatic_optimization
         # a replica that rejoins skips steps of the schedule, so the fit must not end with an epoch
         epochs = trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)

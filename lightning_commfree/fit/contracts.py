@@ -157,9 +157,10 @@ class Algorithm(Resumable, Protocol):
         return nullcontext()
 
     def after_step(self) -> None:
-        """Run the algorithm's communication after a step, as counted by `Clock`.
+        """Run the communication that is due after a step, as counted by `Clock`.
 
-        Every header contains the strategy's `requests.outgoing()`, and `requests.incoming` is
+        With manual optimization, a step is a whole batch in which any optimizer has stepped. Every
+        header contains the strategy's `requests.outgoing()`, and `requests.incoming` is
         called with the union of all ranks' bits when an exchange lands, after the same step on all
         ranks.
         """
@@ -184,8 +185,7 @@ class LocalCopies(Algorithm, Protocol):
     """An algorithm whose replicas train independently on local weights between exchanges."""
 
     step: int  # number of steps that each replica has taken
-    optimizers: Sequence[Optimizer] = ()  # those that train the local weights
-    missed: int = 0  # number of batches in which this replica could have stepped but did not
+    optimizers: Sequence[Optimizer] = ()  # those that train the local weights; hooks change them
     weight_swap: WeightSwap  # swaps the weights shared by all replicas in and out
 
     @property
@@ -200,39 +200,27 @@ class LocalCopies(Algorithm, Protocol):
         """Synchronize fully, so that the local weights of all replicas equal the shared weights."""
         ...
 
-    def wait_in_flight(self) -> None:
-        """Wait for in-flight exchanges to complete; their results are still applied on schedule."""
+    def shown(self, what: str) -> Sequence[Tensor] | None:
+        """Return weights to swap in, instead of the shared ones, for a validation or checkpoint.
 
-    def shown(self) -> Sequence[Tensor] | None:
-        """Return weights to swap in, instead of the shared ones, for validation and checkpoints.
-
-        None selects the shared weights.
+        None selects the shared weights. `what` is "validation" or "checkpoint". It is called before
+        each of them, while the module holds the local weights, unless `finish` has just made all
+        weights equal; so it may also warn, or average what the replicas have changed differently.
         """
-        return None
-
-    def unready(self, what: str) -> str | None:
-        """Return a warning if the shared weights are not meaningful yet, else None.
-
-        `what` is the intended use: "validation" or "checkpoint".
-        """
+        del what
         return None
 
     def refuse_to_save(self, world: Channel) -> None:
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
 
-    def restart(self) -> None:
-        """Start over from the module's weights, which are the same on all replicas.
+    def restart(self, broadcast: Callable[[], None]) -> None:
+        """Drop in-flight exchanges and start over from rank 0's weights.
 
-        Nothing may be in flight. By default, the weights become the shared ones.
+        `broadcast` copies these into the module on all ranks; call it when nothing is in flight.
+        By default, they also become the shared weights.
         """
+        broadcast()
         self.weight_swap.take_local()
-
-    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Switch to new optimizers; hooks may replace or add some during a fit."""
-        self.optimizers = optimizers
-
-    def average_moved(self) -> None:
-        """Average frozen weights that hooks have changed differently on replicas; collective."""
 
 
 class EveryStep(Algorithm, Protocol):

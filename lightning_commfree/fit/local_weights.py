@@ -56,7 +56,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
         super().__init__(trainer, ranks, between, stopping, patches, numel)
         self._swap = between.weight_swap
         self._finished_at: int | None = None  # the step after which the algorithm has finished
-        self._trains = self._warned_unready = False
+        self._trains = False
         self._loads: LoadWatch | None = None
         self._swap.self_changing = {
             f"{name}.weight".removeprefix(".")
@@ -84,8 +84,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
         if differ and not resumed:
             # a hook has changed the weights, maybe on one rank only: as under DDP, all ranks
             # continue from rank 0's weights
-            broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
-            self._swap.take_local()
+            self.between.restart(self._broadcast_weights)
         if resumed and not differ:
             # the checkpoint may be from the end of a fit, where finishing again is a no-op
             self._finished_at = self.between.step
@@ -108,13 +107,14 @@ class LocalWeightsSession(FitSession[LocalCopies]):
             "Weights were loaded (`load_state_dict`)",
             "Load them on all ranks after the same step.",
         )
-        self.between.wait_in_flight()
-        broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
-        self.between.restart()
+        self.between.restart(self._broadcast_weights)
         rank_zero_warn(
             "Weights were loaded in the middle of the fit (`load_state_dict`). All replicas"
             " continue from rank 0's weights, and the strategy's own state starts over."
         )
+
+    def _broadcast_weights(self) -> None:
+        broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
 
     @override
     def step_left_out(self) -> None:
@@ -130,22 +130,16 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        self.between.follow_optimizers(optimizers)
+        self.between.optimizers = optimizers
 
     @override
     def sees(self, optimizer: Optimizer) -> None:
         optimizers = self.between.optimizers
         if self._trainer.training and not any(optimizer is one for one in optimizers):
             # `configure_optimizers` did not return it: from now on, its parameters are trained too
-            self.between.follow_optimizers([*optimizers, optimizer])
+            self.between.optimizers = [*optimizers, optimizer]
             with self.between.stepping():
                 pass
-
-    @override
-    def _step_ends(self, optimizer: Optimizer | None) -> None:
-        if self.in_step:
-            self.between.missed = self.clock.missed
-        super()._step_ends(optimizer)
 
     @override
     def after_step(self) -> None:
@@ -164,11 +158,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
             self._agree_on_buffers()
         if self._trains and self._stopping.no_step_follows():
             self._finish()  # before the fit's last validation, so that it uses the final weights
-        if not self._trainer.sanity_checking:
-            self._warn_unready("validation")
-        if self._trains and not self.finished:
-            self.between.average_moved()
-        self._swap.swap_in(self._shown())
+        self._swap.swap_in(self._shown("validation"))
 
     @override
     def validation_ends(self) -> None:
@@ -185,7 +175,6 @@ class LocalWeightsSession(FitSession[LocalCopies]):
     @override
     def check_save(self) -> None:
         self.between.refuse_to_save(self._world)
-        self._warn_unready("checkpoint")
 
     @override
     def fit_ends(self) -> None:
@@ -234,7 +223,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @contextmanager
     def _with_shared_weights(self) -> Iterator[bool]:
-        """Context manager that waits for in-flight exchanges and swaps in the shared weights.
+        """Context manager that swaps in the shared weights, for a checkpoint.
 
         Yields True if the module's weights stay the same afterwards: the shared weights were
         already in the module, or the fit was interrupted and nothing is swapped.
@@ -247,8 +236,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
         ends = not self._saves_by_metric and self._stopping.no_step_follows()
         if self._trains and (ends or self.finished):
             self._finish()
-        self.between.wait_in_flight()
-        shown = self._shown()
+        shown = self._shown("checkpoint")
         stays = self._swap.swapped_in
         with self._swap.outer_weights(shown):
             yield stays
@@ -279,17 +267,11 @@ class LocalWeightsSession(FitSession[LocalCopies]):
         if buffers is not None and (text := buffers.agree_on_replaced(self._ranks.all_rows)):
             rank_zero_warn(text)
 
-    def _shown(self) -> Sequence[Tensor] | None:
+    def _shown(self, what: str) -> Sequence[Tensor] | None:
         """Return weights to swap in instead of the shared weights, or None for the shared ones."""
         if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
             return None
-        return self.between.shown()
-
-    def _warn_unready(self, what: str) -> None:
-        text = None if self._warned_unready else self.between.unready(what)
-        if text is not None:
-            self._warned_unready = True
-            rank_zero_warn(text)
+        return self.between.shown(what)
 
 
 _AVERAGING = getattr(callbacks, "WeightAveraging", None)  # Lightning 2.6 and later
@@ -304,11 +286,8 @@ def average_shared_weights(
     Local weights differ between replicas, so their averages would differ too. Such a callback
     updates its average as often as under DDP, but with the shared weights. Everything else is
     unchanged: it swaps its average in for validation and at the end of the fit, and saves it in
-    checkpoints.
-
-    Returns:
-        A function that copies the averages into the module. Call it after `finish`, which needs the
-        module's own weights.
+    checkpoints. Return a function that copies the averages into the module, to be called after
+    `finish`, which needs the module's own weights.
     """
     ends = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

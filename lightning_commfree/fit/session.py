@@ -285,7 +285,10 @@ class FitSession(Generic[B]):
         return read()
 
     def check_save(self) -> None:
-        """Raise an error on all ranks if a checkpoint saved now would be unusable."""
+        """Check the weights before a checkpoint is written; collective.
+
+        All ranks raise an error if it would contain NaN or Inf, where the algorithm checks that.
+        """
         self._warn_uncounted()
 
     def _weight_hashes(self) -> list[int]:

@@ -172,11 +172,9 @@ class ReplicaStrategy(DDPStrategy):
         return Stopping(trainer, self.ranks, clock, self.patches)
 
     def equal_weights(self) -> tuple[int, Channel]:
-        """Return the settings for `DriftCheck`, which verifies that ranks hold equal weights.
+        """Return the steps between checks of `DriftCheck` (0: none), and the channel that they use.
 
-        Returns:
-            The number of steps between checks (0 disables them), and the channel that connects the
-            ranks being compared.
+        The channel connects the ranks whose weights must be equal.
         """
         return 0, self.channels.world
 

@@ -231,16 +231,10 @@ def refuse_muon(strategy: str, optimizers: Iterable[Optimizer]) -> None:
 def check_ddp_kwargs(
     strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
-    """Return the arguments that differ from DDP's defaults; reject those that do not apply.
+    """Return the arguments that differ from DDP's defaults; a `TypeError` rejects unusable ones.
 
-    Args:
-        strategy: the strategy class, which error messages name.
-        ddp_kwargs: the user's arguments.
-        with_ddp: whether DDP averages gradients within a replica. If not, the arguments of
-            `DistributedDataParallel`, and most of `DDPStrategy`'s, do not apply.
-
-    Raises:
-        TypeError: an argument does not exist or does not apply.
+    `with_ddp` is whether DDP averages gradients within a replica. If not, the arguments of
+    `DistributedDataParallel`, and most of `DDPStrategy`'s, do not apply.
     """
     taken = [inspect.signature(kind).parameters for kind in (DistributedDataParallel, DDPStrategy)]
     defaults = {name: known.default for names in taken for name, known in names.items()}

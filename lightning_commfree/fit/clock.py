@@ -24,24 +24,15 @@ from torch.optim.optimizer import (
 
 
 class Clock:
-    """Counts the steps in a fit.
-
-    Args:
-        spans_batch: if False, every optimizer step counts. If True (manual optimization), a
-            `training_step` counts as one step if it steps any optimizer.
-
-    Attributes:
-        steps: number of steps so far.
-        missed: number of times so far that a step was possible but not taken, for example because
-            the module found NaN in its gradients and did not call `optimizer.step`.
-        uncounted: at the end of a step, the number of completed optimizer steps that
-            `trainer.global_step` does not include yet: 1 with automatic optimization, because
-            Lightning counts an optimizer step only after `Strategy.optimizer_step` has returned; 0
-            with manual optimization.
-    """
+    """Counts the steps in a fit."""
 
     def __init__(self, spans_batch: bool = False) -> None:
+        # `spans_batch` (manual optimization): a `training_step` that steps any optimizer is a step.
+        # `missed`: how often a step was possible but not taken, for example because the module
+        # found NaN in its gradients and did not call `optimizer.step`.
         self.steps, self.missed, self.spans_batch = 0, 0, spans_batch
+        # at the end of a step, the steps that `trainer.global_step` lacks: Lightning counts an
+        # optimizer step only after `Strategy.optimizer_step` has returned
         self.uncounted = 0 if spans_batch else 1
         self._stepped = False  # whether any optimizer has stepped in the current batch
 
@@ -64,13 +55,8 @@ class StepHooks:
     """Calls functions around optimizer steps that Lightning does not pass to the strategy.
 
     Only optimizers that hold parameters of `module` count. A step inside another one, as of an
-    optimizer that wraps a second one, is part of the outer step.
-
-    Args:
-        module: the model.
-        begins: called with the optimizer before such a step.
-        ends: called with the optimizer after it.
-        sees: called with the optimizer before every step, also those that Lightning passes.
+    optimizer that wraps a second one, is part of the outer step. `begins` and `ends` are called
+    around such a step, and `sees` before every step, also those that Lightning passes.
     """
 
     def __init__(

@@ -25,26 +25,19 @@ _NAMED = 3  # maximum number of parameters to name in an error
 class DriftCheck:
     """Compares hashes of the trained parameters across ranks at regular intervals.
 
-    Args:
-        fit: the running fit.
-        session: counts its steps.
-        every: number of optimizer steps between checks, at least 1.
-        channel: connects the ranks whose weights must be equal. If these are all ranks, each shard
-            is also compared with the same shard in the other replicas.
+    `channel` connects the ranks whose weights must be equal. If these are all ranks, each shard is
+    also compared with the same shard in the other replicas.
     """
 
     def __init__(self, fit: Fit, session: FitSession[Any], every: int, channel: Channel) -> None:
         self._fit, self._session = fit, session
-        self._every, self._channel = every, channel
+        self._every, self._channel = every, channel  # optimizer steps between checks, from 1
         self._period, self._missed = -1, 0  # values at the latest check
 
     def before_step(self) -> None:
-        """Compare weights across ranks if a check is due; collective.
+        """Compare weights across ranks if a check is due; collective, before the same step.
 
-        Call it on all ranks before the same step.
-
-        Raises:
-            AgreedError: weights differ; raised on all ranks that hold these weights.
+        Differing weights raise an `AgreedError` on all ranks that hold them.
         """
         step = self._fit.trainer.global_step
         if step // self._every == self._period:

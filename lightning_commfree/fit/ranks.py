@@ -53,9 +53,8 @@ class Ranks:
     def join(self, create_group: Callable[[], None]) -> None:
         """Create Lightning's process group, then open the channels.
 
-        Raises:
-            RuntimeError: machines cannot reach each other (the message names the setting), or some
-                ranks did not join within the timeout.
+        A `RuntimeError` names the setting if machines cannot reach each other, or says that ranks
+        did not join within the timeout.
         """
         info = self._info()
         if info.main_address is not None:
@@ -100,11 +99,7 @@ class Ranks:
 
     @property
     def channels(self) -> ReplicaChannels:
-        """The open channels.
-
-        Raises:
-            RuntimeError: the channels are not open.
-        """
+        """The open channels; raises a `RuntimeError` if they are not open."""
         if self._channels is None:
             raise RuntimeError(
                 "Channels are available only between `setup_environment` and `teardown`."
@@ -167,8 +162,7 @@ class Ranks:
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one of Lightning's collectives; if `interrupted`, return its first argument instead.
 
-        Raises:
-            RuntimeError: a rank died; the message names it.
+        If a rank died, a `RuntimeError` names it.
         """
         if self.interrupted:
             return args[0] if args else None  # type: ignore[return-value]

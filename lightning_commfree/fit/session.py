@@ -44,10 +44,8 @@ B = TypeVar("B", bound=Algorithm)
 class FitSession(Generic[B]):
     """State of one fit, and its hooks in the order in which they are called.
 
-    `numel` is the number of trained parameters in the full model, before sharding.
-
-    Raises:
-        ValueError: the ranks have different algorithms; raised on all ranks.
+    `numel` is the number of trained parameters in the full model, before sharding. Collective: if
+    the ranks have different algorithms, a `ValueError` is raised on all of them.
     """
 
     least_ranks = 1  # minimum size of the DDP job with which traffic is compared
@@ -138,10 +136,8 @@ class FitSession(Generic[B]):
     def step(self, optimizer: Optimizer) -> Iterator[None]:
         """Context manager that wraps an optimizer step, and then runs the exchanges that are due.
 
-        With manual optimization, they run after the whole `training_step` instead.
-
-        Raises:
-            RuntimeError: in manual optimization, the step is not within `training_step`.
+        With manual optimization, they run after the whole `training_step` instead, and a step
+        outside of it raises a `RuntimeError`.
         """
         self._refuse_outside_batch(optimizer)
         with self._hooks.paused() if self._hooks else nullcontext(), self._counted(optimizer):
@@ -217,10 +213,9 @@ class FitSession(Generic[B]):
         self.log.after_step()
 
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that a hook has set in place of the old ones.
+        """Refuse optimizers that a hook has set in place of the old ones with a `RuntimeError`.
 
-        Raises:
-            RuntimeError: always; a session that supports other optimizers overrides this.
+        A session that supports other optimizers overrides this.
         """
         raise RuntimeError(
             f"A hook replaced `trainer.optimizers` during the fit (with"

@@ -95,11 +95,7 @@ class Stopping:
             self._ends = EpochEnds(self._ranks.channels.world.peers)
 
     def step_begins(self) -> None:
-        """Count a step that is about to begin.
-
-        Raises:
-            AgreedError: a rank's epoch ended after an earlier step.
-        """
+        """Count a step; raise an `AgreedError` if a rank's epoch ended after an earlier step."""
         self._step += 1
         if self._ends is not None:
             self._ends.step_begins(self._epoch, self._step)
@@ -144,10 +140,8 @@ class Stopping:
     def meet(self, event: str) -> None:
         """Check that all ranks are after the same step, before other collectives; collective.
 
-        `event` is the beginning of a sentence, such as "A checkpoint was saved".
-
-        Raises:
-            AgreedError: the ranks have taken different numbers of steps.
+        If they are not, an `AgreedError` is raised. `event` is the beginning of a sentence, such as
+        "A checkpoint was saved".
         """
         ranks = self._ranks
         if not self._trains or ranks.size == 1 or ranks.interrupted:
@@ -217,20 +211,12 @@ class Stopping:
         self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
 
     def check_epoch_ends(self, out_of_data: bool = False) -> None:
-        """Check that the epoch ends on all ranks after the same step as on this one.
-
-        Raises:
-            AgreedError: the epoch ended after a different step on some ranks.
-        """
+        """Raise an `AgreedError` if the epoch ends after a different step on another rank."""
         if self._ends is not None:
             self._ends.end(self._epoch, self._step, out_of_data, self._first_to_end)
 
     def check_together(self, event: str, advice: str) -> None:
-        """Check that `event` happens on all ranks before the next step, as on this one.
-
-        Raises:
-            AgreedError: another rank takes the next step without it.
-        """
+        """Raise an `AgreedError` if another rank takes the next step without `event`."""
         if self._ends is not None:
             self._ends.together(self._step, event, advice)
 
@@ -332,11 +318,7 @@ class Stopping:
         )
 
     def _check_first_batch(self) -> None:
-        """Check that in this epoch, either all ranks' streams have a batch or none of them does.
-
-        Raises:
-            RuntimeError: only some ranks have a batch; raised on all ranks.
-        """
+        """Raise an error on all ranks if only some have a batch in this epoch; collective."""
         if not self._unsized:
             return
         empty = self._ranks.all_values(int(has_no_batch(self._trainer.fit_loop)))
@@ -434,8 +416,7 @@ class EpochEnds:
     def step_begins(self, epoch: int, step: int) -> None:
         """Publish that this rank has begun a step.
 
-        Raises:
-            AgreedError: another rank detected that a rank's epoch ended before this step.
+        Raise the `AgreedError` of a rank that found that an epoch ended before this step.
         """
         self._position = (epoch, step, _TRAINS)
         self._watch.check("step")
@@ -449,19 +430,16 @@ class EpochEnds:
         self._position = (epoch, step, _HAS_MORE)
 
     def end(
-        self, epoch: int, step: int, out_of_data: bool = False, first: int | None = None
+        self,
+        epoch: int,  # index, counted from 0
+        step: int,  # number of steps in the fit so far
+        out_of_data: bool = False,  # whether this rank has no more data; all ranks must have none
+        first: int | None = None,  # the rank of this replica, if another, whose data ended first
     ) -> None:
         """Wait until all ranks have ended this epoch after the same step.
 
-        Args:
-            epoch: index of the epoch, counted from 0.
-            step: number of steps in the fit so far.
-            out_of_data: whether this rank has run out of data, in which case all ranks must have.
-            first: the rank whose data has ended the epoch, if it is another rank of this replica.
-
-        Raises:
-            AgreedError: a rank ends the epoch after a different step.
-            PeerLostError: a rank is lost, or has not ended the epoch within the timeout.
+        Raise an `AgreedError` if a rank ends it after a different step, and a `PeerLostError` if a
+        rank is lost or does not end it within the timeout.
         """
         self._position = (epoch, step, _ENDED)
         mine = self._watch.rank if first is None else first
@@ -487,11 +465,9 @@ class EpochEnds:
     def together(self, step: int, event: str, advice: str) -> None:
         """Wait until `event` has happened on all ranks after the same step, as on this rank.
 
-        `event` is the beginning of a sentence, and `advice` follows it in the error.
-
-        Raises:
-            AgreedError: a rank has begun the next step without it.
-            PeerLostError: a rank is lost, or has not begun that step within the timeout.
+        In the `AgreedError` of a rank that has begun the next step without it, `event` is the
+        beginning of a sentence and `advice` follows. If a rank is lost,
+        or does not begin that step within the timeout, raise a `PeerLostError`.
         """
         self._events[event] += 1
         count, mine = self._events[event], self._watch.rank

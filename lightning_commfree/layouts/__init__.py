@@ -46,10 +46,7 @@ def choose_layout(inside: str | FSDPSettings | DominoSettings, size: int, argume
     """Return the layout that a strategy's argument `inside` selects.
 
     `size` is the number of ranks in a replica, and `argument` is the name of the strategy's
-    argument that sets it, used in error messages.
-
-    Raises:
-        ValueError: the name is not valid, or the layout needs a larger `size`.
+    argument that sets it, used in error messages. A wrong name or size raises a `ValueError`.
     """
     if inside == "ddp":
         return DataParallel(size, argument)

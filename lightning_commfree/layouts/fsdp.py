@@ -110,15 +110,7 @@ def choose_policies(
     """Return the FSDP units of a module that is not sharded yet, with their mixed precision.
 
     Each transformer block, or each outermost module of a class in `settings.units`, is a unit, and
-    the rest of the module is another one.
-
-    Args:
-        module: the plain module.
-        settings: the user's settings; its `mp_policy` is used for all units unless it is None.
-        bf16_mixed: whether the Trainer's precision is "bf16-mixed".
-
-    Raises:
-        ValueError: the module has no submodule of one of these classes.
+    the rest of the module is another one. Without a module of these classes, raise a `ValueError`.
     """
     units = settings.units
     names = [*(outermost(module, units) if units else block_names(module)), ""]
@@ -149,28 +141,17 @@ def _unit_of(name: str, units: Iterable[str]) -> str:
 
 
 def apply_fsdp(
-    module: nn.Module,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    module: nn.Module,  # the same on all ranks of the replica
+    group: dist.ProcessGroup,  # of the replica; must not be destroyed before the module
+    device: torch.device,  # each unit is moved there before it is sharded
     policies: Policies,
-    materializer: Materializer | None = None,
+    materializer: Materializer | None = None,  # fills `meta` units one at a time, never the whole
 ) -> None:
-    """Shard a module's parameters across the ranks of a replica.
+    """Shard the parameters of a plain module, on any device, across a replica's ranks.
 
     A unit's parameters are gathered for its forward pass and again for its backward pass, after
-    which its gradients are averaged over the replica. Parameters become `DTensor`s. The module
-    remains sharded, so `group` must not be destroyed before the module.
-
-    Args:
-        module: the plain module, on any device; the same on all ranks of the replica.
-        group: the process group of the replica.
-        device: device for the shards; each unit is moved there before it is sharded.
-        policies: the units and their mixed precision, from `choose_policies`.
-        materializer: initializes a module that is on the `meta` device, one unit at a time, so
-            that no rank ever holds the full model.
-
-    Raises:
-        ValueError: the module has a parameter that FSDP2 cannot train.
+    which its gradients are averaged over the replica. Parameters become `DTensor`s. A parameter
+    that FSDP2 cannot train raises a `ValueError`.
     """
     names = [name for name in policies if name]
     _check_parameters(module, names)
@@ -207,14 +188,10 @@ _CANNOT_TRAIN = "FSDP2 (`inside='fsdp'`) cannot train"
 
 
 def _check_parameters(module: nn.Module, units: Sequence[str]) -> None:
-    """Check that FSDP2 can train all parameters.
+    """Raise a `ValueError` that names a parameter that FSDP2 cannot train.
 
     FSDP2 itself would raise an error later and without naming the parameter. `units` contains the
     names of the submodules that are gathered separately.
-
-    Raises:
-        ValueError: a parameter is empty, has sparse gradients, or has a different dtype than the
-            rest of its unit.
     """
     dtypes: dict[str, dict[torch.dtype, str]] = {}  # by unit: its dtypes, with an example of each
     for owner_name, owner in module.named_modules():
@@ -301,12 +278,7 @@ def step_bytes(module: nn.Module, policies: Policies) -> tuple[int, int]:
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], held: Set[nn.Parameter]) -> None:
-    """Check that the optimizers hold the sharded parameters, not the original ones.
-
-    Raises:
-        ValueError: an optimizer holds a parameter that is not in `held`, the set of sharded
-            parameters.
-    """
+    """Raise a `ValueError` if an optimizer holds any but `held`, the sharded parameters."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     count = sum(parameter not in held for group in groups for parameter in group["params"])
     if count:

@@ -48,10 +48,8 @@ _WHY_NOT_MANUAL = (
 class FullyShard(ShardedReplica):
     """Layout that shards parameters, gradients and optimizer states across a replica's ranks.
 
-    `argument` is the name of the strategy's argument that sets `size`, used in errors.
-
-    Raises:
-        ValueError: this version of torch is too old.
+    `argument` is the name of the strategy's argument that sets `size`, used in errors. If torch is
+    too old, a `ValueError` is raised.
     """
 
     def __init__(self, size: int, argument: str, settings: FSDPSettings) -> None:

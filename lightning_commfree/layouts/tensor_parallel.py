@@ -86,8 +86,8 @@ class TensorParallel(ShardedReplica):
     def prepare(self) -> None:
         """Shard the model, and move only this rank's shards to its device.
 
-        Raises:
-            ValueError: a shard is held by several ranks but not by all (`refuse_partly_shared`).
+        `refuse_partly_shared` raises a `ValueError` for a shard that several ranks hold, but not
+        all.
         """
         fit = self.fit
         module, within = fit.module, fit.channels.within
@@ -126,8 +126,8 @@ class TensorParallel(ShardedReplica):
     def after_backward(self, steps: bool) -> None:
         """Sum the gradients of parameters that several ranks hold, if an optimizer step follows.
 
-        Raises:
-            ValueError: an optimizer keeps state that is not element-wise (`check_states`).
+        Before the second step, `check_states` raises a `ValueError` for state that is not
+        element-wise.
         """
         if self.sharded is None or not steps:
             return
@@ -159,8 +159,7 @@ class TensorParallel(ShardedReplica):
     def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's full state on rank 0; collective over all ranks.
 
-        Raises:
-            RuntimeError: a rank's weights are not finite; raised on all ranks.
+        If a rank's weights are not finite, a `RuntimeError` is raised on all ranks.
         """
         fit = self.fit
         if self.sharded is not None and not fit.ranks.interrupted:
@@ -172,8 +171,7 @@ class TensorParallel(ShardedReplica):
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's full state on rank 0; also works after a fit.
 
-        Raises:
-            ValueError: the optimizer keeps state that is not element-wise.
+        State that is not element-wise raises a `ValueError`.
         """
         if self.sharded is not None and self.size > 1:
             check_states([optimizer], self.sharded.specs.keys())

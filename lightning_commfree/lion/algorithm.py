@@ -26,14 +26,10 @@ from lightning_commfree.model.replication import AveragedBuffers, digests_of_all
 def agree_on_parameters(
     channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Check that all ranks optimize the same parameters, in the same groups; collective.
+    """Return the optimizer's parameters and their names in `module`, in module order; collective.
 
-    Returns:
-        The optimizer's parameters and their names in `module`, in module order.
-
-    Raises:
-        ValueError: some parameters are not in the module, or names, groups or hyperparameters
-            differ between ranks.
+    Raise a `ValueError` if some are not in the module, or if names, groups or hyperparameters
+    differ between ranks.
     """
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p in group_of]
@@ -66,24 +62,7 @@ _DDP = repr("ddp")  # value of `inside` in a fingerprint if all ranks hold full 
 class LionVotes:
     """Runs the votes of a `DistributedLion` optimizer for one fit; collective over all ranks.
 
-    Args:
-        module: the module that contains the parameters.
-        lion: this rank's optimizer.
-        settings: settings for the votes.
-        channels: three channels: between all ranks, between the workers, and between the ranks of
-            this worker.
-        overlaps: whether votes may start during backward. If so, nothing may change gradients after
-            backward.
-        requests: sent with every ballot; by default, none.
-        sharded: whether the ranks of this worker hold shards of the parameters.
-
-    Attributes:
-        lion: the optimizer.
-        buffers: the buffers that all ranks average.
-        voting: takes the optimizer's steps.
-
-    Raises:
-        ValueError: parameters, their order or their groups differ between ranks.
+    If parameters, their order or their groups differ between ranks, a `ValueError` is raised.
     """
 
     name, replicas = "Distributed Lion", True
@@ -94,16 +73,16 @@ class LionVotes:
         module: nn.Module,
         lion: DistributedLion,
         settings: LionSettings,
-        channels: ReplicaChannels,
-        overlaps: bool,
-        requests: Requests | None = None,
-        sharded: bool = False,
+        channels: ReplicaChannels,  # a replica is a worker here
+        overlaps: bool,  # votes may start in backward; then nothing may change gradients after it
+        requests: Requests | None = None,  # sent with every ballot
+        sharded: bool = False,  # whether the ranks of this worker hold shards of the parameters
     ) -> None:
         self._sharded = sharded
         self._module, self.lion, self._settings = module, lion, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
-        self.buffers = AveragedBuffers(module)
+        self.buffers = AveragedBuffers(module)  # averaged over all ranks
         self._averaged = self._trainable()  # names of the parameters that DDP averages in a node
         self._requests = requests or Requests()
         self.voting = self._join()
@@ -114,8 +93,8 @@ class LionVotes:
     def stepping(self) -> Iterator[None]:
         """Context manager in which optimizer steps are taken by vote.
 
-        Raises:
-            RuntimeError: parameters became trainable during the fit, and `node_size` is above 1.
+        With `node_size` above 1, parameters that became trainable during the fit raise a
+        `RuntimeError`.
         """
         before = self.voting
         if not self.lion.is_voted_on:  # the user added parameters to the optimizer: join again
@@ -196,24 +175,14 @@ class LionVotes:
 
     def adopt(
         self,
-        was: Mapping[str, str],
-        ranks: int,
-        load: Callable[[Iterable[int]], list[dict[str, Any]]],
+        was: Mapping[str, str],  # fingerprint of the settings in the checkpoint
+        ranks: int,  # number of ranks that saved it
+        load: Callable[[Iterable[int]], list[dict[str, Any]]],  # of ranks; [] if any is missing
     ) -> tuple[dict[str, Any], str] | None:
-        """Reuse momentum buffers if an exact resume is impossible; collective.
+        """Return a state with reused momentum buffers, and a text about it for users; collective.
 
-        If there are more workers than before, the new ones start with the mean of all saved
-        buffers.
-
-        Args:
-            was: fingerprint of the settings with which the checkpoint was saved.
-            ranks: number of ranks that saved the checkpoint.
-            load: takes a list of ranks and loads their saved states; returns an empty list if any
-                is missing.
-
-        Returns:
-            This rank's state, and a description of it for the user; or None if no momentum buffers
-            can be reused.
+        Called if an exact resume is impossible; None if no buffers can be reused. If there are more
+        workers than before, the new ones start with the mean of all saved buffers.
         """
         size, inside = int(was["node_size"]), was.get("inside", _DDP)
         now = self._settings.fingerprint()
@@ -285,15 +254,9 @@ def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion
 
 
 def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
-    """Check that the optimizer loaded momentum buffers from a checkpoint.
+    """Raise a `ValueError` if an optimizer has no momentum buffer after loading a checkpoint.
 
-    Args:
-        lion: the optimizer, after loading its state.
-        step: number of steps taken before the checkpoint was saved. At 0, there are no momentum
-            buffers yet.
-
-    Raises:
-        ValueError: it has no momentum buffer, although `step` > 0.
+    At step 0, when the checkpoint was saved before the first step, there is none yet.
     """
     if step and not any("momentum" in own for own in lion.state.values()):
         raise ValueError(

@@ -8,14 +8,22 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bandwidth import __main__ as bandwidth
+from benchmarks.common import fits
 from benchmarks.lab import why_unavailable
 from benchmarks.lion_bandwidth import __main__ as lion_bandwidth
 
 needs_lab = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 
+@pytest.fixture
+def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence a step instead of four: what travels depends on the parameters alone."""
+    loader = fits.loader
+    monkeypatch.setattr(fits, "loader", lambda tokens, _: loader(tokens, 1))
+
+
 @needs_lab
-@pytest.mark.usefixtures("forked_lab")
+@pytest.mark.usefixtures("forked_lab", "short_batches")
 def test_a_round_measures_whole_cycles_and_interface_and_ledger_agree(tmp_path: Path) -> None:
     raw, page = tmp_path / "raw.json", tmp_path / "page.md"
     where = ["--raw", str(raw), "--page", str(page), "--timeout", "100"]
@@ -40,7 +48,7 @@ def test_a_round_measures_whole_cycles_and_interface_and_ledger_agree(tmp_path: 
 
 
 @needs_lab
-@pytest.mark.usefixtures("forked_lab")
+@pytest.mark.usefixtures("forked_lab", "short_batches")
 def test_a_round_of_votes_sends_the_bytes_of_the_formula(tmp_path: Path) -> None:
     raw, page = tmp_path / "raw.json", tmp_path / "page.md"
     few = ["--nodes", "2", "--rates", "1gbit", "--rounds", "1", "--steps", "2"]

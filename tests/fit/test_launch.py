@@ -9,7 +9,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,46 +95,29 @@ def test_name_with_popen(tmp_path: Path, forked: list[float]) -> None:
         assert outcome["weights"] == forked
 
 
-def check_torchrun(
-    folder: Path, attempt: str, forked: list[float], names: Sequence[str] = NAMES
+@pytest.mark.parametrize("attempt", ["0", "1"], ids=["once", "again"])
+def test_torchrun(
+    attempt: str, tmp_path: Path, forked: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in names:
-        one, other = (json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_*")))
-        assert one["attempt"] == other["attempt"] == attempt
-        assert one["weights"] == other["weights"]
-        assert name != "streaming_diloco" or one["weights"] == forked
+    """Also where it starts all ranks again because one has died.
 
-
-def run_torchrun(*words: str) -> None:
-    """Run torchrun's agent in a forked process, which spares it the imports."""
-    agent = multiprocessing.get_context("fork").Process(target=torchrun, args=(words,))
+    Its store outlives the ranks then, and still holds the addresses of the dead ones. Agent and
+    ranks are forks, which are spared the imports; those of `test_name_with_popen` are new.
+    """
+    if attempt == "1":
+        monkeypatch.setenv("DIES_ONCE", "1")
+    options = ["--run-path", "--start-method=fork", "--nproc_per_node=2", "--max-restarts=1"]
+    words = [f"--master_port={free_port()}", str(SCRIPT), ",".join(NAMES), str(tmp_path)]
+    agent = multiprocessing.get_context("fork").Process(target=torchrun, args=([*options, *words],))
     agent.start()
     agent.join(200)
     agent.kill()
     assert agent.exitcode == 0
-
-
-def test_torchrun(tmp_path: Path, forked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ranks are new processes; without Domino, whose transformers each would import."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    names = NAMES[:2]
-    options = ["--nproc_per_node=2", f"--master_port={free_port()}"]
-    run_torchrun(*options, str(SCRIPT), ",".join(names), str(tmp_path))
-    check_torchrun(tmp_path, "0", forked, names)
-
-
-def test_torchrun_starts_all_ranks_again_when_one_has_died(
-    tmp_path: Path, forked: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its store outlives the ranks and still holds the addresses of the dead ones.
-
-    It forks the ranks, which spares four processes the imports.
-    """
-    monkeypatch.setenv("DIES_ONCE", "1")
-    options = ["--run-path", "--start-method=fork", "--nproc_per_node=2", "--max-restarts=1"]
-    words = [f"--master_port={free_port()}", str(SCRIPT), ",".join(NAMES), str(tmp_path)]
-    run_torchrun(*options, *words)
-    check_torchrun(tmp_path, "1", forked)
+    for name in NAMES:
+        one, other = (json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{name}_*")))
+        assert one["attempt"] == other["attempt"] == attempt
+        assert one["weights"] == other["weights"]
+        assert name != "streaming_diloco" or one["weights"] == forked
 
 
 def test_instance_with_spawn(tmp_path: Path, forked: list[float]) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# one interpreter, which imports once and forks a process for each case
-SCRIPT = """
-import os
+import lightning_commfree
+
+# One interpreter, which imports once and forks a process for each case. The package is an empty
+# one with our modules, so that `comm` comes without Lightning.
+SCRIPT = f"""
+import os, sys, types
+sys.modules["lightning_commfree"] = package = types.ModuleType("lightning_commfree")
+package.__path__ = {list(lightning_commfree.__path__)}
 import torch.distributed as dist
 from lightning_commfree.comm import job
 
-job.time.sleep = lambda seconds: print(f"waited {seconds}")
+job.time.sleep = lambda seconds: print("waited", seconds)
 for joins, hosts_store in [(1, 0), (1, 1), (0, 1)]:
     if os.fork() == 0:
         job.delay_exit(hosts_store)

@@ -73,7 +73,6 @@ RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
     "staging": (stage, STAGED),
     "upload": (upload, (WAIT_EVENT, RECORD_STREAM)),
     "diloco": (partial(diloco, 2), LANDED),
-    "diloco, 3 replicas": (partial(diloco, 3), LANDED),
     "diloco, int2, 3 replicas": (partial(diloco, 3, wire_dtype="int2"), LANDED),
     "diloco, outer_device": (partial(diloco, 2, outer_device="cpu"), STAGED),
     "diloco, 2 ranks": (partial(diloco, 2, ranks=2), WITHIN),

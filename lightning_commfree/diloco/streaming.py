@@ -570,8 +570,7 @@ class StreamingDiLoCo:
     def overwrites(self, shared: dict[str, Any], own: object) -> set[str]:
         """Return the names of the module's tensors that `load_state_dict` would overwrite."""
         del own
-        begun = [name for one in self.fragments for names in one.names for name in names]
-        return {*begun, *(name for names, _ in shared["joined"] for name in names)}
+        return self.weight_swap.names.union(*(names for names, _ in shared["joined"]))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
         """Return None: nothing is reused with different settings or another number of ranks."""

@@ -231,10 +231,10 @@ def refuse_muon(strategy: str, optimizers: Iterable[Optimizer]) -> None:
 def check_ddp_kwargs(
     strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
-    """Return the arguments that differ from DDP's defaults; a `TypeError` rejects unusable ones.
+    """Return the arguments that differ from DDP's defaults; refuse those that do not apply.
 
     `with_ddp` is whether DDP averages gradients within a replica. If not, the arguments of
-    `DistributedDataParallel`, and most of `DDPStrategy`'s, do not apply.
+    `DistributedDataParallel`, and most of `DDPStrategy`'s, do not apply: they raise a `TypeError`.
     """
     taken = [inspect.signature(kind).parameters for kind in (DistributedDataParallel, DDPStrategy)]
     defaults = {name: known.default for names in taken for name, known in names.items()}

@@ -210,6 +210,14 @@ class LocalCopies(Algorithm, Protocol):
         del what
         return None
 
+    def overwrites(self, shared: dict[str, Any], own: dict[str, Any]) -> set[str]:
+        """Return the names of the module's tensors that `load_state_dict` would overwrite.
+
+        By default, all that `weight_swap` exchanges.
+        """
+        del shared, own
+        return self.weight_swap.names
+
     def refuse_to_save(self, world: Channel) -> None:
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
 

@@ -79,8 +79,8 @@ def _compare(channel: Channel, parameters: dict[str, nn.Parameter], step: int) -
     raise AgreedError(
         f"Weights that must be equal on ranks {_joined(channel.ranks)} differ before step"
         f" {step + 1}: {', '.join(map(repr, names[:_NAMED]))}{more} (on rank{plural}"
-        f" {_joined(ranks)},"
-        f" compared with rank {channel.ranks[0]}). Some code changes weights or gradients on only"
+        f" {_joined(ranks)}, compared with rank {channel.ranks[0]}). Some code changes weights or"
+        " gradients on only"
         " some ranks: a hook that writes to them, an optimizer that steps without the strategy, or"
         " gradients clipped by the norm of a rank's shards (use `gradient_clip_val`, or"
         " `strategy.grad_norm()`). Resume from a checkpoint saved before the weights diverged."

@@ -465,9 +465,9 @@ class EpochEnds:
     def together(self, step: int, event: str, advice: str) -> None:
         """Wait until `event` has happened on all ranks after the same step, as on this rank.
 
-        In the `AgreedError` of a rank that has begun the next step without it, `event` is the
-        beginning of a sentence and `advice` follows. If a rank is lost,
-        or does not begin that step within the timeout, raise a `PeerLostError`.
+        If a rank has begun the next step without it, raise an `AgreedError`, in which `event`
+        begins a sentence and `advice` follows. If a rank is lost, or does not begin that step
+        within the timeout, raise a `PeerLostError`.
         """
         self._events[event] += 1
         count, mine = self._events[event], self._watch.rank

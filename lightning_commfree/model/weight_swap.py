@@ -116,6 +116,11 @@ class WeightSwap:
         self.self_changing: Collection[str] = ()
 
     @property
+    def names(self) -> set[str]:
+        """Names of the exchanged parameters and buffers."""
+        return {name for part in self._parts for names in part.names for name in names}
+
+    @property
     def in_module(self) -> list[Tensor]:
         """The module's current tensors: for each part, its parameters, then its buffers."""
         return [tensor for part in self._parts for tensor in part.local]

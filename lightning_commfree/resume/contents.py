@@ -10,12 +10,12 @@ strategy decides about them:
     "state_dict"         weights and buffers that are the same for all replicas, as full tensors.
                          `FitSession.module_state` decides which: under Streaming DiLoCo, the outer
                          weights or `LocalCopies.shown`; under Distributed Lion, means of buffers.
-                         `Layout.full_module_state` gathers them on rank 0, or returns `DTensor`s if
-                         the checkpoint is a folder. On a resume, `Layout.with_module_shards` gives
-                         each rank its shards.
+                         Of a sharded model, `ShardedStates.full_module_state` gathers them on rank
+                         0, or returns `DTensor`s if the checkpoint is a folder. On a resume,
+                         `ShardedStates.with_module_shards` gives each rank its shards.
     "current_model_state"  these weights, if `WeightAveraging` puts its averages into "state_dict"
-    "optimizer_states"   rank 0's replica's, in the same way (`Layout.full_optimizer_state`,
-                         `Layout.with_optimizer_shards`)
+    "optimizer_states"   those of rank 0's replica, in the same way (`full_optimizer_state`,
+                         `with_optimizer_shards`)
     "loops"              `loops.restore_loops` corrects what Lightning has restored
     "lr_schedulers", the precision plugin's entry, "callbacks", the data module's entry,
     hyperparameters      rank 0's
@@ -26,7 +26,7 @@ A save of weights only, or outside of a fit, has no other entries. A resumed fit
 1. `restore_by_lightning`, before Lightning restores optimizers: this rank's states replace rank 0's
    in the loaded checkpoint.
 2. `restore_weights`, after stage 1, or in `on_train_start` if Lightning loads the weights into a
-   model that is already sharded (`Layout.restores_after_setup`).
+   model that is already sharded (`ReplicaStrategy.restore_checkpoint_after_setup`).
 3. `restore_position`, in `on_train_start`.
 
 If an exact resume is impossible, a rank's own state has only the entries that `Resumable.adopt`

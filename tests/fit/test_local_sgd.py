@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,30 @@ class Watch(pl.Callback):
         self.seen[trainer.global_step] = weights(pl_module)
 
 
+class Zeroed(Noisy):
+    """Changes the weights of the checkpoint that it resumes from, and keeps those of its start."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name, tensor in checkpoint["state_dict"].items():
+            checkpoint["state_dict"][name] = torch.zeros_like(tensor)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.trainer.global_step == SAVED:
+            self.start = weights(self)
+
+
 def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def fit(size: int, folder: Path, ckpt_path: Path | None = None, **kwargs: Any) -> dict[str, Any]:
-    recorder, watch, module = Recorder(), Watch(), Noisy()
+def fit(
+    size: int,
+    folder: Path,
+    ckpt_path: Path | None = None,
+    module: Noisy | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    recorder, watch, module = Recorder(), Watch(), module or Noisy()
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1)
     strategy = LocalSGDStrategy(H)
     trainer = quiet_trainer(
@@ -63,8 +82,15 @@ def fit(size: int, folder: Path, ckpt_path: Path | None = None, **kwargs: Any) -
 
 
 def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    straight = fit(size, folder)
-    return {"straight": straight, "resumed": fit(size, folder, folder / f"step={SAVED}.ckpt")}
+    straight, saved, zeroed = fit(size, folder), folder / f"step={SAVED}.ckpt", Zeroed()
+    resumed = fit(size, folder, saved)
+    with (
+        pytest.warns(UserWarning, match="`on_load_checkpoint` changed")
+        if rank == 0
+        else nullcontext()
+    ):
+        fit(size, folder, saved, zeroed)
+    return {"straight": straight, "resumed": resumed, "zeroed": zeroed.start}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +131,11 @@ def test_it_resumes_bit_for_bit(ranks: Any) -> None:
         assert len(rank["resumed"]["local"]) == STEPS - SAVED
         assert all(map(same, rank["resumed"]["local"], after))
         assert same(rank["resumed"]["end"], rank["straight"]["end"])
+
+
+def test_a_hooks_change_of_the_weights_is_kept(ranks: Any) -> None:
+    for rank in ranks[0]:
+        assert not any(tensor.any() for tensor in rank["zeroed"].values())
 
 
 def test_the_forecast_equals_the_counted_bytes(ranks: Any) -> None:

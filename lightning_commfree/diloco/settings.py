@@ -75,6 +75,7 @@ class DiLoCoSettings:
     wire_dtype: str | Codec
     outer_optimizer: OuterOptimizerFactory | None
     replica_size: int
+    # how the ranks of a replica hold the model; only "ddp" if `replica_size` is 1
     inside: Any = "ddp"  # a name, or Domino settings (`diloco` must not import their class)
     nonfinite: str = "raise"
     evaluate: str = "outer"

@@ -79,10 +79,10 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         replica_size: k, the number of consecutive ranks that form a replica, with data parallelism
             inside it. With `devices=k, num_nodes=M`, each node is one replica. Each of the k ranks
             holds and exchanges 1/k of the outer state.
-        inside: the layout of the model across these k ranks. "ddp": the full model on every rank.
-            "fsdp" or an `FSDPSettings`: each rank holds 1/k of the parameters, gradients and
-            optimizer state (FSDP2); by default, each transformer block is an FSDP unit. "domino" or
-            a `DominoSettings`: tensor parallelism for a transformers model, as in
+        inside: how these k ranks hold the model; only "ddp" if k is 1. "ddp": the full model on
+            every rank. "fsdp" or an `FSDPSettings`: each rank holds 1/k of the parameters,
+            gradients and optimizer state (FSDP2); by default, each transformer block is an FSDP
+            unit. "domino" or a `DominoSettings`: tensor parallelism for a transformers model, as in
             `DominoTPStrategy`; the k ranks get the same batch.
         nonfinite: how to handle NaN or Inf in a replica's weights when a fragment is launched.
             "raise": all ranks stop with an error that names the replica, and no checkpoint with

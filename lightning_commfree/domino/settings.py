@@ -26,6 +26,7 @@ class DominoSettings:
         TypeError: a value has the wrong type.
     """
 
+    # if None, `TensorParallel.size` is 1 until the Trainer has its devices
     tensor_parallel_size: int | None = None
     split: str = AUTO
     num_micro_batches: int = 2

@@ -357,6 +357,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
 
     @override
     def teardown(self) -> None:
+        """After SIGTERM, first wait for in-flight exchanges, so that other replicas get them."""
         trainer = self.module.trainer
         if self._diloco is not None and trainer.received_sigterm:
             self._elastic.drain(_DRAIN_S)

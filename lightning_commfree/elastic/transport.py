@@ -82,6 +82,7 @@ class ElasticTransport(Transport):
         tag: str,
         device: torch.device,
     ) -> Pending[Delivery]:
+        """Also number the exchange and, with `sync="time"`, announce it to the other members."""
         del device  # messages are decoded at the landing, because an exchange may be repeated
         flight, self.launched = self.launched, self.launched + 1
         if self.membership.by_time:

@@ -62,7 +62,8 @@ class Stopping:
     """Decides when to stop a fit, with the same result on all ranks.
 
     Create it before the optimizers: a scheduler may need the number of steps that the Trainer
-    estimates, which depends on the length of an epoch.
+    estimates, which depends on the length of an epoch. Elastic replicas override parts of it
+    (`elastic/strategy.py`: `_ElasticStopping`): SIGTERM then stops only this replica.
     """
 
     def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:

@@ -32,6 +32,7 @@ class DataParallel(Layout):
 
     @override
     def check(self) -> None:
+        """Reject validation at a time interval, and a model on the `meta` device."""
         refuse_timed_validation(self.fit.strategy, self.fit.trainer)
         if names := on_meta(self.fit.module):
             raise ValueError(

@@ -27,6 +27,7 @@ class LionSettings:
     ties: str = "zero"
     nonfinite: str = "raise"
     node_size: int = 1
+    # how the ranks of a worker hold the model; only "ddp" if `node_size` is 1
     inside: Any = "ddp"  # a name, or Domino settings (`lion` must not import their class)
     check_drift_every: int = 100
 

@@ -56,11 +56,11 @@ class DistributedLionStrategy(ReplicaStrategy):
             parameters and does not update its momentum.
         node_size: k, the number of consecutive ranks that average their gradients in full precision
             and vote as one worker; each rank sends 1/k of the vote.
-        inside: the layout of the model across these k ranks. "ddp": the full model on every rank.
-            "fsdp" or an `FSDPSettings`: each rank holds 1/k of the parameters, gradients and
-            momentum (FSDP2), votes on its shard and logs metrics for it; by default, a unit is a
-            transformer block. "domino" or a `DominoSettings`: tensor parallelism for a transformers
-            model; the k ranks get the same batch.
+        inside: how these k ranks hold the model; only "ddp" if k is 1. "ddp": the full model on
+            every rank. "fsdp" or an `FSDPSettings`: each rank holds 1/k of the parameters,
+            gradients and momentum (FSDP2), votes on its shard and logs metrics for it; by default,
+            a unit is a transformer block. "domino" or a `DominoSettings`: tensor parallelism for a
+            transformers model; the k ranks get the same batch.
         overlap: whether to start the vote on a bucket during backward, when its last gradient is
             ready. Disabled with a warning if gradients may change after backward: through clipping,
             fp16 scaling, `node_size` above 1, or hooks between backward and step.

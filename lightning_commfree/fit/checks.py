@@ -287,7 +287,7 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
         check_agreement(channel, {"the first batch": " ".join(found)})
     except ValueError as error:
         raise ValueError(
-            f"The ranks of a tensor group must {verb} on the same batch, but the first batches of"
+            f"The ranks of a replica must {verb} on the same batch, but the first batches of"
             f" ranks {list(channel.ranks)} differ. Let Lightning insert its own sampler, or give"
             " yours the `num_replicas` and `rank` from `trainer.distributed_sampler_kwargs`."
         ) from error

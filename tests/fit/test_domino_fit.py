@@ -111,4 +111,4 @@ def test_half_precision_stays_near(ranks: list[Any]) -> None:
 
 def test_ranks_of_a_group_with_other_batches_are_told(ranks: list[Any]) -> None:
     for outcomes in ranks:
-        assert "ranks of a tensor group must train on the same batch" in outcomes["apart"]
+        assert "ranks of a replica must train on the same batch" in outcomes["apart"]

@@ -96,7 +96,7 @@ MISTAKES = [
     Mistake(CausalLM),
     Mistake(Early, ("The optimizer holds ", "Create both in `configure_optimizers`")),
     Mistake(Rows, ("`Adafactor` keeps a '", "Use an element-wise optimizer")),
-    Mistake(CausalLM, ("ranks of a tensor group must validate on the same batch",), apart=True),
+    Mistake(CausalLM, ("ranks of a replica must validate on the same batch",), apart=True),
     *(with_callback(average, "it copies the full model") for average in AVERAGES),
     with_callback(callbacks.ModelPruning("l1_unstructured"), "it would choose what"),
     Mistake(Tiny, ("found no model in `Tiny` that it can shard (its",)),

@@ -81,7 +81,7 @@ class ElasticSession(LocalWeightsSession):
     """
 
     least_ranks = 2  # traffic is compared with DDP on 2 ranks or more: another replica may join
-    in_step = False
+    same_hooks = False
 
     @override
     def begin(self, resumed: bool) -> None:
@@ -128,7 +128,7 @@ class _ElasticStopping(Stopping):
         return self._requested
 
     @override
-    def agree_in_step(self) -> None:
+    def agree_after_step(self) -> None:
         self._agreed = self._trainer.should_stop = True
 
     @override

@@ -42,7 +42,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
     """
 
     trains_independently = True
-    in_step = True  # replicas call the same hooks after the same steps
+    same_hooks = True  # replicas call the same hooks after the same steps
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def after_step(self) -> None:
-        if self._stopping.no_step_follows(in_step=True):
+        if self._stopping.no_step_follows(during_step=True):
             self._stopping.share_stream_end()
             self._finish()
 
@@ -209,7 +209,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     def _take_changes(self) -> None:
         """Make weights equal that hooks have changed after the last step, as a clamp does."""
-        if self._swap.swapped_in or not self.in_step:
+        if self._swap.swapped_in or not self.same_hooks:
             return
         changed = not self._swap.local_equals_shared(buffers=False)
         if not any(self._ranks.all_flags(changed)):

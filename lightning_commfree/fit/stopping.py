@@ -121,11 +121,11 @@ class Stopping:
         """Do what the exchanges that have landed request; collective if they request anything."""
         landed = self.requests.take()
         if landed & STOP:
-            self.agree_in_step()
+            self.agree_after_step()
         if landed & STREAM_ENDS:
             self.end_epoch()
 
-    def agree_in_step(self) -> None:
+    def agree_after_step(self) -> None:
         """Stop all ranks after the current step, if any rank requests it; collective."""
         if self._several:
             sigterm = self.sigterm
@@ -157,16 +157,16 @@ class Stopping:
                 f"The ranks are at different steps: {', '.join(found)}. {_LEFT_OUT}"
             )
 
-    def no_step_follows(self, in_step: bool = False) -> bool:
+    def no_step_follows(self, during_step: bool = False) -> bool:
         """Return whether the latest step is known to be the last one of the fit.
 
-        If `in_step` is True, the step is still running, so the Trainer has not fully counted it.
+        With `during_step`, the step is still running, so the Trainer has not fully counted it.
         """
         # When Lightning calls the last hook of a fit (`on_train_end`), callbacks have already
         # written their last checkpoint. So the end is predicted here, by the same rules as in
         # Lightning's loops.
         trainer, loop = self._trainer, self._trainer.fit_loop
-        uncounted = self.clock.uncounted if in_step else 0
+        uncounted = self.clock.uncounted if during_step else 0
         if self._exiting_by_sigterm:
             return False
         if trainer.max_steps != -1 and trainer.global_step + uncounted >= trainer.max_steps:
@@ -180,7 +180,7 @@ class Stopping:
             return False
         if epoch.started < epoch.ready:  # just beginning; the batch counter is the previous epoch's
             return False
-        if in_step:  # the current epoch is not counted as processed yet
+        if during_step:  # the current epoch is not counted as processed yet
             return epoch.processed >= loop.max_epochs - 1 and data_used_up(trainer)
         # `ready` counts the epochs begun; a fit resumed at an epoch's end counts one too few
         return epoch.ready >= loop.max_epochs and (

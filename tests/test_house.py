@@ -212,6 +212,40 @@ def test_the_tree_in_the_page_is_the_tree(tmp_path: Path) -> None:
     assert folders_there(tmp_path) == {"docs", PACKAGE, f"{PACKAGE}/new_wing"}
 
 
+# Where to look
+
+
+def places_missing(page: str) -> set[str]:
+    """Names that the table of places links to a file that does not define them."""
+    section = re.search(r"^## Where to look\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    assert section is not None, "the page has no table of places"
+    places = re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/.]+\.py)\)", section[1])
+    assert len(places) == section[1].count("](../")
+    return {f"{name} in {file}" for name, file in places if name not in defined_in(ROOT / file)}
+
+
+def defined_in(file: Path) -> set[str]:
+    """Classes, methods, functions and constants of a module."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.ClassDef():
+                functions = (one for one in node.body if isinstance(one, ast.FunctionDef))
+                found |= {node.name} | {f"{node.name}.{one.name}" for one in functions}
+            case ast.FunctionDef():
+                found.add(node.name)
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return found
+
+
+def test_the_places_in_the_page_exist() -> None:
+    page = (ROOT / "docs/house.md").read_text(encoding="utf-8")
+    assert places_missing(page) == set()
+    moved = page.replace("[`Majority.count`]", "[`Majority.tally`]")
+    assert places_missing(moved) == {"Majority.tally in lightning_commfree/lion/vote.py"}
+
+
 # Who talks to other ranks
 
 

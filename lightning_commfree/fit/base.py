@@ -134,6 +134,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
+        self.requests = Requests()
         self._prepared: list[Optimizer] = []  # already passed to `inside` and the algorithm
         self._checked: set[str] = set()  # "train", "validate": their first batch has been checked
         self._was_on_meta = False  # the model had no values before it was sharded
@@ -515,6 +516,7 @@ class ReplicaStrategy(DDPStrategy):
     def teardown(self) -> None:
         session, self.session = self.session, OutsideOfFit()
         session.end()
+        self.requests, self._drift = Requests(), None  # a Trainer can be pickled after a fit
         if type(self.model) is Unwrappable:
             self.model = self.lightning_module
         if self.lightning_module is not None and on_meta(self.lightning_module):

@@ -59,6 +59,23 @@ def check_is_the_module_otherwise(model: Any, module: nn.Module) -> None:
     assert torch.equal(torch.compile(model, backend="eager")(x), module(x))
 
 
+def pickle_after_a_fit(rank: int, size: int, path: Path) -> None:
+    del rank
+    for strategy, module in (
+        (StreamingDiLoCoStrategy(), Tiny()),
+        (DistributedLionStrategy(), Voter()),
+    ):
+        trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=2)
+        trainer.fit(module, loader(8))
+        torch.save(trainer, path)  # no process groups or closures of the fit are left in it
+        loaded: Any = torch.load(path, weights_only=False)
+        assert loaded.strategy.figures() == strategy.figures()
+
+
+def test_a_trainer_pickles_after_a_fit(tmp_path: Path) -> None:
+    run_ranks(pickle_after_a_fit, 1, tmp_path, tmp_path / "trainer.pt")
+
+
 def unwrap(rank: int, size: int) -> None:
     del rank
     diloco: Any = {"sync_every": 2, "num_fragments": 1, "replica_size": size}

@@ -82,6 +82,9 @@ class Layout(ABC):
     def prepare(self) -> None:
         """Copy rank 0's weights to all ranks and set up the model for this layout; collective.
 
+        A parameter of which a rank holds only a shard becomes a `DTensor`, or is marked with
+        `model.shards.mark_shard`.
+
         Call it before the optimizers are created.
 
         Raises:

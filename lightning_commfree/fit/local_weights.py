@@ -153,6 +153,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def validation_begins(self) -> None:
+        """Show the outer weights, or what `LocalCopies.shown` returns, until `validation_ends`."""
         super().validation_begins()
         if self._trains:
             self._agree_on_buffers()

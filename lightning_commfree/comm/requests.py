@@ -19,7 +19,7 @@ class Requests:
     An algorithm calls `outgoing` whenever it writes a header, on any thread, so it must not block.
     """
 
-    def __init__(self, outgoing: Callable[[], int] = int) -> None:
+    def __init__(self, outgoing: Callable[[], int] = int) -> None:  # `int` returns 0
         self.outgoing = outgoing
         self._landed = 0
 

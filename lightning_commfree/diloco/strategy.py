@@ -92,8 +92,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             outer weights, which are the initial weights until a fragment first lands, and later up
             to `sync_every` steps old. "mean": the mean of the replicas' local weights, which costs
             an extra exchange (half a byte per parameter in fp4) but makes early stopping and best
-            checkpoints meaningful in short runs. A checkpoint without validation at the same step
-            needs an additional exchange. The choice does not affect training.
+            checkpoints meaningful in short runs. A checkpoint that is saved outside of a
+            validation needs another exchange. The choice does not affect training.
         check_drift_every: number of cycles (of `sync_every` steps) between checks that all replicas
             have the same global copies. They compare hashes, which are sent with the exchange; a
             difference ends the fit. 0 disables the check.

@@ -136,7 +136,6 @@ class StreamingDiLoCo:
         self._frozen = FrozenParameters(module, fragments, lambda: self.optimizers)
         held = {name for fragment in fragments for name in fragment.parameters}
         self._parameters = {n: p for n, p in module.named_parameters() if n in held}
-        self._mean: list[Tensor] | None = None  # mean of the local copies, until the next step
         self._warned_initial = False
         # `landed` counts exchanges, the final means too; hold the lock to change the outer state
         self.landed, self.outer_lock = 0, threading.Lock()
@@ -171,7 +170,6 @@ class StreamingDiLoCo:
         """
         assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
         self.step += 1
-        self._mean = None
 
         launches = self.schedule.launched_at(self.step)
         if launches or self._frozen.unfrozen():
@@ -462,23 +460,21 @@ class StreamingDiLoCo:
         """Return the mean of the replicas' local copies of each fragment: fp32, shape (S,).
 
         Collective over all ranks; errors are those of `refuse_landing`. The module must contain the
-        local copies, not the outer weights. The result is cached until the next step.
+        local copies, not the outer weights. Each call exchanges them: hooks and forward passes may
+        change them between two steps.
         """
-        if self._mean is None:
-            if self.num_replicas == 1:
-                self._mean = [fragment.local_values() for fragment in self.fragments]
-                return self._mean
-            # launch all exchanges first, so that transfers overlap with decoding
-            gradients = enumerate(fragment.outer_gradient() for fragment in self.fragments)
-            flights = [
-                self._send(p, g, tag=EVALUATION_TAG, frozen=self._frozen_at(p))
-                for p, g in gradients
-            ]
-            self._mean = []
-            for p, flight in enumerate(flights):
-                arrival = self._decode(self.transport.wait(flight.pending), p)
-                self._mean.append(self.fragments[p].mean_local(arrival.mean, flight.frozen))
-        return self._mean
+        if self.num_replicas == 1:
+            return [fragment.local_values() for fragment in self.fragments]
+        # launch all exchanges first, so that transfers overlap with decoding
+        gradients = enumerate(fragment.outer_gradient() for fragment in self.fragments)
+        flights = [
+            self._send(p, g, tag=EVALUATION_TAG, frozen=self._frozen_at(p)) for p, g in gradients
+        ]
+        means = []
+        for p, flight in enumerate(flights):
+            arrival = self._decode(self.transport.wait(flight.pending), p)
+            means.append(self.fragments[p].mean_local(arrival.mean, flight.frozen))
+        return means
 
     @torch.no_grad()
     def restart(self, broadcast: Callable[[], None]) -> None:
@@ -489,7 +485,6 @@ class StreamingDiLoCo:
         self.wait_in_flight()  # `broadcast` uses the same channels
         broadcast()
         self.flights.clear()
-        self._mean = None
         for fragment in self.fragments:
             fragment.take_local()
             fragment.clear_residual()

@@ -33,6 +33,7 @@ FSDP = Path("layouts/fsdp.py")  # FSDP2, whose collectives are its own and stay 
 REPLICATION = Path("model/replication.py")  # FSDP's gradient scaler, on a channel's group
 SHARDS = Path("model/shards.py")
 FOLDERS = Path("resume/folders.py")  # a checkpoint that ranks have written
+TCP_STORE = Path("stores/tcp.py")  # a client of torch's key-value store, and its server
 USERS = [
     CHANNEL,
     JOB,
@@ -42,6 +43,7 @@ USERS = [
     REPLICATION,
     SHARDS,
     FOLDERS,
+    TCP_STORE,
 ]  # of torch.distributed
 LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
@@ -92,6 +94,7 @@ DIRECT = [
     ("model/blocks.py", "import lightning", "the ground floor and the algorithms know"),
     ("model/blocks.py", f"import {PACKAGE}.lion", "imports run one way"),
     ("comm/ledger.py", f"import {PACKAGE}.model", "imports run one way"),
+    ("stores/store.py", f"import {PACKAGE}.comm", "imports run one way"),
     ("resume/loops.py", f"import {PACKAGE}.lion.vote", "fit, resume and the door know no"),
     ("resume/loops.py", f"import {PACKAGE}.fit", "imports run one way"),
     ("fit/clock.py", f"import {PACKAGE}.layouts", "imports run one way"),
@@ -304,6 +307,7 @@ OPTIONAL = (
     "compiled.py",
     "data_position.py",
     "lighthouse.py",
+    "objects.py",
     "quantize_numba.py",
     "worker_numba.py",
 )
@@ -324,7 +328,7 @@ def undeclared_imports(package: Path) -> set[str]:
     """
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *extras["numba"], *extras["elastic"]]
+    texts = [*project["dependencies"], *extras["numba"], *extras["elastic"], *extras["store"]]
     names = [Requirement(text).name.replace("-", "_") for text in texts]
     declared, optional = set(names[: len(project["dependencies"])]), set(names)
     return {

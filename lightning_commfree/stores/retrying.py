@@ -1,0 +1,116 @@
+"""Repeat failed requests of a store, and count all requests."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from lightning_commfree.stores.store import Keys, Store, StoreError
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+Result = TypeVar("Result")
+
+
+@dataclass
+class VerbCount:
+    """What one verb has cost so far; bytes are those of values, without headers."""
+
+    requests: int = 0
+    failures: int = 0  # of the requests
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    seconds: float = 0.0  # in requests, without the pauses between them
+
+
+class Retrying:
+    """A `Store` that repeats failed requests of another one, with growing, random pauses.
+
+    A repeated `create` whose earlier answer was lost returns True if the stored data are its own.
+    Two processes that create one key with equal data may then both be told True, so data that name
+    a winner must contain a unique name.
+
+    Args:
+        store: the store.
+        timeout_s: after so long, a request raises its last `StoreError` instead of being repeated.
+        stop: when set, pauses end and failed requests raise at once.
+    """
+
+    def __init__(
+        self, store: Store, timeout_s: float = math.inf, stop: threading.Event | None = None
+    ) -> None:
+        self.address = store.address
+        self._store, self._timeout_s = store, timeout_s
+        self._stop = threading.Event() if stop is None else stop
+        self._counts: dict[str, VerbCount] = {}
+        self._lock = threading.Lock()
+
+    def counts(self) -> dict[str, VerbCount]:
+        """Return a copy of the counts so far, by verb."""
+        with self._lock:
+            return {verb: replace(count) for verb, count in self._counts.items()}
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Create a key; if the answer to an earlier try was lost, compare the data."""
+        tries = 0
+
+        def create() -> bool:
+            nonlocal tries
+            tries += 1
+            return self._store.create(key, data)
+
+        created = self._repeat("create", create, len(data))
+        return created or (tries > 1 and self.get(key) == data)
+
+    def get(self, key: str) -> bytes | None:
+        """Return a value, or None if the key is absent."""
+        return self._repeat("get", lambda: self._store.get(key))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes | None:
+        """Return a part of a value, or None if the key is absent."""
+        return self._repeat("get_range", lambda: self._store.get_range(key, start, length))
+
+    def list(self, prefix: str) -> Keys:
+        """Return the keys that begin with a prefix."""
+        return self._repeat("list", lambda: self._store.list(prefix))
+
+    def delete(self, key: str) -> None:
+        """Remove a key."""
+        self._repeat("delete", lambda: self._store.delete(key))
+
+    def overwrite(self, key: str, data: bytes) -> None:
+        """Store a value whether or not the key exists."""
+        self._repeat("overwrite", lambda: self._store.overwrite(key, data), len(data))
+
+    def _repeat(self, verb: str, request: Callable[[], Result], sent: int = 0) -> Result:
+        deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while True:
+            began = time.perf_counter()
+            try:
+                result = request()
+            except StoreError:
+                self._count(verb, VerbCount(1, 1, sent, 0, time.perf_counter() - began))
+                left_s = deadline - time.monotonic()
+                # random, so that replicas do not come back from an outage all at once
+                chosen_s = pause_s * random.uniform(0.5, 1.0)  # not seeded: never affects values
+                if left_s <= 0 or self._stop.wait(min(chosen_s, left_s)):
+                    raise
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                received = len(result) if isinstance(result, bytes) else 0
+                self._count(verb, VerbCount(1, 0, sent, received, time.perf_counter() - began))
+                return result
+
+    def _count(self, verb: str, request: VerbCount) -> None:
+        with self._lock:
+            count = self._counts.setdefault(verb, VerbCount())
+            count.requests += request.requests
+            count.failures += request.failures
+            count.sent_bytes += request.sent_bytes
+            count.received_bytes += request.received_bytes
+            count.seconds += request.seconds

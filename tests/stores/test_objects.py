@@ -1,0 +1,30 @@
+"""The tests of `object_cases`, in a process of their own.
+
+obstore runs threads in Rust, and other tests fork; `tests/elastic/test_lighthouse.py` says more.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("object_cases.py")
+
+
+@pytest.mark.skipif(
+    find_spec("obstore") is None or find_spec("moto") is None,
+    reason="needs obstore and moto: `pip install -e '.[store]' 'moto[s3]' flask flask-cors`",
+)
+def test_the_cases_pass() -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    found = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert " passed" in found.stdout

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from lightning_commfree.stores import command
+from lightning_commfree.stores.retrying import Retrying
+from lightning_commfree.stores.store import StoreError, StoreLostError
+from lightning_commfree.stores.tcp import TcpStore
+from tests.stores.contract import check_contract
+from tests.world import free_port
+
+FORK = multiprocessing.get_context("fork")
+
+
+def _serve(port: int) -> None:
+    raise SystemExit(command.main(["serve", "--bind", f"127.0.0.1:{port}"]))
+
+
+@contextmanager
+def server(port: int) -> Iterator[Any]:
+    """Run the command in a process of its own, and end it by SIGTERM."""
+    process = FORK.Process(target=_serve, args=(port,))
+    process.start()
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.join(10)
+        assert process.exitcode == 0
+
+
+def test_a_tcp_store_keeps_the_contract() -> None:
+    port = free_port()
+    with server(port):
+        check_contract(TcpStore("127.0.0.1", port))
+
+
+def test_a_server_that_does_not_answer_is_an_outage_that_ends() -> None:
+    port = free_port()
+    with server(port) as process:
+        store = TcpStore("127.0.0.1", port, timeout_s=0.5)
+        assert store.create("a", b"1")
+        os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(2):  # on the old connection, and on a new one
+            with pytest.raises(StoreError, match=r"no answer for 0.5 s"):
+                store.get("a")
+        os.kill(process.pid, signal.SIGCONT)
+        assert Retrying(store, timeout_s=10).get("a") == b"1"
+
+
+def test_a_restarted_server_has_lost_everything_and_says_so() -> None:
+    port = free_port()
+    store = TcpStore("127.0.0.1", port)
+    with pytest.raises(StoreError, match="refused"):
+        store.get("a")
+    with server(port):
+        assert store.create("a", b"1")
+    with pytest.raises(StoreError, match="`get`"):
+        store.get("a")
+    with server(port):
+        with pytest.raises(StoreLostError, match="was replaced by another"):
+            Retrying(store, timeout_s=10).get("a")
+        assert TcpStore("127.0.0.1", port).create("a", b"2")
+
+
+def _create_without_end(port: int) -> None:
+    store = TcpStore("127.0.0.1", port)
+    for count in range(10_000):
+        store.create(f"big/{count}", bytes(20 << 20))
+
+
+def test_a_process_killed_in_a_create_leaves_no_half_value() -> None:
+    port = free_port()
+    with server(port):
+        writer = FORK.Process(target=_create_without_end, args=(port,))
+        writer.start()
+        store = TcpStore("127.0.0.1", port)
+        deadline = time.monotonic() + 20
+        while store.get_range("big/0", 0, 1) is None:
+            assert time.monotonic() < deadline
+        os.kill(writer.pid or 0, signal.SIGKILL)
+        writer.join()
+        keys = store.list("big/")
+        assert "big/0" in keys
+        for key in keys:
+            assert store.get(key) == bytes(20 << 20)
+
+
+def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    handlers = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
+            command.main(["serve", "--bind", f"127.0.0.1:{taken.getsockname()[1]}"])
+    finally:
+        for signum, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+            signal.signal(signum, handler)
+    assert "Cannot serve at 127.0.0.1" in capsys.readouterr().err

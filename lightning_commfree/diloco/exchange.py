@@ -339,7 +339,7 @@ class FragmentExchange:
         second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
         def exchange(messages: Tensor) -> Arrived:
-            arrived = self._with_headers(self.route.up(messages, tag).wait())
+            arrived = self.arrived(self.route.up(messages, tag).wait())
             if not self.route.two_phase:
                 return arrived
             reduced, error = self._reduce(arrived, residual is not None)
@@ -350,7 +350,7 @@ class FragmentExchange:
 
         if values.device != self.route.view.channel.device:
             staged = self.background.staging.stage(
-                lambda: self._write(values, header, residual), header.on_device(values)
+                lambda: self.write(values, header, residual), header.on_device(values)
             )
 
             def exchange_and_decode() -> Arrived:
@@ -361,13 +361,13 @@ class FragmentExchange:
 
             pending = self.background.submit(exchange_and_decode, tag, staged, values.device)
         else:
-            messages = self._write(values, header, residual)
+            messages = self.write(values, header, residual)
             if self.in_thread or self.route.two_phase:
                 pending = self.background.submit(
                     lambda: exchange(messages), tag, device=values.device
                 )
             else:
-                pending = self.route.up(messages, tag).then(self._with_headers)
+                pending = self.route.up(messages, tag).then(self.arrived)
 
         if residual is None:
             return pending
@@ -386,7 +386,8 @@ class FragmentExchange:
         decode = self._read_reduced if self.route.two_phase else self._average
         return self.background.staging.upload(arrived.messages, device, partial(decode, summary))
 
-    def _with_headers(self, received: Tensor) -> Arrived:
+    def arrived(self, received: Tensor) -> Arrived:
+        """Read the headers of messages that have arrived: uint8, shape (M, message bytes)."""
         return Arrived(self._up.headers(received, self.route.view.channel.peers), received)
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
@@ -402,7 +403,7 @@ class FragmentExchange:
         mean = _concatenate(values, self._down.buffers(messages).flatten()[: self.num_buffers])
         return mean, self._down.norms(messages).sum(0)[: len(summary.counted) + 1]
 
-    def _write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
+    def write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
         """Create one message per shard: uint8, shape (S, message bytes)."""
         size, numel = self.route.num_shards, self.numel
         values_SN = _rows(values[:numel], size, self._shard)

@@ -277,6 +277,18 @@ class OuterFragment:
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
             local.copy_(merged)
 
+    def keep_outer_gradient(self, before: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
+        """Move the local parameters as the global copy has moved since `before`: fp32, shape (S,).
+
+        Collective within the replica. Parameters that settle become the global copy.
+        """
+        moved = self._layout.unflatten(self.global_copy - before, self.local[0].device)
+        split = len(self.fragment.parameters)
+        for i, (local, change) in enumerate(zip(self.local[:split], moved[:split], strict=True)):
+            if i not in frozen.settling | frozen.settled:
+                local.copy_(local.float() + change)
+        self.merge(mix=1.0, frozen=frozen)
+
     def show(self, shown: Tensor | None = None) -> None:
         """Overwrite the local copy with the global copy or with `shown` (fp32, shape (S,)).
 

@@ -204,10 +204,14 @@ class StreamingDiLoCo:
             frozen = self.flights[p].frozen
             arrival = self._receive(p)
             self.outer_step(p, arrival.mean, frozen)
-            if self.view.rank in arrival.summary.nonfinite:
-                self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
-            else:
-                self.fragments[p].merge(self.settings.mix, frozen=frozen)
+            self.merge(p, abstained=self.view.rank in arrival.summary.nonfinite, frozen=frozen)
+
+    def merge(self, p: int, abstained: bool, frozen: Frozen = NONE_FROZEN) -> None:
+        """Merge a fragment's global copy into the local copy after an outer step."""
+        if abstained:
+            self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
+        else:
+            self.fragments[p].merge(self.settings.mix, frozen=frozen)
 
     def outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
         """Take the outer step of a fragment with the mean outer gradient: fp32, shape (S,)."""
@@ -242,7 +246,7 @@ class StreamingDiLoCo:
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
             with self.outer_lock:
-                mean = arrival.mean if self.num_replicas > 1 else None
+                mean = None if self.is_alone else arrival.mean
                 self.fragments[p].take_mean(mean, frozen)
                 self.landed += 1
             self._landings[p] = self._landings[p].then(lambda one: one._replace(outer_lr=1.0))
@@ -593,6 +597,11 @@ class StreamingDiLoCo:
     def num_replicas(self) -> int:
         """M, the number of replicas, including this one."""
         return self.view.size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other replica, so that the local weights are the mean."""
+        return self.num_replicas == 1
 
     @property
     def landings(self) -> dict[int, Landing]:

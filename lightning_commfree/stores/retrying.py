@@ -47,6 +47,7 @@ class Retrying:
         self.address = store.address
         self._store, self._timeout_s = store, timeout_s
         self._stop = threading.Event() if stop is None else stop
+        self.failed_s = -math.inf  # when a request last failed, by the monotonic clock
         self._counts: dict[str, VerbCount] = {}
         self._lock = threading.Lock()
 
@@ -94,6 +95,7 @@ class Retrying:
             try:
                 result = request()
             except StoreError:
+                self.failed_s = time.monotonic()
                 self._count(verb, VerbCount(1, 1, sent, 0, time.perf_counter() - began))
                 left_s = deadline - time.monotonic()
                 # random, so that replicas do not come back from an outage all at once

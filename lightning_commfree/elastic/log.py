@@ -1,0 +1,461 @@
+"""An elastic job as a log in a store, as one replica sees it.
+
+    config        settings of the job; the first replica creates it
+    roster/N      the N-th replica that came, from 0: its name and its slot
+    x/F/NAME      message of replica NAME in flight F; `ABSTAINS` if it takes no part
+    commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
+    go/F          flight F has been launched by some replica; only with `by_time`
+    state/F       outer state after flight F; state/-1 is the initial one
+    head          number of a recent state; overwritten, and may be stale
+    end           number of flights of the job, once a replica has landed all of them
+
+Commits are never deleted: a replica that slept for an hour must not be able to create one again. A
+message is deleted only after `head` has moved beyond its flight, so a listed message that does not
+exist means either that it was deleted, if `head` says so, or that the store is slow.
+
+Two threads talk to the store: one creates messages and states in order, the other one looks for
+what others created. Training waits only in `JobLog.landed`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple, TypeVar
+
+from lightning_commfree.elastic.decision import (
+    Commit,
+    Group,
+    Heard,
+    Land,
+    Look,
+    Read,
+    Rules,
+    decide,
+)
+from lightning_commfree.stores.retrying import Retrying, VerbCount
+from lightning_commfree.stores.store import Store
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+ABSTAINS = b"-"  # message of a replica that has no finite values, or that leaves
+_SILENT_FLIGHTS = 10  # a replica that sent nothing in so many flights is not looked for
+_POLL_S = (0.02, 0.5)  # shortest and longest pause between looks at the store
+_WATCH_S = 1.0  # how often to look for newcomers, and for commits that this replica has missed
+
+
+class Entry(NamedTuple):
+    """A message in a commit."""
+
+    name: str
+    size: int  # bytes
+    digest: str
+
+
+class Member(NamedTuple):
+    """A replica in the roster."""
+
+    name: str  # unique for each start of a process
+    slot: int  # index of its share of the training data
+
+
+class Landed(NamedTuple):
+    """The messages to average in a flight, in the commit's order."""
+
+    members: list[Member]
+    messages: list[bytes]
+
+
+class JobEndedError(RuntimeError):
+    """The job has ended, so no replica can join it."""
+
+
+class MissedError(Exception):
+    """Messages of a flight were deleted: continue from a newer state."""
+
+
+@dataclass
+class _Flight:
+    launched: bool = False  # by this replica, or followed without a message
+    messages: dict[str, bytes] = field(default_factory=dict)  # by replica
+    commit: list[Entry] | None = None
+    due_s: float | None = None  # when training began to wait
+    landed: threading.Event = field(default_factory=threading.Event)
+    missed: bool = False
+
+
+class JobLog:
+    """One replica's access to the log. Its methods are for the training thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        sizes: Callable[[int], int],  # bytes of a message in a flight
+        min_replicas: int = 1,
+        grace_s: float | None = None,  # None: 1 s and twice the mean time of a request
+        by_time: bool = False,
+    ) -> None:
+        self._stop = threading.Event()  # ends pauses between tries of a request
+        self.store, self.name = Retrying(store, stop=self._stop), name
+        self._sizes, self._min, self._grace_s, self._by_time = sizes, min_replicas, grace_s, by_time
+        self.launched = 0  # number of the next flight to launch
+        self.roster: list[Member] = []
+        self._flights: dict[int, _Flight] = {}  # neither landed nor forgotten
+        self._others_launched = -1  # latest flight that another replica is known to have launched
+        self._latest: frozenset[str] = frozenset()  # replicas in the latest commit
+        self._heard: dict[str, int] = {}  # by replica, its latest flight, or when it came
+        self._watched_s = 0.0
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock, self._wake = threading.RLock(), threading.Event()
+        self._closed, self._leave_by_s = False, float("inf")
+        self._error: Exception | None = None
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(work,), name=f"log {work.__name__}", daemon=True
+            )
+            for work in (self._upload, self._look)
+        ]
+
+    # -- joining
+
+    def begin(self, config: Mapping[str, str], state: Callable[[], bytes]) -> int:
+        """Create the job or join it; return the number of the newest state.
+
+        `state` returns this replica's initial state, which is used if it creates the job.
+
+        Raises:
+            ValueError: the job has other settings.
+            JobEndedError: the job has ended.
+        """
+        mine = json.dumps(dict(config), sort_keys=True).encode()
+        if self.store.get("config") is None:
+            # before the settings: who finds settings finds a state
+            self.store.create("state/-1", state())
+            self.store.create("config", mine)
+        theirs = self.store.get("config") or b"{}"
+        if theirs != mine:
+            known: dict[str, str] = json.loads(theirs)
+            differ = [
+                f"{key} is {config.get(key, 'absent')} here and {known.get(key, 'absent')} there"
+                for key in sorted({*known, *config})
+                if known.get(key) != config.get(key)
+            ]
+            raise ValueError(
+                f"The job in {self.store.address} was started with other settings:"
+                f" {'; '.join(differ)}. Use the same settings, or another store for another job."
+            )
+        if self.store.get("end") is not None:
+            raise JobEndedError(
+                f"The job in {self.store.address} has ended. Use another store for another job."
+            )
+        head = self.store.get("head")
+        return -1 if head is None else int(head)
+
+    def enroll(self, max_replicas: int) -> Member | None:
+        """Enter the roster with a free slot, and return the entry; None if no slot is free now.
+
+        A slot is free if no replica has had it, or if its latest owner is not in the latest commit.
+        """
+        while True:
+            self._read_roster()
+            if mine := [member for member in self.roster if member.name == self.name]:
+                return mine[0]
+            owners = {member.slot: member.name for member in self.roster}
+            unused = [slot for slot in range(max_replicas) if slot not in owners]
+            gone = [slot for slot in owners if self._latest and owners[slot] not in self._latest]
+            if not (unused or gone):
+                return None
+            me = Member(self.name, (unused or sorted(gone))[0])
+            entry, data = f"roster/{len(self.roster)}", json.dumps(me).encode()
+            # False: another one was faster, or the answer to our own first try was lost
+            self.store.create(entry, data)
+
+    def state(self, flight: int) -> bytes | None:
+        """Return the outer state after a flight, or None if it does not exist."""
+        return self.store.get(f"state/{flight}")
+
+    def newest_state(self) -> tuple[int, bytes]:
+        """Return the number of the newest state, and the state."""
+        while True:
+            head = self.store.get("head")
+            flight = -1 if head is None else int(head)
+            if (data := self.state(flight)) is not None:
+                return flight, data
+
+    def start(self, launched: int) -> None:
+        """Start the threads; the next flight to launch has the number `launched`."""
+        self.launched = launched
+        for thread in self._threads:
+            thread.start()
+
+    # -- flights
+
+    def launch(self) -> int:
+        """Take part in the next flight, and return its number; `send` adds a message to it."""
+        flight, self.launched = self.launched, self.launched + 1
+        with self._lock:
+            self._flights.setdefault(flight, _Flight()).launched = True
+        if self._by_time and flight > self._others_launched:
+            self.later(lambda: self.store.create(f"go/{flight}", b""))
+        self._wake.set()
+        return flight
+
+    def send(self, flight: int, make: Callable[[], bytes]) -> None:
+        """Create this replica's message in a flight; `make` runs on the thread that creates it."""
+        name, message = f"x/{flight}/{self.name}", cache(make)
+        self.later(lambda: self.store.create(name, message()))
+        self.later(lambda: self._hear(flight, {self.name: message()}))
+
+    def abstain(self) -> None:
+        """Tell the others not to wait for this replica in the flight that it would launch next."""
+        name = f"x/{self.launched}/{self.name}"
+        self.later(lambda: self.store.create(name, ABSTAINS))
+
+    def landed(self, flight: int) -> Landed:
+        """Wait for a flight's commit, and return its messages.
+
+        Raises:
+            MissedError: the messages have been deleted.
+            TimeoutError: `leave` was called, and its time has passed.
+        """
+        with self._lock:
+            one = self._flights[flight]
+            one.due_s = time.monotonic()
+        self._wake.set()
+        while not one.landed.wait(0.1):
+            if self._error is not None:
+                raise RuntimeError(
+                    f"The thread that reads {self.store.address} has ended."
+                ) from self._error
+            if time.monotonic() > self._leave_by_s:
+                raise TimeoutError(
+                    f"Exchange {flight} did not end before this replica had to leave."
+                )
+        with self._lock:
+            del self._flights[flight]
+        if one.missed or one.commit is None:
+            raise MissedError
+        by_name = {member.name: member for member in self.roster}
+        names = [entry.name for entry in one.commit]
+        return Landed([by_name[name] for name in names], [one.messages[name] for name in names])
+
+    def is_decided(self, flight: int) -> bool:
+        """Return whether a flight is known to have a commit."""
+        with self._lock:
+            return flight in self._flights and self._flights[flight].commit is not None
+
+    def is_behind(self, following: bool) -> bool:
+        """Return whether the others have gone on: they have decided the next flight.
+
+        With `by_time`, it is enough that one of them has launched it. `following`: this replica has
+        launched flights without a message, so it is likely to be behind, and asks the store.
+        """
+        flight = self.launched
+        if following and not self.is_decided(flight):
+            with self._lock:
+                one = self._flights.setdefault(flight, _Flight())
+            self._read_commit(flight, one)
+        return self.is_decided(flight) or (self._by_time and self._others_launched >= flight)
+
+    def later(self, job: Callable[[], object]) -> None:
+        """Run `job`, a request, on the thread that creates objects, until it succeeds."""
+        self._jobs.put(job)
+
+    def delete_before(self, newest: int, every: int) -> None:
+        """Delete what no replica needs that begins with one of the two latest states.
+
+        Call this again with `newest` larger by `every` after each state; it deletes the state
+        `newest`, and the messages of the `every` flights up to it.
+        """
+        for flight in range(max(newest - every, -1) + 1, newest + 1):
+            for member in list(self.roster):
+                self.store.delete(f"x/{flight}/{member.name}")
+            self.store.delete(f"go/{flight}")
+        if newest >= 0:
+            self.store.delete(f"state/{newest}")
+
+    def forget_flights(self) -> None:
+        """Forget all flights that have not landed, before continuing from a state."""
+        with self._lock:
+            self._flights.clear()
+
+    def leave(self, within_s: float) -> None:
+        """Stop waiting for anything after `within_s` seconds; a signal handler may call this."""
+        self._leave_by_s = time.monotonic() + within_s
+
+    def close(self) -> None:
+        """Complete what is to be created, unless `leave` has a limit, and stop the threads."""
+        self._jobs.put(None)
+        started = [thread for thread in self._threads if thread.ident is not None]
+        for thread in started:
+            left_s = min(self._leave_by_s - time.monotonic(), threading.TIMEOUT_MAX)
+            thread.join(max(left_s, 0.0))
+            self._closed = True  # the first thread has done its jobs
+            self._stop.set()
+            self._wake.set()
+
+    # -- the threads
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - `landed` raises it on the training thread
+            self._error = error
+
+    def _upload(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            self._wake.set()
+
+    def _look(self) -> None:
+        shortest_s, longest_s = _POLL_S
+        pause_s = shortest_s
+        while not self._closed:
+            if self._wake.wait(pause_s):
+                self._wake.clear()
+                pause_s = shortest_s
+            if self._by_time or time.monotonic() - self._watched_s > _WATCH_S:
+                self._watch()
+            with self._lock:
+                flights = sorted(self._flights.items())
+            changes = [self._advance(flight, one) for flight, one in flights]
+            pause_s = shortest_s if any(changes) else min(1.5 * pause_s, longest_s)
+
+    def _watch(self) -> None:
+        """Look for newcomers, and for a commit of the flight that this replica launches next."""
+        self._read_roster()
+        flight = self.launched
+        if self._by_time and self.store.get(f"go/{flight}") is not None:
+            self._others_launched = max(self._others_launched, flight)
+        with self._lock:
+            one = self._flights.setdefault(flight, _Flight())
+        if one.commit is None:
+            self._read_commit(flight, one)
+        self._watched_s = time.monotonic()
+
+    def _advance(self, flight: int, one: _Flight) -> bool:
+        """Do what is next for a flight, until there is nothing new; return whether there was."""
+        changed = looked = False
+        while not one.landed.is_set() and not self._closed:
+            before = len(one.messages), one.commit
+            match decide(self._what_is_heard(one), self._group(flight), self._rules()):
+                case Land():
+                    one.landed.set()
+                case Read(names):
+                    self._read_messages(flight, one, names)
+                case Commit(names):
+                    self._commit(flight, one, names)
+                case Look(names):
+                    self._read_commit(flight, one)
+                    if one.commit is None:
+                        self._look_for(flight, names)
+                    looked = True
+            is_new = before != (len(one.messages), one.commit)
+            changed = changed or is_new or one.landed.is_set()
+            if not is_new or (looked and one.commit is None and one.due_s is None):
+                break  # look again after a pause
+        return changed
+
+    def _what_is_heard(self, one: _Flight) -> Heard:
+        commit = None if one.commit is None else tuple(entry.name for entry in one.commit)
+        late_s = None
+        if one.due_s is not None:
+            # a store that did not answer tells nothing about the other replicas
+            late_s = time.monotonic() - max(one.due_s, self.store.failed_s)
+        counts = {name: message != ABSTAINS for name, message in one.messages.items()}
+        return Heard(one.launched, counts, commit, late_s)
+
+    def _rules(self) -> Rules:
+        if self._grace_s is not None:
+            return Rules(self._grace_s, self._min)
+        gets = self.store.counts().get("get", VerbCount())
+        return Rules(1.0 + 2 * gets.seconds / max(gets.requests, 1), self._min)
+
+    def _group(self, flight: int) -> Group:
+        newest = {member.slot: member.name for member in self.roster}.values()
+        possible = {n for n in newest if self._heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
+        recent = {n for n, last in self._heard.items() if last >= flight - 1}
+        expected = (self._latest | recent) & possible
+        me = {self.name}
+        return Group(frozenset(expected | me), frozenset(possible | me))
+
+    def _hear(self, flight: int, messages: Mapping[str, bytes]) -> None:
+        with self._lock:
+            if flight in self._flights:
+                self._flights[flight].messages.update(messages)
+            for name in messages:
+                self._heard[name] = max(self._heard.get(name, -1), flight)
+
+    # -- requests
+
+    def _read_roster(self) -> None:
+        while (data := self.store.get(f"roster/{len(self.roster)}")) is not None:
+            member = Member(*json.loads(data))
+            self._heard.setdefault(member.name, self.launched)
+            self.roster.append(member)
+
+    def _look_for(self, flight: int, names: Iterable[str]) -> None:
+        size = self._sizes(flight)
+        for name in names:
+            data = None if name == self.name else self.store.get(f"x/{flight}/{name}")
+            if data is not None and len(data) not in (size, len(ABSTAINS)):
+                _log.warning("Message of %s in exchange %d has %d bytes", name, flight, len(data))
+                data = ABSTAINS  # a message that cannot be decoded would stop all
+            if data is not None:
+                self._hear(flight, {name: data})
+
+    def _read_messages(self, flight: int, one: _Flight, names: Iterable[str]) -> None:
+        """Read messages in a commit, as far as the store shows them."""
+        entries = {entry.name: entry for entry in one.commit or ()}
+        for name in names:
+            data = self.store.get(f"x/{flight}/{name}")
+            if data is None:
+                head = self.store.get("head")
+                if head is not None and int(head) > flight:  # deleted
+                    one.missed = True
+                    one.landed.set()
+                return
+            if len(data) != entries[name].size or _digest(data) != entries[name].digest:
+                raise ValueError(
+                    f"The message of {name} in exchange {flight} is damaged in"
+                    f" {self.store.address}."
+                )
+            self._hear(flight, {name: data})
+
+    def _commit(self, flight: int, one: _Flight, names: Iterable[str]) -> None:
+        found = one.messages
+        entries = [Entry(name, len(found[name]), _digest(found[name])) for name in names]
+        if self.store.create(f"commit/{flight}", json.dumps(entries).encode()):
+            self._take_commit(flight, one, entries)
+        else:
+            self._read_commit(flight, one)
+
+    def _read_commit(self, flight: int, one: _Flight) -> None:
+        data = self.store.get(f"commit/{flight}")
+        if data is None:
+            return
+        entries = [Entry(*entry) for entry in json.loads(data)]
+        if not {entry.name for entry in entries} <= {member.name for member in self.roster}:
+            self._read_roster()
+        self._take_commit(flight, one, entries)
+
+    def _take_commit(self, flight: int, one: _Flight, entries: list[Entry]) -> None:
+        with self._lock:
+            one.commit = entries
+            self._latest = frozenset(entry.name for entry in entries)
+            for name in self._latest:
+                self._heard[name] = max(self._heard.get(name, -1), flight)
+            self._others_launched = max(self._others_launched, flight)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]

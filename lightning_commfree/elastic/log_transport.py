@@ -1,0 +1,142 @@
+"""Exchange fragments through a job's log (`elastic.log`).
+
+A replica creates one message per flight, whatever the number of replicas, and reads the messages of
+the others that the flight's commit lists. It decodes them as on the gather route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_commfree.comm.background import Background
+from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.exchange import Route, View
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.diloco.codec import Codec
+from lightning_commfree.diloco.exchange import TAG, FragmentExchange, Header
+from lightning_commfree.diloco.transport import Delivery, Flight, Messages, Sizes, Transport
+from lightning_commfree.elastic.log import ABSTAINS, JobLog, Landed
+
+NOT_LISTED = -1  # rank in a view whose members do not include this replica
+
+
+class _OncePerFlight(Route):
+    """Route that sends a message once: the others read it from the store."""
+
+    @override
+    def bytes_up(self, num_bytes: int) -> int:
+        return num_bytes
+
+
+class LogTransport(Transport):
+    """Transport through a store.
+
+    Attributes:
+        view: the replicas in the commit of the latest flight that was waited for; `members` are
+            their slots. The rank is `NOT_LISTED` if this replica is not among them.
+        log: this replica's access to the log.
+        flights: number of the flight in which each fragment was last launched.
+        follows: whether the latest launch sent no message, because its flight was decided already.
+    """
+
+    def __init__(self, log: JobLog, ledger: Ledger) -> None:
+        self.log, self._ledger = log, ledger
+        self.view, self.background = View.of(Channel([0], 0, ledger)), Background(ledger)
+        self.flights: dict[int, int] = {}
+        self.follows = False
+        self._codecs: dict[bool, Codec] = {}  # by whether there is a residual
+        self._sizes: Sizes = ()
+
+    @override
+    def open(self, codecs: tuple[Codec, Codec], sizes: Sizes) -> None:
+        corrects, last = codecs
+        self._codecs, self._sizes = {True: corrects, False: last}, sizes
+
+    @override
+    def exchange(self, p: int) -> FragmentExchange:
+        return self._exchange(p, self._codecs[True], self.view)
+
+    def message_bytes(self, flight: int) -> int:
+        """Return the size of a message in a flight."""
+        return self.exchange(flight % len(self._sizes)).num_bytes
+
+    @override
+    def launch(
+        self,
+        p: int,
+        values: Tensor,
+        header: Header,
+        residual: Tensor | None,
+        tag: str,
+        device: torch.device,
+    ) -> Pending[Delivery]:
+        del device  # messages are decoded at the landing
+        codec = self._codecs[residual is not None]
+        exchange = self._exchange(p, codec, self.view)
+        flight = self.flights[p] = self.log.launch()
+        self.follows = self.log.is_decided(flight)
+        if not self.follows:
+            staged = self.background.staging.stage(
+                lambda: exchange.write(values, header, residual), header.on_device(values)
+            )
+            self.log.send(flight, lambda: self._message(exchange, staged(), tag))
+        return self._pending(p, flight, codec, tag)
+
+    def follow(self, p: int) -> Flight:
+        """Take part in the next flight, one of fragment `p`, without a message."""
+        self.follows = True
+        self.flights[p] = self.log.launch()
+        return Flight(self._pending(p, self.flights[p], self._codecs[True], TAG))
+
+    def _pending(self, p: int, flight: int, codec: Codec, tag: str) -> Pending[Delivery]:
+        def result() -> Delivery:
+            with self._ledger.count_wait(tag):
+                return self._delivery(p, codec, self.log.landed(flight))
+
+        return Pending(result)
+
+    def _message(self, exchange: FragmentExchange, messages: Tensor, tag: str) -> bytes:
+        """Return the bytes to send; this runs on the log's thread."""
+        header = Header(*exchange.arrived(messages).headers[0].tolist())
+        message = ABSTAINS if header.nonfinite else messages.numpy().tobytes()
+        self._ledger.count_sent(tag, len(message))
+        return message
+
+    def _exchange(self, p: int, codec: Codec, view: View) -> FragmentExchange:
+        route = _OncePerFlight(view, two_phase=False)
+        return FragmentExchange(route, codec, *self._sizes[p], self.background)
+
+    def _delivery(self, p: int, codec: Codec, landed: Landed) -> Delivery:
+        if not landed.members:
+            raise RuntimeError(
+                f"No replica has finite values for fragment {p} (NaN or Inf), so there is nothing"
+                " to average. Start another job from an earlier checkpoint, with a lower learning"
+                " rate."
+            )
+        names = [member.name for member in landed.members]
+        channel = Channel([0], 0, self._ledger)  # nothing is sent on it
+        channel.rank = names.index(self.log.name) if self.log.name in names else NOT_LISTED
+        slots = tuple(member.slot for member in landed.members)
+        exchange = self._exchange(p, codec, View(self.flights[p], slots, channel))
+        raw = [torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in landed.messages]
+        return Delivery(exchange, exchange.arrived(torch.stack(raw)))
+
+    @override
+    def wait(self, pending: Pending[Delivery]) -> Delivery:
+        delivery = pending.wait()
+        self.view = delivery.exchange.route.view
+        return delivery
+
+    @override
+    def saved(self, flights: Mapping[int, Flight]) -> dict[int, Messages]:
+        del flights
+        return {}  # the log keeps them
+
+    @override
+    def close(self) -> None:
+        self.background.close()
+        self.log.close()

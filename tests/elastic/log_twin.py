@@ -1,0 +1,286 @@
+"""Replicas on a job's log as threads of this process, and the twin that replays each of them.
+
+The twin gets the store and what a replica noted (which steps it took, and which flights it launched
+and landed after them). It is written without the package, except for the codecs. It trains the
+replica again, and compares every message and every global copy.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.diloco import CODECS, DiLoCoSettings, split_into_fragments
+from lightning_commfree.diloco.codec import decode_all
+from lightning_commfree.elastic.log import JobLog
+from lightning_commfree.elastic.log_algorithm import LogDiLoCo
+from lightning_commfree.elastic.log_transport import LogTransport
+from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward
+
+HEADER_BYTES = 7 * 8
+
+
+class Killed(BaseException):
+    """Ends a replica without a word to the others."""
+
+
+@dataclass
+class Job:
+    store: Any
+    steps: int = 40
+    changes: dict[str, Any] = field(default_factory=dict)  # of the settings
+    grace_s: float = 0.5
+    step_s: float = 0.0
+    min_replicas: int = 1
+    max_replicas: int = 4
+    state_cycles: int = 4
+    by_time: bool = False
+    config: dict[str, str] = field(default_factory=dict)
+
+    def settings(self) -> DiLoCoSettings:
+        return DiLoCoSettings(**{**DEFAULTS, **self.changes})
+
+
+@dataclass
+class Replica:
+    """One replica, and what it noted."""
+
+    name: str
+    data: int  # which data it trains on
+    job: Job
+    act: Callable[[LogDiLoCo, int], None] = lambda diloco, step: None  # after each step
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    trace: Trace = field(default_factory=Trace)
+    error: BaseException | None = None
+    final: State | None = None
+
+    def __post_init__(self) -> None:
+        self.module = Net()  # here, because its seed is that of all threads
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> Replica:
+        self.thread.start()
+        return self
+
+    def _run(self) -> None:
+        job, module = self.job, self.module
+        settings = job.settings()
+        fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
+        sizes: list[Callable[[int], int]] = []
+        log = JobLog(
+            job.store,
+            self.name,
+            lambda flight: sizes[0](flight),
+            job.min_replicas,
+            job.grace_s,
+            job.by_time,
+        )
+        transport = LogTransport(log, Ledger())
+        sizes.append(transport.message_bytes)
+        diloco = LogDiLoCo(
+            module,
+            fragments,
+            settings,
+            transport,
+            state_cycles=job.state_cycles,
+            note=lambda *event: self.events.append(event),
+        )
+        diloco.last_step = job.steps
+        optimizer = ADAMW(list(module.parameters()))
+        diloco.follow_optimizers([optimizer])
+        try:
+            diloco.begin(job.config, job.max_replicas)
+            while diloco.step < job.steps:
+                backward(module, self.data, diloco.inner_steps + 1)
+                with diloco.stepping():
+                    optimizer.step()
+                diloco.after_step()
+                self.trace.record(module, diloco)
+                time.sleep(job.step_s)
+                self.act(diloco, diloco.inner_steps)
+            diloco.finish()
+            self.trace.record(module, diloco)
+            self.final = self.trace.local[-1]
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+            if isinstance(error, Killed):
+                log.leave(0.0)
+        finally:
+            transport.close()
+
+
+def play(replicas: Sequence[Replica], limit_s: float = 60.0) -> None:
+    """Wait for the end of all replicas that have been started; raise what ended them."""
+    end_s = time.monotonic() + limit_s
+    for replica in replicas:
+        replica.thread.join(max(end_s - time.monotonic(), 0))
+        assert not replica.thread.is_alive(), f"{replica.name} has not ended"
+        if replica.error is not None and not isinstance(replica.error, Killed):
+            raise replica.error
+
+
+class LogTwin:
+    """Trains one replica again, from the log and from what it noted."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.store, settings = replica, replica.job.store, replica.job.settings()
+        self.codec, self.mix = CODECS[settings.wire_dtype], settings.mix
+        self.module = Net()
+        fragments = split_into_fragments(
+            self.module, settings.num_fragments, settings.fragment_pattern
+        )
+        self.names = [list(fragment.parameters) for fragment in fragments]
+        self.outer = [
+            [nn.Parameter(self.module.get_parameter(n).detach().clone()) for n in names]
+            for names in self.names
+        ]
+        self.make_outer = settings.outer_optimizer or torch.optim.SGD
+        self.optimizers = [self.make_outer(outer) for outer in self.outer]
+        self.inner = ADAMW(list(self.module.parameters()))
+        self.since = [0] * len(fragments)
+        self.steps = self.messages = self.landings = 0
+
+    def replay(self) -> LogTwin:
+        events = list(self.replica.events)
+        while events and events[0][0] == "state":
+            self.take_state(*events.pop(0)[1:], keep=False)
+        while any(event[0] == "at" for event in events):
+            self.steps += 1
+            backward(self.module, self.replica.data, self.steps)
+            self.inner.step()
+            while (event := events.pop(0))[0] != "at":
+                self.follow(*event)
+        for event in events:  # the end of the fit, or of the replica
+            self.follow(*event)
+        return self
+
+    def follow(self, what: str, *about: Any) -> None:
+        if what == "state":
+            self.take_state(*about, keep=True)
+        elif what == "launch":
+            self.launch(*about)
+        elif what == "land":
+            self.land(*about)
+        elif what == "final":
+            self.land_final(*about)
+
+    @torch.no_grad()
+    def take_state(self, flight: int, _: int, keep: bool) -> None:
+        saved = torch.load(io.BytesIO(self.kept(f"state/{flight}")), weights_only=True)
+        for p, one in enumerate(saved):
+            before = [outer.detach().clone() for outer in self.outer[p]]
+            for outer, value in zip(self.outer[p], one["global_copy"], strict=True):
+                outer.copy_(value.view_as(outer))
+            self.optimizers[p].load_state_dict(one["optimizer"])
+            for local, outer, old in zip(self.locals(p), self.outer[p], before, strict=True):
+                local.copy_(local + (outer - old) if keep else outer)
+
+    @torch.no_grad()
+    def launch(self, flight: int, p: int, _: int, sent: bool) -> None:
+        if not sent:
+            return
+        pairs = zip(self.outer[p], self.locals(p), strict=True)
+        delta = torch.cat([(outer - local).flatten() for outer, local in pairs])
+        message = self.kept(f"x/{flight}/{self.replica.name}")
+        if message == b"-":
+            assert not bool(delta.isfinite().all())
+            return
+        payload = torch.empty(self.codec.num_bytes(len(delta)), dtype=torch.uint8)
+        self.codec.encode(delta, out=payload)
+        assert message[HEADER_BYTES:][: len(payload)] == payload.numpy().tobytes(), flight
+        assert self.header(message)[5] == self.steps - self.since[p], flight
+        self.messages += 1
+
+    @torch.no_grad()
+    def land(self, flight: int, listed: bool, hashed: int) -> None:
+        p = flight % len(self.outer)
+        before = [outer.detach().clone() for outer in self.outer[p]]
+        for outer, gradient in zip(self.outer[p], self.mean(flight, p), strict=True):
+            outer.grad = gradient
+        self.optimizers[p].step()
+        finite = all(bool(local.isfinite().all()) for local in self.locals(p))
+        for local, outer, old in zip(self.locals(p), self.outer[p], before, strict=True):
+            if listed:
+                local.copy_(torch.lerp(local, outer, 1.0 - self.mix) if self.mix else outer)
+            elif finite:
+                local.copy_(local + (outer - old))
+            else:
+                local.copy_(outer)
+        if listed or not finite:
+            self.since[p] = self.steps
+        if not finite:
+            self.repair(p)
+        self.compare(p, hashed, flight)
+
+    @torch.no_grad()
+    def land_final(self, flight: int, p: int, hashed: int) -> None:
+        for outer, local, gradient in zip(
+            self.outer[p], self.locals(p), self.mean(flight, p), strict=True
+        ):
+            outer.copy_(outer - gradient)
+            local.copy_(outer)
+        self.compare(p, hashed, flight)
+
+    def repair(self, p: int) -> None:
+        """A replica with NaN takes the global copy of all that is not finite."""
+        for q, names in enumerate(self.names):
+            if q == p or not all(bool(one.isfinite().all()) for one in self.locals(q)):
+                for local, outer in zip(self.locals(q), self.outer[q], strict=True):
+                    local.copy_(outer)
+                for name in names:
+                    parameter = self.module.get_parameter(name)
+                    state = self.inner.state[parameter]
+                    if not all(bool(value.isfinite().all()) for value in state.values()):
+                        del self.inner.state[parameter]
+
+    def compare(self, p: int, hashed: int, flight: int) -> None:
+        flat = torch.cat([outer.detach().flatten() for outer in self.outer[p]])
+        assert int(digest(flat)) == hashed, f"the global copy after flight {flight} differs"
+        self.landings += 1
+
+    def mean(self, flight: int, p: int) -> list[Tensor]:
+        commit = json.loads(self.kept(f"commit/{flight}"))
+        messages = [self.kept(f"x/{flight}/{name}") for name, _, _ in commit]
+        weights = [self.header(message)[5] for message in messages]
+        if not any(weights):
+            weights = [1] * len(weights)
+        rows = [self.decode(message, p) for message in messages]
+        rows = [row for row, weight in zip(rows, weights, strict=True) if weight]
+        weights = [weight for weight in weights if weight]
+        if len({*weights}) == 1:
+            total = rows[0] + 0.0
+            for row in rows[1:]:
+                total = total + row
+            total = total / len(rows)
+        else:
+            total = torch.zeros_like(rows[0])
+            for row, weight in zip(rows, weights, strict=True):
+                total = total + row * (weight / sum(weights))
+        parts = total.split([outer.numel() for outer in self.outer[p]])
+        return [part.view_as(outer) for part, outer in zip(parts, self.outer[p], strict=True)]
+
+    def decode(self, message: bytes, p: int) -> Tensor:
+        numel = sum(outer.numel() for outer in self.outer[p])
+        size = self.codec.num_bytes(numel)
+        payload = torch.frombuffer(bytearray(message[HEADER_BYTES:][:size]), dtype=torch.uint8)
+        return decode_all(self.codec, payload, torch.empty(numel))
+
+    @staticmethod
+    def header(message: bytes) -> list[int]:
+        return torch.frombuffer(bytearray(message[:HEADER_BYTES]), dtype=torch.int64).tolist()
+
+    def locals(self, p: int) -> list[Tensor]:
+        return [self.module.get_parameter(name).detach() for name in self.names[p]]
+
+    def kept(self, key: str) -> bytes:
+        return (self.store.objects | self.store.deleted)[key]

@@ -1,0 +1,304 @@
+"""Streaming DiLoCo on a job's log, compared with the serial twin and with a replay of the log."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_commfree.elastic.log import ABSTAINS, JobEndedError, JobLog
+from lightning_commfree.elastic.log_algorithm import LogDiLoCo
+from tests.diloco.training import Run, assert_same_bits, twin
+from tests.elastic.log_twin import Job, Killed, LogTwin, Replica, play
+from tests.elastic.memory_store import MemoryStore
+from tests.stores.faulty_store import FaultyStore
+
+FEW = {"sync_every": 8, "num_fragments": 3}
+
+
+def listed_in(store: MemoryStore) -> list[list[str]]:
+    """Return who was averaged, by flight."""
+    flights = sorted(int(key.split("/")[1]) for key in store.list("commit/"))
+    return [[name for name, _, _ in json.loads(store.objects[f"commit/{f}"])] for f in flights]
+
+
+def assert_equal_the_twin(replicas: list[Replica]) -> list[LogTwin]:
+    """Replay every replica from the log; those that finished also end with the same weights."""
+    twins = [LogTwin(replica).replay() for replica in replicas]
+    finals = [replica.final for replica in replicas if replica.final is not None]
+    for final in finals[1:]:
+        assert all(torch.equal(final[name], finals[0][name]) for name in final)
+    for replica, one in zip(replicas, twins, strict=True):
+        assert one.landings > 0, replica.name
+        if replica.final is not None:
+            state = {n: p.detach() for n, p in one.module.named_parameters()}
+            assert all(torch.equal(replica.final[name], state[name]) for name in state)
+    return twins
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("changes", [{"overlap_steps": 0}, FEW | {"overlap_steps": 5}], ids=str)
+@pytest.mark.parametrize("wire_dtype", ["fp32", "bf16"])
+def test_without_failures_it_equals_streaming_diloco(
+    size: int, changes: dict[str, Any], wire_dtype: str
+) -> None:
+    changes = {**changes, "wire_dtype": wire_dtype}
+    job = Job(MemoryStore(), 26, changes, grace_s=30.0, min_replicas=size)
+    replicas = [Replica(f"r{i}", i, job).start() for i in range(size)]
+    play(replicas)
+    names = LogTwin(replicas[0]).names
+    for replica, expected in zip(replicas, twin(size, Run(26, changes), names), strict=True):
+        assert_same_bits(replica.trace, expected, replica.name)
+    assert all(len(one) == size for one in listed_in(job.store))
+
+
+@pytest.mark.parametrize("wire_dtype", ["fp4", "int8"])
+def test_blocks_of_fragments_equal_the_twin(wire_dtype: str) -> None:
+    job = Job(MemoryStore(), changes=FEW | {"wire_dtype": wire_dtype}, min_replicas=2)
+    replicas = [Replica(f"r{i}", i, job).start() for i in range(2)]
+    play(replicas)
+    assert [one.messages for one in assert_equal_the_twin(replicas)] == [13, 13]
+
+
+def wait_until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end_s, "nothing happened"
+        time.sleep(0.01)
+
+
+def waiting(at: int, store: MemoryStore, *names: str) -> Any:
+    """Return what makes a replica wait, after a step, for messages of others."""
+
+    def sent(name: str) -> bool:
+        return any(key.endswith(f"/{name}") for key in store.list("x/"))
+
+    def act(diloco: LogDiLoCo, step: int) -> None:
+        if step == at:
+            wait_until(lambda: all(map(sent, names)))
+
+    return act
+
+
+def killing(at: int) -> Any:
+    def act(diloco: LogDiLoCo, step: int) -> None:
+        if step == at:
+            raise Killed
+
+    return act
+
+
+def test_a_kill_costs_one_grace_and_a_restart_joins() -> None:
+    job = Job(MemoryStore(), 160, FEW, step_s=0.02, min_replicas=2)
+    waits = waiting(60, job.store, "r2-again")
+    replicas = [Replica(f"r{i}", i, job, waits).start() for i in (0, 1)]
+    replicas.append(Replica("r2", 2, job, killing(20)).start())
+    replicas[2].thread.join()
+    replicas.append(Replica("r2-again", 2, job).start())
+    play(replicas)
+    assert_equal_the_twin(replicas)
+    listed = listed_in(job.store)
+    assert any("r2" in names for names in listed)
+    assert ["r0", "r1"] in listed
+    assert any("r2-again" in names for names in listed)
+
+
+def test_two_join_at_once_in_different_slots() -> None:
+    job = Job(MemoryStore(), 160, FEW, step_s=0.02)
+    replicas = [Replica("r0", 0, job, waiting(40, job.store, "r1", "r2")).start()]
+    wait_until(lambda: bool(job.store.list("commit/")))
+    replicas += [Replica(f"r{i}", i, job).start() for i in (1, 2)]
+    play(replicas)
+    assert_equal_the_twin(replicas)
+    listed = listed_in(job.store)
+    assert listed[0] == ["r0"]
+    assert {name for names in listed for name in names} == {"r0", "r1", "r2"}
+    roster = [json.loads(job.store.objects[key]) for key in job.store.list("roster/")]
+    assert sorted(slot for _, slot in roster) == [0, 1, 2]
+
+
+def test_a_late_replica_keeps_its_outer_gradient() -> None:
+    awake = threading.Event()
+
+    def sleep(diloco: LogDiLoCo, step: int) -> None:
+        if step == 20:
+            wait_until(lambda: ["r0"] in listed_in(job.store)[2:])
+            awake.set()
+
+    def wait(diloco: LogDiLoCo, step: int) -> None:
+        if step == 60:
+            awake.wait(30)
+
+    job = Job(MemoryStore(), 160, FEW, grace_s=0.2, step_s=0.02)
+    replicas = [Replica("r0", 0, job, wait).start(), Replica("r1", 1, job, sleep).start()]
+    play(replicas)
+    slow = assert_equal_the_twin(replicas)[1]
+    assert slow.steps < 160
+    # steps before and after the pause are in one message
+    weights = [
+        LogTwin.header(job.store.objects[key])[5]
+        for key in job.store.list("x/")
+        if key.endswith("/r1") and job.store.objects[key] != ABSTAINS
+    ]
+    assert max(weights) > 8
+
+
+def test_a_job_that_died_as_a_whole_continues_from_the_log() -> None:
+    job = Job(MemoryStore(), 80, FEW, step_s=0.01)
+    first = [Replica(f"r{i}", i, job, killing(40)).start() for i in (0, 1)]
+    play(first)
+    flights = len(listed_in(job.store))
+    second = [Replica(f"r{i}-again", i, job).start() for i in (0, 1)]
+    play(second)
+    assert_equal_the_twin([*first, *second])
+    assert 0 < flights < len(listed_in(job.store))
+    assert all(replica.final is not None for replica in second)
+
+
+def test_a_replica_with_nan_is_not_listed_and_comes_back() -> None:
+    def poison(diloco: LogDiLoCo, step: int) -> None:
+        if step == 20:
+            with torch.no_grad():
+                next(iter(diloco.fragments[0].local)).fill_(torch.nan)
+
+    job = Job(MemoryStore(), 60, FEW | {"nonfinite": "abstain"}, min_replicas=2, step_s=0.01)
+    replicas = [Replica("r0", 0, job).start(), Replica("r1", 1, job, poison).start()]
+    play(replicas)
+    listed = listed_in(job.store)
+    assert ["r0"] in listed
+    assert listed[-1] == ["r0", "r1"]
+    assert ABSTAINS in job.store.objects.values()
+    LogTwin(replicas[0]).replay()
+
+
+def test_nan_in_all_replicas_is_an_error_on_all() -> None:
+    def poison(diloco: LogDiLoCo, step: int) -> None:
+        if step == 12:
+            with torch.no_grad():
+                for local in diloco.fragments[0].local:
+                    local.fill_(torch.nan)
+
+    job = Job(MemoryStore(), 60, FEW | {"nonfinite": "abstain"}, min_replicas=2)
+    replicas = [Replica(f"r{i}", i, job, poison).start() for i in (0, 1)]
+    for replica in replicas:
+        with pytest.raises(RuntimeError, match="No replica has finite values"):
+            play([replica])
+
+
+def test_two_that_race_to_commit_take_the_first_one() -> None:
+    job = Job(MemoryStore(), 80, {"sync_every": 2, "overlap_steps": 0}, grace_s=0.0)
+    replicas = [Replica(f"r{i}", i, job).start() for i in (0, 1, 2)]
+    play(replicas)
+    assert_equal_the_twin(replicas)
+
+
+def test_a_store_that_fails_and_loses_answers_costs_no_step() -> None:
+    job = Job(MemoryStore(), 60, FEW, min_replicas=2, grace_s=5.0, step_s=0.01)
+    faulty = Job(FaultyStore(job.store, seed=1, refused=0.05, lost=0.05), 60, FEW, grace_s=30.0)
+    faulty.min_replicas, faulty.step_s = 2, 0.01
+    replicas = [Replica(f"r{i}", i, faulty).start() for i in (0, 1)]
+    play(replicas)
+    for replica in replicas:
+        replica.job = job
+    assert [one.steps for one in assert_equal_the_twin(replicas)] == [60, 60]
+
+
+def test_a_sleeper_continues_from_a_state_when_messages_are_deleted() -> None:
+    def sleep(diloco: LogDiLoCo, step: int) -> None:
+        if step == 10:
+            time.sleep(3.0)
+
+    job = Job(MemoryStore(), 200, FEW, grace_s=0.1, step_s=0.02, state_cycles=1)
+    replicas = [Replica("r0", 0, job).start(), Replica("r1", 1, job, sleep).start()]
+    play(replicas)
+    sleeper = replicas[1]
+    assert [event for event in sleeper.events if event[0] == "state" and event[1] >= 0]
+    assert sleeper.final is not None
+    assert replicas[0].final is not None
+    for name, tensor in sleeper.final.items():
+        assert torch.equal(tensor, replicas[0].final[name])
+    assert len(job.store.list("state/")) <= 3
+    assert len(job.store.list("x/")) < len(job.store.list("commit/"))
+
+
+def test_by_time_a_slow_replica_skips_steps() -> None:
+    def slow(diloco: LogDiLoCo, step: int) -> None:
+        time.sleep(0.04)
+
+    job = Job(MemoryStore(), 60, FEW, grace_s=5.0, step_s=0.02, by_time=True)
+    replicas = [Replica("r0", 0, job).start(), Replica("r1", 1, job, slow).start()]
+    play(replicas)
+    fast, slow_one = assert_equal_the_twin(replicas)
+    assert fast.steps > 1.1 * slow_one.steps
+
+
+@pytest.fixture
+def log() -> Iterator[JobLog]:
+    one = JobLog(MemoryStore(), "r0", lambda flight: 10)
+    yield one
+    one.leave(0.0)
+    one.close()
+
+
+def test_a_job_with_other_settings_is_refused(log: JobLog) -> None:
+    log.begin({"sync_every": "8", "wire": "fp4"}, lambda: b"state")
+    with pytest.raises(ValueError, match=r"sync_every is 9 here and 8 there.*another store"):
+        log.begin({"sync_every": "9", "wire": "fp4"}, lambda: b"state")
+
+
+def test_a_job_that_has_ended_is_refused() -> None:
+    job = Job(MemoryStore(), 10)
+    play([Replica("r0", 0, job).start()])
+    with pytest.raises(JobEndedError, match="has ended. Use another store"):
+        play([Replica("r1", 1, job).start()])
+
+
+def test_there_are_no_more_replicas_than_slots(log: JobLog) -> None:
+    log.begin({}, lambda: b"state")
+    assert log.enroll(1) == ("r0", 0)
+    assert log.enroll(1) == ("r0", 0)  # again, after a lost answer
+    other = JobLog(log.store, "r1", lambda flight: 10)
+    other.begin({}, lambda: b"state")
+    assert other.enroll(1) is None
+    log.store.create("commit/0", json.dumps([["r2", 10, ""]]).encode())
+    assert other.enroll(2) == ("r1", 1)
+
+
+def test_a_message_of_another_size_is_not_listed(log: JobLog) -> None:
+    log.begin({}, lambda: b"state")
+    log.enroll(2)
+    log.store.create("roster/1", json.dumps(["r1", 1]).encode())
+    log.store.create("x/0/r1", b"123")
+    log.start(0)
+    log.send(log.launch(), lambda: b"0123456789")
+    assert [member.name for member in log.landed(0).members] == ["r0"]
+
+
+def test_a_damaged_message_is_an_error(log: JobLog) -> None:
+    log.begin({}, lambda: b"state")
+    log.enroll(2)
+    log.store.create("roster/1", json.dumps(["r1", 1]).encode())
+    log.store.create("x/0/r1", b"0123456789")
+    log.store.create("commit/0", json.dumps([["r1", 10, "another digest"]]).encode())
+    log.start(0)
+    log.launch()
+    with pytest.raises(RuntimeError, match="thread that reads memory has ended") as raised:
+        log.landed(0)
+    assert "is damaged in memory" in str(raised.value.__cause__)
+
+
+def test_leaving_ends_a_wait(log: JobLog) -> None:
+    log.begin({}, lambda: b"state")
+    log.enroll(2)
+    log.start(0)
+    flight = log.launch()  # nothing is sent, so nobody commits
+    log.leave(0.3)
+    start_s = time.monotonic()
+    with pytest.raises(TimeoutError, match="had to leave"):
+        log.landed(flight)
+    assert time.monotonic() - start_s < 2.0

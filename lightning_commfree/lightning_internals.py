@@ -230,6 +230,20 @@ def handle_signals(
     return save_and_requeue
 
 
+def when_terminated(trainer: pl.Trainer, patches: Patches, act: Callable[[], None]) -> None:
+    """Call `act` when this process receives SIGTERM, after Lightning's own handler."""
+    if not SIGTERM.works(trainer):
+        return
+    connector = trainer._signal_connector
+    notify: Callable[..., None] = connector._sigterm_notifier_fn
+
+    def handle(*args: Any) -> None:
+        notify(*args)
+        act()
+
+    patches.put(connector, "_sigterm_notifier_fn", handle)
+
+
 def set_sigterm_received(trainer: pl.Trainer) -> None:
     """Tell the Trainer that SIGTERM was received, so that it ends the fit after this step."""
     trainer._signal_connector.received_sigterm = True

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(
     path.stem for path in ROOT.glob("recipes/*.py") if "\n@application(" in path.read_text("utf-8")
 )
-PROGRAMS = ("python", "make", "torchrun", "commfree-plan", "commfree-lighthouse")
+PROGRAMS = ("python", "make", "torchrun", "commfree-plan", "commfree-store")
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TYPED = re.compile(r"^\$ ((?:.*\\\n)*.*)", re.MULTILINE)
 _INLINE = re.compile(r"`((?:python|make|torchrun|commfree-plan --parameters)\s[^`]+)`")

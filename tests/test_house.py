@@ -28,7 +28,6 @@ PLANNER = "commfree_planner"  # beside it: whoever asks for a plan does not wait
 CHANNEL = Path("comm/channel.py")
 JOB = Path("comm/job.py")  # makes the framework's process group, and sends nothing
 LIVENESS = Path("comm/liveness.py")  # reads and writes the store
-MEMBERSHIP = Path("elastic/membership.py")  # makes the groups of views, and sends nothing
 FSDP = Path("layouts/fsdp.py")  # FSDP2, whose collectives are its own and stay in a replica
 REPLICATION = Path("model/replication.py")  # FSDP's gradient scaler, on a channel's group
 SHARDS = Path("model/shards.py")
@@ -38,7 +37,6 @@ USERS = [
     CHANNEL,
     JOB,
     LIVENESS,
-    MEMBERSHIP,
     FSDP,
     REPLICATION,
     SHARDS,
@@ -101,8 +99,8 @@ DIRECT = [
     ("fit/clock.py", f"import {PACKAGE}.diloco.codec", "fit, resume and the door know no"),
     ("diloco/schedule.py", f"import {PACKAGE}.fit.clock", "the ground floor and the algorithms"),
     ("layouts/fsdp.py", f"import {PACKAGE}.host", "the ground floor and the algorithms"),
-    ("elastic/membership.py", f"import {PACKAGE}.host", "the ground floor and the algorithms"),
-    ("diloco/codec.py", f"import {PACKAGE}.elastic.membership", "imports run one way"),
+    ("elastic/log.py", f"import {PACKAGE}.host", "the ground floor and the algorithms"),
+    ("diloco/codec.py", f"import {PACKAGE}.elastic.log", "imports run one way"),
     ("lightning_internals.py", f"import {PACKAGE}.domino", "fit, resume and the door know no"),
     ("lightning_internals.py", f"import {PACKAGE}.resume", "imports run one way"),
     ("fit/clock.py", "import lightning.pytorch", "one module imports Lightning"),
@@ -306,7 +304,6 @@ def test_another_user_of_torch_distributed_is_found(tmp_path: Path, line: str) -
 OPTIONAL = (
     "compiled.py",
     "data_position.py",
-    "lighthouse.py",
     "objects.py",
     "quantize_numba.py",
     "worker_numba.py",
@@ -328,7 +325,7 @@ def undeclared_imports(package: Path) -> set[str]:
     """
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *extras["numba"], *extras["elastic"], *extras["store"]]
+    texts = [*project["dependencies"], *extras["numba"], *extras["store"]]
     names = [Requirement(text).name.replace("-", "_") for text in texts]
     declared, optional = set(names[: len(project["dependencies"])]), set(names)
     return {

@@ -30,7 +30,7 @@ from torch.distributed.run import parse_args as parse_torchrun
 
 import lightning_commfree
 from commfree_planner.command import main as commfree_plan
-from lightning_commfree.elastic.lighthouse_command import main as commfree_lighthouse
+from lightning_commfree.stores.command import main as commfree_store
 from recipes.comparison import comparing
 from recipes.training import run as training
 from tests.pages import ROOT, commands_of, programs_in, python_of
@@ -79,10 +79,10 @@ def try_out(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
             _check_make(words, monkeypatch)
         elif program == "commfree-plan":
             _call(lambda words=words: commfree_plan(words))
-        elif program == "commfree-lighthouse":
+        elif program == "commfree-store":
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(argparse.ArgumentParser, "parse_known_args", _parse_only())
-                _call(lambda words=words: commfree_lighthouse(words))
+                _call(lambda words=words: commfree_store(words))
         elif program == "torchrun":
             options = parse_torchrun(words)
             ranks = int(options.nnodes.rpartition(":")[2]), int(options.nproc_per_node)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Replicas: every task of the array is one, with a life of its own. `sbatch examples/elastic/slurm.sh`, after
-# slurm_lighthouse.sh. COMMFREE_TOKEN, a secret, is taken from the environment of sbatch.
+# Replicas: every task of the array is one, with a life of its own. They share a folder on a disk that all nodes mount,
+# and continue what is in it: `mkdir run1; COMMFREE_STORE=file://$PWD/run1 sbatch examples/elastic/slurm.sh`
 #SBATCH --job-name=elastic
 #SBATCH --array=0-7              # at most max_replicas
 #SBATCH --nodes=1
@@ -9,7 +9,6 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:TERM@60       # a minute before its time is over, it leaves
 set -euo pipefail
-COMMFREE_RENDEZVOUS=$(cat lighthouse.url)
-export COMMFREE_RENDEZVOUS
-# exec: TERM reaches torchrun, which passes it on. --max-restarts: a crash costs no place in the queue.
-exec torchrun --standalone --nproc-per-node 1 --max-restarts 3 examples/elastic/train.py
+: "${COMMFREE_STORE:?is the URL of the store}"
+export COMMFREE_STORE
+exec python examples/elastic/train.py

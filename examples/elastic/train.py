@@ -1,15 +1,15 @@
 """Train one replica of an elastic job: start as many as you like, whenever you like.
 
-    commfree-lighthouse
     python examples/elastic/train.py    # in several terminals
 
 End one with `kill -9`, start it again, and it joins the others.
 
-`COMMFREE_RENDEZVOUS` names a lighthouse on another machine (docs/elastic.md). Each replica has
-its own Trainer, which sees this replica only.
+They share a store: the folder `elastic_store`, or the URL in `COMMFREE_STORE` (docs/elastic.md).
+Each replica has its own Trainer, which sees this replica only.
 """
 
 import os
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -40,8 +40,10 @@ if __name__ == "__main__":
     L.seed_everything(1)  # the same on all replicas: they begin with equal weights and data
     x = torch.randn(4096, 16)
     data = DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), 16, shuffle=True)
+    folder = Path("elastic_store").resolve()  # one store for each job
+    folder.mkdir(exist_ok=True)
     strategy = ElasticDiLoCoStrategy(
-        rendezvous=os.environ.get("COMMFREE_RENDEZVOUS", "http://127.0.0.1:29510"),
+        store=os.environ.get("COMMFREE_STORE", folder.as_uri()),
         max_replicas=8,
         min_replicas=1,
         sync_every=20,

@@ -82,24 +82,6 @@ def choose_interface(main_address: str) -> str | None:
     )
 
 
-def own_address(towards: str) -> str:
-    """Return the IPv4 address of the interface through which this machine reaches a host.
-
-    If `GLOO_SOCKET_IFNAME` is set, return the address of that interface instead. Raise a ValueError
-    if the interface has no address, or if there is no route to the host.
-    """
-    name = os.environ.get(VARIABLE)
-    address = interface_address(name) if name else _local_address_for(towards)
-    if address is None:
-        raise ValueError(
-            f"The interface {name!r} (`{VARIABLE}`) has no IPv4 address; run `ip address` to list"
-            " those that do."
-            if name
-            else f"This machine has no route to {towards!r}: check the name or address."
-        )
-    return address
-
-
 def connection_error(error: Exception) -> str:
     """Return the error message for ranks on several machines that cannot connect to each other."""
     return (

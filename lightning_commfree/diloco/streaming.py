@@ -21,7 +21,6 @@ weights. This does not affect training.
 from __future__ import annotations
 
 import hashlib
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -137,8 +136,7 @@ class StreamingDiLoCo:
         held = {name for fragment in fragments for name in fragment.parameters}
         self._parameters = {n: p for n, p in module.named_parameters() if n in held}
         self._warned_initial = False
-        # `landed` counts exchanges, the final means too; hold the lock to change the outer state
-        self.landed, self.outer_lock = 0, threading.Lock()
+        self.landed = 0  # exchanges, the final means too
         self._open_exchanges()
 
     def warm_up(self) -> None:
@@ -215,10 +213,9 @@ class StreamingDiLoCo:
 
     def outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
         """Take the outer step of a fragment with the mean outer gradient: fp32, shape (S,)."""
-        with self.outer_lock:
-            self.fragments[p].outer_step(mean, frozen)
-            self.fragments[p].average_buffers(mean)
-            self.landed += 1
+        self.fragments[p].outer_step(mean, frozen)
+        self.fragments[p].average_buffers(mean)
+        self.landed += 1
 
     # -- the end of a fit
 
@@ -245,10 +242,8 @@ class StreamingDiLoCo:
             self.flights[p] = self._send(p, values, frozen=frozen)
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
-            with self.outer_lock:
-                mean = None if self.is_alone else arrival.mean
-                self.fragments[p].take_mean(mean, frozen)
-                self.landed += 1
+            self.fragments[p].take_mean(None if self.is_alone else arrival.mean, frozen)
+            self.landed += 1
             self._landings[p] = self._landings[p].then(lambda one: one._replace(outer_lr=1.0))
             if self.view.rank in arrival.summary.nonfinite:
                 self._reset_after_abstaining(p, [p])

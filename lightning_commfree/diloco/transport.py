@@ -2,7 +2,7 @@
 
 The algorithm gives a `Transport` the values of a fragment, and gets the messages of all replicas
 that took part. `FixedTransport` is for a job in which the loss of a replica ends the job. In an
-elastic job, `elastic.transport` repeats an exchange among the remaining replicas instead.
+elastic job, `elastic.transport` sends and reads messages through a store instead.
 """
 
 from __future__ import annotations

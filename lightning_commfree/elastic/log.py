@@ -1,13 +1,15 @@
 """An elastic job as a log in a store, as one replica sees it.
 
-    config        settings of the job; the first replica creates it
-    roster/N      the N-th replica that came, from 0: its name and its slot
-    x/F/NAME      message of replica NAME in flight F; `ABSTAINS` if it takes no part
+    config        settings of the job, and its first flight; the first replica creates it
+    roster/N      the N-th replica that came, from 0: its name and slot, or a question (`enroll`)
+    here/N/NAME   the answer of replica NAME to the question roster/N
+    x/F/NAME      message of replica NAME in flight F; `ABSTAINS` or `LEAVES` if it takes no part
     commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
     go/F          flight F has been launched by some replica; only with `by_time`
-    state/F       outer state after flight F; state/-1 is the initial one
+    state/F       outer state after flight F; the initial one has the number before the first flight
     head          number of a recent state; overwritten, and may be stale
-    end           number of flights of the job, once a replica has landed all of them
+    end           number of flights of the job, once a replica has landed all of them; the state
+                  of the last one has the final weights
 
 Commits are never deleted: a replica that slept for an hour must not be able to create one again. A
 message is deleted only after `head` has moved beyond its flight, so a listed message that does not
@@ -25,7 +27,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple, TypeVar
@@ -41,15 +43,20 @@ from lightning_commfree.elastic.decision import (
     decide,
 )
 from lightning_commfree.stores.retrying import Retrying, VerbCount
-from lightning_commfree.stores.store import Store
+from lightning_commfree.stores.store import Store, StoreError
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-ABSTAINS = b"-"  # message of a replica that has no finite values, or that leaves
+ABSTAINS = b"-"  # message of a replica that has no finite values
+LEAVES = b"."  # message of a replica that leaves the job
 _SILENT_FLIGHTS = 10  # a replica that sent nothing in so many flights is not looked for
 _POLL_S = (0.02, 0.5)  # shortest and longest pause between looks at the store
 _WATCH_S = 1.0  # how often to look for newcomers, and for commits that this replica has missed
+_ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer
+_ASKS = -1  # in place of a slot: this entry of the roster is a question
+_TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
+_SAY_S = 20.0  # how often to say why training waits
 
 
 class Entry(NamedTuple):
@@ -64,7 +71,7 @@ class Member(NamedTuple):
     """A replica in the roster."""
 
     name: str  # unique for each start of a process
-    slot: int  # index of its share of the training data
+    slot: int  # index of its share of the training data; `_ASKS`: the entry is a question
 
 
 class Landed(NamedTuple):
@@ -74,8 +81,8 @@ class Landed(NamedTuple):
     messages: list[bytes]
 
 
-class JobEndedError(RuntimeError):
-    """The job has ended, so no replica can join it."""
+class LeftError(SystemExit):
+    """The time to leave after SIGTERM has passed; ends the process with exit code 143."""
 
 
 class MissedError(Exception):
@@ -99,7 +106,7 @@ class JobLog:
         self,
         store: Store,
         name: str,
-        sizes: Callable[[int], int],  # bytes of a message in a flight
+        sizes: Callable[[int], Collection[int]],  # bytes that a message in a flight may have
         min_replicas: int = 1,
         grace_s: float | None = None,  # None: 1 s and twice the mean time of a request
         by_time: bool = False,
@@ -112,6 +119,8 @@ class JobLog:
         self._flights: dict[int, _Flight] = {}  # neither landed nor forgotten
         self._others_launched = -1  # latest flight that another replica is known to have launched
         self._latest: frozenset[str] = frozenset()  # replicas in the latest commit
+        self._left: set[str] = set()  # replicas that said so
+        self._first = 0  # number of the job's first flight
         self._heard: dict[str, int] = {}  # by replica, its latest flight, or when it came
         self._watched_s = 0.0
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -127,73 +136,92 @@ class JobLog:
 
     # -- joining
 
-    def begin(self, config: Mapping[str, str], state: Callable[[], bytes]) -> int:
-        """Create the job or join it; return the number of the newest state.
+    def begin(self, config: Mapping[str, str], state: Callable[[], bytes], first: int = 0) -> None:
+        """Create the job, or check that it has the same settings.
 
-        `state` returns this replica's initial state, which is used if it creates the job.
+        `state` returns this replica's own state, with which the job begins if this replica creates
+        it; `first` is the number of the first flight.
 
         Raises:
             ValueError: the job has other settings.
-            JobEndedError: the job has ended.
         """
-        mine = json.dumps(dict(config), sort_keys=True).encode()
         if self.store.get("config") is None:
             # before the settings: who finds settings finds a state
-            self.store.create("state/-1", state())
-            self.store.create("config", mine)
-        theirs = self.store.get("config") or b"{}"
-        if theirs != mine:
-            known: dict[str, str] = json.loads(theirs)
-            differ = [
-                f"{key} is {config.get(key, 'absent')} here and {known.get(key, 'absent')} there"
-                for key in sorted({*known, *config})
-                if known.get(key) != config.get(key)
-            ]
+            self.store.create(f"state/{first - 1}", state())
+            mine = json.dumps({"first": first, "settings": dict(config)}, sort_keys=True)
+            self.store.create("config", mine.encode())
+        theirs = json.loads(self.store.get("config") or b"{}")
+        self._first, known = int(theirs["first"]), dict[str, str](theirs["settings"])
+        differ = [
+            f"`{key}` is {config.get(key, 'absent')} here and {known.get(key, 'absent')} there"
+            for key in sorted({*known, *config})
+            if known.get(key) != config.get(key)
+        ]
+        if differ:
             raise ValueError(
                 f"The job in {self.store.address} was started with other settings:"
                 f" {'; '.join(differ)}. Use the same settings, or another store for another job."
             )
-        if self.store.get("end") is not None:
-            raise JobEndedError(
-                f"The job in {self.store.address} has ended. Use another store for another job."
-            )
-        head = self.store.get("head")
-        return -1 if head is None else int(head)
 
     def enroll(self, max_replicas: int) -> Member | None:
         """Enter the roster with a free slot, and return the entry; None if no slot is free now.
 
-        A slot is free if no replica has had it, or if its latest owner is not in the latest commit.
+        If all slots have an owner, ask who is still there: a question in the roster. An owner that
+        does not answer loses its slot. If it comes back, two replicas train on one share.
         """
+        asked: int | None = None  # number of the question
         while True:
             self._read_roster()
-            if mine := [member for member in self.roster if member.name == self.name]:
+            if mine := [one for one in self.roster if one.name == self.name and one.slot != _ASKS]:
                 return mine[0]
-            owners = {member.slot: member.name for member in self.roster}
-            unused = [slot for slot in range(max_replicas) if slot not in owners]
-            gone = [slot for slot in owners if self._latest and owners[slot] not in self._latest]
-            if not (unused or gone):
-                return None
-            me = Member(self.name, (unused or sorted(gone))[0])
-            entry, data = f"roster/{len(self.roster)}", json.dumps(me).encode()
+            owners = {one.slot: n for n, one in enumerate(self.roster) if one.slot != _ASKS}
+            free = [slot for slot in range(max_replicas) if slot not in owners]
+            if not free and asked is not None:
+                free = [slot for slot, entry in owners.items() if self._is_silent(entry, asked)]
+                if not free:
+                    return None
+            number = len(self.roster)
+            me = Member(self.name, min(free) if free else _ASKS)
             # False: another one was faster, or the answer to our own first try was lost
-            self.store.create(entry, data)
+            if self.store.create(f"roster/{number}", json.dumps(me).encode()) and not free:
+                asked = number
+                self._stop.wait(_ANSWER_S)
 
-    def state(self, flight: int) -> bytes | None:
-        """Return the outer state after a flight, or None if it does not exist."""
-        return self.store.get(f"state/{flight}")
+    def _is_silent(self, entry: int, asked: int) -> bool:
+        """Return whether the replica of an entry has not answered a later question."""
+        name = self.roster[entry].name
+        return entry < asked and self.store.get(f"here/{asked}/{name}") is None
+
+    def slots(self) -> set[int]:
+        """Return the slots that have had an owner."""
+        return {one.slot for one in self.roster if one.slot != _ASKS}
+
+    def end(self) -> int | None:
+        """Return the number of flights of a job that has ended, otherwise None."""
+        end = self._get("end")
+        return None if end is None else int(end)
 
     def newest_state(self) -> tuple[int, bytes]:
         """Return the number of the newest state, and the state."""
         while True:
-            head = self.store.get("head")
-            flight = -1 if head is None else int(head)
-            if (data := self.state(flight)) is not None:
+            head, end = self._get("head"), self.end()
+            flight = self._first - 1 if head is None else int(head)
+            if end is not None:
+                flight = end - 1
+            if (data := self._get(f"state/{flight}")) is not None:
                 return flight, data
+
+    def write_end(self, end: int, state: bytes) -> None:
+        """Create the state with the final weights, and end the job."""
+        self.store.create(f"state/{end - 1}", state)
+        self.store.create("end", str(end).encode())
+        self.store.overwrite("head", str(end - 1).encode())
 
     def start(self, launched: int) -> None:
         """Start the threads; the next flight to launch has the number `launched`."""
         self.launched = launched
+        for name in {one.slot: one.name for one in self.roster}.values():
+            self._heard[name] = launched  # any of them may be there
         for thread in self._threads:
             thread.start()
 
@@ -215,31 +243,33 @@ class JobLog:
         self.later(lambda: self.store.create(name, message()))
         self.later(lambda: self._hear(flight, {self.name: message()}))
 
-    def abstain(self) -> None:
-        """Tell the others not to wait for this replica in the flight that it would launch next."""
+    def say_leaving(self) -> None:
+        """Tell the others not to wait for this replica, from its next flight on."""
         name = f"x/{self.launched}/{self.name}"
-        self.later(lambda: self.store.create(name, ABSTAINS))
+        self.later(lambda: self.store.create(name, LEAVES))
 
     def landed(self, flight: int) -> Landed:
         """Wait for a flight's commit, and return its messages.
 
         Raises:
             MissedError: the messages have been deleted.
-            TimeoutError: `leave` was called, and its time has passed.
+            LeftError: `leave` was called, and its time has passed.
         """
         with self._lock:
             one = self._flights[flight]
             one.due_s = time.monotonic()
         self._wake.set()
+        say_s = one.due_s + _SAY_S
         while not one.landed.wait(0.1):
             if self._error is not None:
                 raise RuntimeError(
                     f"The thread that reads {self.store.address} has ended."
                 ) from self._error
             if time.monotonic() > self._leave_by_s:
-                raise TimeoutError(
-                    f"Exchange {flight} did not end before this replica had to leave."
-                )
+                raise LeftError(_TERMINATED)
+            if time.monotonic() > say_s:
+                say_s += _SAY_S
+                _log.warning("%s", self._why_waiting(flight, one))
         with self._lock:
             del self._flights[flight]
         if one.missed or one.commit is None:
@@ -247,6 +277,18 @@ class JobLog:
         by_name = {member.name: member for member in self.roster}
         names = [entry.name for entry in one.commit]
         return Landed([by_name[name] for name in names], [one.messages[name] for name in names])
+
+    def _why_waiting(self, flight: int, one: _Flight) -> str:
+        waited_s = time.monotonic() - (one.due_s or 0.0)
+        text = f"Training has waited for exchange {flight} for {waited_s:.0f} s: "
+        if self.store.failed_s > time.monotonic() - _SAY_S:
+            return f"{text}the store {self.store.address} does not answer. It is asked again."
+        if one.commit is None and len(one.messages) < self._min:
+            return (
+                f"{text}{len(one.messages)} of at least {self._min} replicas"
+                f" (`min_replicas={self._min}`) have sent a message. Start the others."
+            )
+        return f"{text}the store {self.store.address} is slow."
 
     def is_decided(self, flight: int) -> bool:
         """Return whether a flight is known to have a commit."""
@@ -263,7 +305,7 @@ class JobLog:
         if following and not self.is_decided(flight):
             with self._lock:
                 one = self._flights.setdefault(flight, _Flight())
-            self._read_commit(flight, one)
+            self._ask(lambda: self._read_commit(flight, one))
         return self.is_decided(flight) or (self._by_time and self._others_launched >= flight)
 
     def later(self, job: Callable[[], object]) -> None:
@@ -290,7 +332,10 @@ class JobLog:
 
     def leave(self, within_s: float) -> None:
         """Stop waiting for anything after `within_s` seconds; a signal handler may call this."""
-        self._leave_by_s = time.monotonic() + within_s
+        self._leave_by_s = min(self._leave_by_s, time.monotonic() + within_s)
+        timer = threading.Timer(within_s, self._stop.set)
+        timer.daemon = True
+        timer.start()
 
     def close(self) -> None:
         """Complete what is to be created, unless `leave` has a limit, and stop the threads."""
@@ -371,7 +416,7 @@ class JobLog:
         if one.due_s is not None:
             # a store that did not answer tells nothing about the other replicas
             late_s = time.monotonic() - max(one.due_s, self.store.failed_s)
-        counts = {name: message != ABSTAINS for name, message in one.messages.items()}
+        counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
         return Heard(one.launched, counts, commit, late_s)
 
     def _rules(self) -> Rules:
@@ -381,8 +426,8 @@ class JobLog:
         return Rules(1.0 + 2 * gets.seconds / max(gets.requests, 1), self._min)
 
     def _group(self, flight: int) -> Group:
-        newest = {member.slot: member.name for member in self.roster}.values()
-        possible = {n for n in newest if self._heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
+        names = {member.name for member in self.roster if member.slot != _ASKS} - self._left
+        possible = {n for n in names if self._heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
         recent = {n for n, last in self._heard.items() if last >= flight - 1}
         expected = (self._latest | recent) & possible
         me = {self.name}
@@ -392,22 +437,43 @@ class JobLog:
         with self._lock:
             if flight in self._flights:
                 self._flights[flight].messages.update(messages)
-            for name in messages:
+            for name, message in messages.items():
                 self._heard[name] = max(self._heard.get(name, -1), flight)
+                if message == LEAVES:
+                    self._left.add(name)
 
     # -- requests
 
     def _read_roster(self) -> None:
         while (data := self.store.get(f"roster/{len(self.roster)}")) is not None:
             member = Member(*json.loads(data))
-            self._heard.setdefault(member.name, self.launched)
+            if member.slot != _ASKS:
+                self._heard.setdefault(member.name, self.launched)
+            elif self._threads[0].is_alive():
+                self._answer(len(self.roster))
             self.roster.append(member)
 
+    def _answer(self, question: int) -> None:
+        self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
+
+    def _get(self, key: str) -> bytes | None:
+        """Return a value, on the training thread."""
+        return self._ask(lambda: self.store.get(key))
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """Run a request on the training thread, until the time to leave has passed."""
+        try:
+            return request()
+        except StoreError:
+            if time.monotonic() > self._leave_by_s - 0.1:
+                raise LeftError(_TERMINATED) from None
+            raise
+
     def _look_for(self, flight: int, names: Iterable[str]) -> None:
-        size = self._sizes(flight)
+        sizes = self._sizes(flight)
         for name in names:
             data = None if name == self.name else self.store.get(f"x/{flight}/{name}")
-            if data is not None and len(data) not in (size, len(ABSTAINS)):
+            if data is not None and len(data) not in (*sizes, len(ABSTAINS)):
                 _log.warning("Message of %s in exchange %d has %d bytes", name, flight, len(data))
                 data = ABSTAINS  # a message that cannot be decoded would stop all
             if data is not None:

@@ -1,26 +1,26 @@
 """The Lightning strategy for Streaming DiLoCo with replicas that join, leave and die.
 
 Each replica is a separate job with its own Trainer: for Lightning, the world is one replica. The
-strategy coordinates the replicas as follows:
+replicas share a store, which contains the job's log (`elastic.log`):
 
 - *Steps.* `trainer.global_step` is the position in the schedule that all replicas share. A joining
-  replica starts at the position of the other replicas, which may be in the middle of an epoch.
+  replica starts at the position of the newest state in the log, which may be in the middle of an
+  epoch. A late one skips steps: `global_step` and learning rates advance as on the other replicas,
+  but every replica reads its data without gaps.
 - *Data.* There are `max_replicas` slots, each with a share of the training data. A replica trains
   on the share of its slot, starting at the position that corresponds to its step.
-- *Unequal speed.* With `sync="time"`, slower replicas skip steps of the schedule: `global_step` and
-  learning rates advance as on the other replicas, but every replica reads its data without gaps.
-- *Validation and checkpoints.* Only the first of the current members validates and saves. If the
-  fit depends on a monitored metric, every replica validates. All replicas use the same weights, so
-  they get the same result.
+- *Validation and checkpoints.* Only the first replica validates and saves, which is the one with
+  the smallest slot in the latest commit. If the fit depends on a monitored metric, every replica
+  validates. All replicas use the same weights, so they get the same result.
 - *Stopping.* `trainer.should_stop` on one replica stops all replicas after the same step. SIGTERM
-  stops only the replica that receives it; if that replica has several ranks, it stops after the
-  next step at which a fragment lands, that is, at which the result of an exchange is applied.
+  stops only the replica that receives it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import socket
 import time
@@ -28,24 +28,15 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_commfree.comm.liveness import job_store
 from lightning_commfree.comm.settings import check_choice, check_count
-from lightning_commfree.comm.sockets import own_address
 from lightning_commfree.diloco import default_outer_optimizer, split_into_fragments
 from lightning_commfree.diloco.strategy import StreamingDiLoCoStrategy
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
-from lightning_commfree.elastic.lighthouse import LighthouseRendezvous
-from lightning_commfree.elastic.membership import (
-    ElasticMembership,
-    Limits,
-    Rendezvous,
-    StateTransfer,
-)
-from lightning_commfree.elastic.replica_ranks import ReplicaRanks
-from lightning_commfree.elastic.state_server import StateServer
+from lightning_commfree.elastic.log import JobLog
+from lightning_commfree.elastic.transport import StoreTransport
 from lightning_commfree.fit.checks import (
     REFUSED_IF_LOCAL,
     refuse_callbacks,
@@ -56,22 +47,29 @@ from lightning_commfree.fit.local_weights import LocalWeightsSession
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.fit.session import FitSession
 from lightning_commfree.fit.stopping import Stopping
-from lightning_commfree.host import TrainerFn, pl
+from lightning_commfree.host import SIGTERMException, TrainerFn, pl
 from lightning_commfree.lightning_internals import (
     Patches,
     forget_loaders,
+    set_step,
     skip_steps,
+    steps_to_come,
     validate_if,
+    when_terminated,
 )
 from lightning_commfree.resume.data_position import (
     continue_at,
     step_schedulers,
     training_loaders,
 )
+from lightning_commfree.stores.retrying import Retrying
+from lightning_commfree.stores.store import LEGAL, SCHEMES, open_store, probe
 
-RENDEZVOUS = "COMMFREE_RENDEZVOUS"
-_SHORT = 40  # maximum number of characters in a setting that is sent in full
-_DRAIN_S = 20.0  # how long to wait for in-flight exchanges after SIGTERM
+STORE = "COMMFREE_STORE"
+_SHORT = 40  # maximum number of characters in a setting that is stored in full
+_LEAVE_S = 15.0  # how long a replica that leaves may wait for anything
+_TERMINATED = 128 + 15  # exit code after SIGTERM
+_ASK_AGAIN_S = 24.0  # pause before asking for a slot again
 
 
 class ElasticSession(LocalWeightsSession):
@@ -99,18 +97,15 @@ class ElasticSession(LocalWeightsSession):
 
     @override
     def after_step(self) -> None:
-        sigterm, several = self._stopping.sigterm, self._ranks.size > 1
         diloco: Any = self.between
-        # fragments land at the same steps on all ranks, so all ranks reach this collective
-        if several and diloco.has_landed:
-            flags = self._ranks.all_values(sigterm.requested + 2 * sigterm.requeue_requested)
-            if any(flags):
-                sigterm.agree(requeues=any(flag & 2 for flag in flags))
+        trainer = self._trainer
         if diloco.skipped:
-            trainer = self._trainer
             skip_steps(trainer, diloco.skipped)
             step_schedulers(trainer, trainer.global_step, trainer.current_epoch)
             self.clock.steps += diloco.skipped
+        if diloco.step >= diloco.last_step and diloco.step != trainer.max_steps:
+            # `max_epochs`: a replica that has skipped steps still has batches
+            self._stopping.agree_after_step()
         super().after_step()
 
 
@@ -140,44 +135,45 @@ class _ElasticStopping(Stopping):
 class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     """Streaming DiLoCo with replicas that join, leave and die during the fit.
 
-    Start one Trainer per replica, each with its own launcher. Also start a lighthouse, which tracks
-    the replicas, on a machine that is not preempted (`commfree-lighthouse`). If a replica dies, the
-    others repeat the exchange without it and lose no steps. A restarted replica joins again: it
-    fetches the outer weights from another replica, and takes part in the next exchange. See
-    `docs/elastic.md`.
+    Start one Trainer per replica, each with its own launcher, and give all of them the same store:
+    a folder, a TCPStore (`commfree-store serve`) or a bucket. No replica connects to another one.
+    If a replica dies, the others continue after a short wait (`grace`) and lose no steps. A
+    restarted replica joins again: it reads the outer weights from the store, and takes part in the
+    next exchange. A job that dies as a whole continues from the store. See `docs/elastic.md`.
 
     All replicas need the same model, settings, `max_steps` and `max_epochs`. They may have
     different batch sizes: a replica's outer gradient is weighted by the number of samples it was
     computed from.
 
     Args:
-        rendezvous: URL of the lighthouse. If None, the value of the environment variable
-            COMMFREE_RENDEZVOUS is used.
-        max_replicas: number of slots, each with its share of the training data. The shares of empty
-            slots are not trained on.
+        store: URL of the store, such as "file:///mnt/share/run1", "tcp://10.0.0.1:29510" or
+            "s3://bucket/run1". One store is for one job. If None, the value of the environment
+            variable COMMFREE_STORE is used.
+        grace: seconds for which training waits, when a fragment is due to land, for replicas that
+            have not sent it yet. A replica that comes later loses nothing: its steps count in the
+            fragment's next exchange. "auto": 1 s, and twice the mean time of a request.
         min_replicas: minimum number of replicas. If there are fewer, all of them wait when the
             next fragment is due to land.
-        heartbeat_timeout: maximum number of seconds between a replica's heartbeats. If a replica
-            exceeds it, the others abandon their exchange with that replica. Use the same value as
-            for the lighthouse.
+        max_replicas: number of slots, each with its share of the training data. The shares of empty
+            slots are not trained on.
         sync: how replicas of unequal speed stay together. "steps": every replica takes `sync_every`
-            steps between two exchanges of a fragment, and faster replicas wait. "time": only the
-            fastest replica takes all of these steps. The other replicas take part in the exchange
-            after their current step, with the steps they have taken, and skip the remaining steps.
-        **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
-            ranks of this Trainer, and `evaluate` must be "outer". The default outer learning rate
-            is 0.4, regardless of the number of replicas.
+            steps between two exchanges of a fragment, and faster replicas wait for up to `grace`.
+            "time": only the fastest replica takes all of these steps. The other replicas take part
+            in the exchange after their current step, with the steps they have taken, and skip the
+            remaining steps.
+        **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be 1, and
+            `evaluate` must be "outer". The default outer learning rate is 0.4, regardless of the
+            number of replicas.
 
     Attributes:
         slot: this replica's slot; 0 until a fit has begun.
 
     Raises:
         ValueError: an argument is out of range, or not supported.
-        ModuleNotFoundError: torchft is not installed.
 
     Example::
 
-        strategy = ElasticDiLoCoStrategy(rendezvous="http://10.0.0.1:29510", sync_every=50)
+        strategy = ElasticDiLoCoStrategy(store="file:///mnt/share/run1", sync_every=50)
         trainer = Trainer(strategy=strategy, devices=1, max_steps=10_000)
     """
 
@@ -185,10 +181,10 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
 
     def __init__(
         self,
-        rendezvous: str | None = None,
-        max_replicas: int = 8,
+        store: str | None = None,
+        grace: str | float = "auto",
         min_replicas: int = 1,
-        heartbeat_timeout: float = 5.0,
+        max_replicas: int = 8,
         sync: str = "steps",
         **kwargs: Any,
     ) -> None:
@@ -196,7 +192,9 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         default = default_outer_optimizer(replicas=1, sync_every=1)
         kwargs["outer_optimizer"] = kwargs.get("outer_optimizer") or default
         super().__init__(**kwargs)
-        self.rendezvous = _checked_url(rendezvous or os.environ.get(RENDEZVOUS))
+        self.store = _checked_url(store or os.environ.get(STORE))
+        if grace != "auto" and not (isinstance(grace, int | float) and grace >= 0):
+            raise ValueError(f"`grace={grace!r}` must be 'auto' or a number of seconds.")
         check_count("max_replicas", max_replicas, 1)
         check_count("min_replicas", min_replicas, 1)
         if min_replicas > max_replicas:
@@ -204,36 +202,27 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 f"`min_replicas={min_replicas}` is above `max_replicas={max_replicas}`, so the fit"
                 " could never begin."
             )
-        if not heartbeat_timeout > 0:
-            raise ValueError(
-                f"`heartbeat_timeout={heartbeat_timeout}` must be greater than 0 (in seconds)."
-            )
         check_choice("sync", sync, ("steps", "time"))
-        if sync == "time" and self.settings.replica_size > 1:
+        if self.settings.replica_size > 1:
             raise ValueError(
-                f"`sync='time'` does not support `replica_size={self.settings.replica_size}` yet:"
-                " after every step, its ranks would have to agree on the steps to skip."
-                " Use `sync='steps'`."
+                f"`ElasticDiLoCoStrategy` does not support `replica_size="
+                f"{self.settings.replica_size}` yet: start a Trainer with one rank for each device,"
+                " or use `StreamingDiLoCoStrategy`."
             )
         if self.settings.evaluate != "outer":
             raise ValueError(
                 f"`evaluate={self.settings.evaluate!r}` needs all replicas for validation, but"
                 " only one elastic replica runs it. Use `evaluate='outer'`."
             )
-        LighthouseRendezvous(self.rendezvous)  # raises an error without torchft
-        self._limits, self._sync = Limits(min_replicas, max_replicas), sync
-        self._heartbeat_timeout_s = heartbeat_timeout
-        self._started_s = self._waited_s = 0.0  # when training starts
+        self._grace_s = None if grace == "auto" else float(grace)
+        self._min_replicas, self._max_replicas, self._sync = min_replicas, max_replicas, sync
+        self._starts_at = 0  # the step before this fit, by its own checkpoint
         self.slot = 0
-
-    def services(self, host: str, timeout_s: float) -> tuple[Rendezvous, StateTransfer]:
-        """Create a client of the lighthouse, and a state server that listens on `host`."""
-        return LighthouseRendezvous(self.rendezvous, timeout_s), StateServer(host)
 
     @property
     def is_first(self) -> bool:
-        """Whether this replica is the first of the current members, which validates and saves."""
-        return self._elastic.view.rank == 0 and not self._elastic.is_rejoining
+        """Whether this replica is the one that validates and saves now."""
+        return self._elastic.is_first
 
     @property
     def _elastic(self) -> ElasticDiLoCo:
@@ -245,25 +234,24 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if not self.module.trainer.training:  # every replica validates on all data
             return super().distributed_sampler_kwargs
-        mine = super().distributed_sampler_kwargs  # within this replica
-        size = mine["num_replicas"]
-        return {
-            "num_replicas": self._limits.max_replicas * size,
-            "rank": self.slot * size + mine["rank"],
-        }
+        return {"num_replicas": self._max_replicas, "rank": self.slot}
 
     # -- the hooks of a fit
 
     @override
     def setup_environment(self) -> None:
-        size = self.settings.replica_size
-        if self.world_size != size:
+        if self.world_size != 1:
             raise ValueError(
-                f"This Trainer has {self.world_size} ranks, but `replica_size={size}`. Each elastic"
-                " replica has its own Trainer: start the script once per replica, with as many"
-                " ranks (`devices` times `num_nodes`) as `replica_size`."
+                f"This Trainer has {self.world_size} ranks, but an elastic replica has one. Each"
+                " replica has its own Trainer: start the script once per replica, with"
+                " `Trainer(devices=1)`."
             )
         super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        # no process group: it would listen on a port, and a single rank needs none
+        self.set_world_ranks()
 
     @override
     def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
@@ -289,30 +277,24 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern, self.optimizers
         )
-        timeout, host = self.ranks.timeout, own_address(str(urlsplit(self.rendezvous).hostname))
-        rendezvous, transfer = self.services(host, timeout.total_seconds())
-        membership = ElasticMembership(
-            rendezvous,
-            transfer,
-            f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
-            self.ledger,
-            host,
-            self._limits,
-            timeout,
-            self._heartbeat_timeout_s,
-            self._replica_ranks(),
+        store = open_store(self.store)
+        probe(Retrying(store, self.ranks.timeout.total_seconds()))
+        log = JobLog(
+            store,
+            f"{re.sub('[^A-Za-z0-9-]', '-', socket.gethostname())}-{os.getpid()}"
+            f"-{secrets.token_hex(4)}",
+            lambda flight: transport.message_bytes(flight),
+            self._min_replicas,
+            self._grace_s,
             by_time,
         )
+        transport = StoreTransport(log, self.ledger)
         self._diloco = diloco = ElasticDiLoCo(
-            self.module, fragments, settings, membership, self.channels.within, self.requests
+            self.module, fragments, settings, transport, self.channels.within, self.requests
         )
+        diloco.warm_up()
         diloco.optimizers = self.optimizers
-        diloco.ignores_frozen = not self.module.automatic_optimization
-        # a replica that rejoins skips steps of the schedule, so the fit must not end with an epoch
-        epochs = trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)
-        diloco.may_rejoin = self.world_size == 1 and not by_time and not epochs
-        if isinstance(transfer, StateServer):
-            transfer.report = self._report_progress
+        when_terminated(trainer, self.patches, lambda: log.leave(_LEAVE_S))
         return diloco
 
     @override
@@ -321,34 +303,72 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         diloco = self._elastic
-        joined = diloco.begin(self._job_settings(trainer))
-        self.slot = diloco.slot
-        if joined:
-            trainer.num_sanity_val_steps = 0  # the other replicas would wait for this one
+        self._starts_at = diloco.step
+        self.slot = self._take_slot(trainer)
+        if diloco.step != self._starts_at:
+            trainer.num_sanity_val_steps = 0
         forget_loaders(trainer)  # a scheduler may have requested their length before `slot` was set
         validate_if(trainer, self.patches, lambda: self.is_first or _monitors(trainer))
         self.patches.put(
             trainer, "save_checkpoint", partial(self._save_if_first, trainer.save_checkpoint)
         )
-        rank_zero_info(
-            f"This replica is in slot {self.slot} of {self._limits.max_replicas}"
-            + (f" and is joining after step {diloco.step}." if joined else ".")
-        )
+        if diloco.ended:
+            set_step(trainer, diloco.step)
+            trainer.should_stop = True
+            rank_zero_info(
+                f"The job in {self.store} has ended after step {diloco.step}. This replica has"
+                " its final weights."
+            )
+        else:
+            rank_zero_info(
+                f"This replica is in slot {self.slot} of {self._max_replicas}, and continues the"
+                f" job in {self.store} after step {diloco.step}."
+            )
+
+    def _take_slot(self, trainer: pl.Trainer) -> int:
+        """Create the job or join it; wait for a slot if all are taken."""
+        timeout, begin_s = self.ranks.timeout, time.monotonic()
+        settings = self._job_settings(trainer)
+        while (slot := self._elastic.begin(settings, self._max_replicas)) is None:
+            text = f"All {self._max_replicas} slots of the job in {self.store} are taken"
+            if time.monotonic() - begin_s > timeout.total_seconds():
+                raise RuntimeError(
+                    f"{text}, and none became free in {timeout}. Start fewer replicas, or another"
+                    " job with a larger `max_replicas`."
+                )
+            rank_zero_info(f"{text}. This replica waits for one.")
+            time.sleep(_ASK_AGAIN_S)
+        return slot
 
     @override
     def on_train_start(self) -> None:
-        trainer = self.module.trainer
-        if self._elastic.joined is not None:
-            self._resume.skip()  # the other replicas are ahead of every checkpoint
-            continue_at(trainer, self._elastic.step)
+        trainer, diloco = self.module.trainer, self._elastic
+        if diloco.step != self._starts_at:
+            self._resume.skip()  # the job is ahead of this replica's checkpoint
+            continue_at(trainer, diloco.step)
         batch_sizes = {getattr(one, "batch_size", None) for one in training_loaders(trainer)}
         if len(batch_sizes) == 1 and isinstance(size := batch_sizes.pop(), int):
-            ranks = super().distributed_sampler_kwargs["num_replicas"]
-            self._elastic.weight_per_step = size * trainer.accumulate_grad_batches * ranks
-        self._started_s, self._waited_s = time.monotonic(), self.ledger.seconds_waited
+            diloco.weight_per_step = size * trainer.accumulate_grad_batches
         super().on_train_start()
-        if trainer.max_steps != -1:
-            self._elastic.last_step = self._elastic.step + trainer.max_steps - trainer.global_step
+        steps = trainer.max_steps - trainer.global_step if trainer.max_steps != -1 else None
+        if trainer.max_epochs not in (None, -1):
+            steps = steps_to_come(trainer)
+        if steps is not None:
+            diloco.last_step = diloco.step + steps
+
+    @override
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        if self._diloco is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self.session.check_save()
+        try:
+            self._resume.save(checkpoint, filepath, storage_options)
+        except (OSError, RuntimeError) as error:
+            rank_zero_warn(
+                f"The checkpoint {filepath} was not saved, and training continues:"
+                f" {type(error).__name__}: {error}. The log in {self.store} is complete without it."
+            )
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -356,37 +376,18 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             super().remove_checkpoint(filepath)
 
     @override
-    def teardown(self) -> None:
-        """After SIGTERM, first wait for in-flight exchanges, so that other replicas get them."""
-        trainer = self.module.trainer
-        if self._diloco is not None and trainer.received_sigterm:
-            self._elastic.drain(_DRAIN_S)
-        super().teardown()
-
-    def _replica_ranks(self) -> ReplicaRanks:
-        if self.world_size == 1:
-            return ReplicaRanks()
-        store, name = job_store(), self.ranks.broadcast(secrets.token_hex(4))
-        if store is None:
-            raise RuntimeError(
-                "Multi-rank elastic replicas need a TCPStore: do not set up the process group"
-                " with another `init_method`."
-            )
-        return ReplicaRanks(self.global_rank, self.world_size, store, name)
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._diloco is not None:
+            log = self._elastic.transport.log
+            log.say_leaving()
+            log.leave(_LEAVE_S)
+        if isinstance(exception, SIGTERMException):
+            exception.code = _TERMINATED
 
     def _save_if_first(self, save: Any, *args: Any, **kwargs: Any) -> None:
         if self.is_first:
             save(*args, **kwargs)
-
-    def _report_progress(self) -> dict[str, float]:
-        """Return this replica's progress, which `commfree-lighthouse status` displays."""
-        diloco, seconds = self._elastic, time.monotonic() - self._started_s
-        return {
-            "step": diloco.step,
-            "steps_per_second": diloco.inner_steps / max(seconds, 1e-9),
-            "stalled_seconds": self.ledger.seconds_waited - self._waited_s,
-            "sent_bytes": self.ledger.bytes_sent,
-        }
 
     def _job_settings(self, trainer: pl.Trainer) -> dict[str, str]:
         """Return the settings that must be the same on all replicas, as short strings.
@@ -395,8 +396,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         """
         found = {
             **self._elastic.fingerprint(),
-            "max_replicas": str(self._limits.max_replicas),
-            "min_replicas": str(self._limits.min_replicas),
+            "max_replicas": str(self._max_replicas),
+            "min_replicas": str(self._min_replicas),
             "max_steps": str(trainer.max_steps),
             "max_epochs": str(trainer.max_epochs),
             "sync": self._sync,
@@ -409,14 +410,14 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
 
 
 def _checked_url(url: str | None) -> str:
-    parts = urlsplit(url or "")
-    if parts.scheme != "http" or not parts.hostname or parts.port is None:
+    if url is None:
         raise ValueError(
-            f"`rendezvous={url!r}` is not the URL of a lighthouse. Start one with"
-            " `commfree-lighthouse --bind ADDRESS`, and pass `rendezvous='http://ADDRESS:29510'`,"
-            f" or set {RENDEZVOUS}."
+            f"`store=None`, and the environment variable {STORE} is not set: all replicas need the"
+            f" URL of a store that they reach. {LEGAL}"
         )
-    return str(url)
+    if urlsplit(url).scheme not in SCHEMES:
+        raise ValueError(f"`store={url!r}` is not the URL of a store. {LEGAL}")
+    return url
 
 
 def _monitors(trainer: pl.Trainer) -> bool:

@@ -1,21 +1,12 @@
-"""Exchange fragments between replicas that join, leave and die.
+"""Exchange fragments through a job's log (`elastic.log`).
 
-Exchanges are numbered in launch order; the code calls a numbered exchange a *flight*. Each exchange
-runs on a background thread:
-
-1. The members agree on a *view*: the replicas that take part in the exchange (`membership`).
-2. The values are encoded for that view and exchanged. They are kept in fp32 until the exchange has
-   completed: if a member dies in the meantime, the exchange is repeated from step 1. If another
-   member has already completed it, the messages are fetched from that member instead.
-3. The messages are kept, still encoded, for a few cycles, so that other replicas can fetch them.
+A replica creates one message per flight, whatever the number of replicas, and reads the messages of
+the others that the flight's commit lists. It decodes them as on the gather route.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,44 +15,41 @@ from typing_extensions import override
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.exchange import Route, View
+from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.codec import Codec
-from lightning_commfree.diloco.exchange import Arrived, FragmentExchange, Header, cheaper_exchange
+from lightning_commfree.diloco.exchange import TAG, FragmentExchange, Header
 from lightning_commfree.diloco.transport import Delivery, Flight, Messages, Sizes, Transport
-from lightning_commfree.elastic.membership import ElasticMembership, Member
+from lightning_commfree.elastic.log import ABSTAINS, JobLog, Landed
 
-T = TypeVar("T")
-_log = logging.getLogger(__name__)
-
-POLL_S = 0.02  # how often a joiner polls a member for new messages
-_KEPT_CYCLES = 2  # number of cycles whose messages are kept
-_KEPT_CYCLES_FOR_JOINERS = 8  # the same, while a replica is joining
-_MAX_FAILURES = 5  # maximum number of failures of an exchange in views of the same members
+NOT_LISTED = -1  # rank in a view whose members do not include this replica
 
 
-class ElasticTransport(Transport):
-    """Transport in which the members agree on a view before each exchange.
+class _OncePerFlight(Route):
+    """Route that sends a message once: the others read it from the store."""
+
+    @override
+    def bytes_up(self, num_bytes: int) -> int:
+        return num_bytes
+
+
+class StoreTransport(Transport):
+    """Transport through a store.
 
     Attributes:
-        view: the replicas that took part in the latest exchange that was waited for.
-        launched: number of exchanges launched so far, which is also the number of the next one.
-        views: one pair per exchange in which this replica took part: the number of the exchange,
-            and the slots of its members.
-        sent: latest exchange in which others may have received this replica's values.
+        view: the replicas in the commit of the latest flight that was waited for; `members` are
+            their slots. The rank is `NOT_LISTED` if this replica is not among them.
+        log: this replica's access to the log.
+        flights: number of the flight in which each fragment was last launched.
+        follows: whether the latest launch sent no message, because its flight was decided already.
     """
 
-    def __init__(self, membership: ElasticMembership) -> None:
-        self.membership = membership
-        self.launched, self.sent = 0, -1
-        self.views: list[tuple[int, tuple[int, ...]]] = []
-        self._thread, self._inline = Background(membership.ledger), _Inline(membership.ledger)
-        self._kept: dict[int, dict[str, Any]] = {}  # messages, by number of the exchange
+    def __init__(self, log: JobLog, ledger: Ledger) -> None:
+        self.log, self._ledger = log, ledger
+        self.view, self.background = View(-1, (0,), Channel([0], 0, ledger)), Background(ledger)
+        self.flights: dict[int, int] = {}
+        self.follows = False
         self._codecs: dict[bool, Codec] = {}  # by whether there is a residual
         self._sizes: Sizes = ()
-        self.enter(membership.view())
-
-    def enter(self, view: View) -> None:
-        """Use `view` from now on."""
-        self.view, self.background = view, Background(view.channel.ledger, view.channel.peers)
 
     @override
     def open(self, codecs: tuple[Codec, Codec], sizes: Sizes) -> None:
@@ -70,7 +58,17 @@ class ElasticTransport(Transport):
 
     @override
     def exchange(self, p: int) -> FragmentExchange:
-        return cheaper_exchange(self.view, self._codecs[True], *self._sizes[p], self._inline)
+        return self._exchange(p, self._codecs[True], self.view)
+
+    def message_bytes(self, flight: int) -> set[int]:
+        """Return the sizes that a message in a flight may have."""
+        p = flight % len(self._sizes)
+        return {self._exchange(p, codec, self.view).num_bytes for codec in self._codecs.values()}
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether `view` is the view of a flight."""
+        return self.view.number >= 0
 
     @override
     def launch(
@@ -82,152 +80,69 @@ class ElasticTransport(Transport):
         tag: str,
         device: torch.device,
     ) -> Pending[Delivery]:
-        """Also number the exchange and, with `sync="time"`, announce it to the other members."""
-        del device  # messages are decoded at the landing, because an exchange may be repeated
-        flight, self.launched = self.launched, self.launched + 1
-        if self.membership.by_time:
-            self.membership.announce(flight)
-        return self._thread.submit(
-            lambda: self._fly(flight, p, values, header, residual), tag, device=values.device
-        )
+        del device  # messages are decoded at the landing
+        codec = self._codecs[residual is not None]
+        exchange = self._exchange(p, codec, self.view)
+        flight = self.flights[p] = self.log.launch()
+        self.follows = self.log.is_decided(flight)
+        if not self.follows:
+            staged = self.background.staging.stage(
+                lambda: exchange.write(values, header, residual), header.on_device(values)
+            )
+            self.log.send(flight, lambda: self._message(exchange, staged(), tag))
+        return self._pending(p, flight, codec, tag)
 
-    def _fly(
-        self, flight: int, p: int, values: Tensor, header: Header, residual: Tensor | None
-    ) -> Delivery:
-        """Exchange a fragment's values; if a member is lost, repeat the exchange in a new view.
+    def follow(self, p: int) -> Flight:
+        """Take part in the next flight, one of fragment `p`, without a message."""
+        self.follows = True
+        self.flights[p] = self.log.launch()
+        return Flight(self._pending(p, self.flights[p], self._codecs[True], TAG))
 
-        This runs on the background thread. If another member has already completed the exchange,
-        fetch the messages from that member instead.
-        """
-        if values.is_cuda:
-            torch.cuda.set_device(values.device)  # for this thread
-        failures: list[tuple[int, ...]] = []
-        while True:
-            found = self.membership.agree(flight, header.step)
-            if isinstance(found, Member):
-                message = self._fetch(found, flight)
-                if message is None:  # that member is gone or no longer has the message
-                    continue
-                delivery = self.delivery(message, p)
-                break
-            self.sent = flight
-            codec = self._codecs[residual is not None]
-            exchange = cheaper_exchange(found, codec, *self._sizes[p], self._inline)
-            arrived, error = None, None
-            try:
-                arrived = exchange.launch(values, header, residual).wait()
-            except RuntimeError as raised:
-                error = raised
-            if not self.membership.ranks.all(error is None):
-                _log.warning("An exchange with slots %s failed: %s", list(found.members), error)
-                self.membership.failed()
-                failures.append(found.members)
-                if failures.count(found.members) == _MAX_FAILURES:
-                    raise error or RuntimeError("Exchanges fail on another rank of this replica.")
-                continue
-            assert arrived is not None
-            delivery = Delivery(exchange, arrived)
-            message = {
-                "flight": flight,
-                "members": list(found.members),
-                "two_phase": exchange.route.two_phase,
-                "corrects": residual is not None,
-                "headers": arrived.headers,
-                "arrived": arrived.messages,
-            }
-            self.views.append((flight, found.members))
-            break
-        self.keep(message)
-        return delivery
+    def _pending(self, p: int, flight: int, codec: Codec, tag: str) -> Pending[Delivery]:
+        def result() -> Delivery:
+            with self._ledger.count_wait(tag):
+                return self._delivery(p, codec, self.log.landed(flight))
+
+        return Pending(result)
+
+    def _message(self, exchange: FragmentExchange, messages: Tensor, tag: str) -> bytes:
+        """Return the bytes to send; this runs on the log's thread."""
+        header = Header(*exchange.arrived(messages).headers[0].tolist())
+        message = ABSTAINS if header.nonfinite else messages.numpy().tobytes()
+        self._ledger.count_sent(tag, len(message))
+        return message
+
+    def _exchange(self, p: int, codec: Codec, view: View) -> FragmentExchange:
+        route = _OncePerFlight(view, two_phase=False)
+        return FragmentExchange(route, codec, *self._sizes[p], self.background)
+
+    def _delivery(self, p: int, codec: Codec, landed: Landed) -> Delivery:
+        if not landed.members:
+            raise RuntimeError(
+                f"No replica has finite values for fragment {p} (NaN or Inf), so there is nothing"
+                " to average. Start another job from an earlier checkpoint, with a lower learning"
+                " rate."
+            )
+        names = [member.name for member in landed.members]
+        channel = Channel([0], 0, self._ledger)  # nothing is sent on it
+        channel.rank = names.index(self.log.name) if self.log.name in names else NOT_LISTED
+        slots = tuple(member.slot for member in landed.members)
+        exchange = self._exchange(p, codec, View(self.flights[p], slots, channel))
+        raw = [torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in landed.messages]
+        return Delivery(exchange, exchange.arrived(torch.stack(raw)))
 
     @override
     def wait(self, pending: Pending[Delivery]) -> Delivery:
         delivery = pending.wait()
-        view = delivery.exchange.route.view
-        if view is not self.view:
-            self.enter(view)
+        self.view = delivery.exchange.route.view
         return delivery
-
-    def reset(self) -> None:
-        """Replace the background thread: after an error, it fails every later task."""
-        self._thread.close()
-        self._thread = Background(self.membership.ledger)
 
     @override
     def saved(self, flights: Mapping[int, Flight]) -> dict[int, Messages]:
         del flights
-        return {}  # a new job starts from outer weights, a joiner asks a member
+        return {}  # the log keeps them
 
     @override
     def close(self) -> None:
         self.background.close()
-        self.membership.leave()
-        self._thread.close()
-
-    # -- messages for other replicas, and from them
-
-    def messages(self, first: int) -> list[dict[str, Any]]:
-        """Return the encoded messages of all completed exchanges from number `first` on.
-
-        Raises:
-            LookupError: some of these messages are no longer available.
-        """
-        kept = dict(self._kept)
-        if first < min(kept, default=first):
-            oldest = f"the oldest one kept is {min(kept)}"
-            raise LookupError(f"the in-flight exchange {first} is no longer available; {oldest}")
-        return [kept[flight] for flight in sorted(kept) if flight >= first]
-
-    def keep(self, message: dict[str, Any]) -> None:
-        """Keep the messages of an exchange for other replicas, and drop those that are too old."""
-        flight = message["flight"]
-        self._kept[flight] = message
-        cycles = _KEPT_CYCLES_FOR_JOINERS if self.membership.is_joined else _KEPT_CYCLES
-        for old in [n for n in self._kept if n <= flight - cycles * len(self._sizes)]:
-            del self._kept[old]
-
-    def _fetch(self, member: Member, flight: int) -> dict[str, Any] | None:
-        """Fetch the messages of an exchange from a member that has completed it.
-
-        Return None if the member is gone or no longer has the messages.
-        """
-        try:
-            messages = self.membership.transfer.fetch_messages(self.address(member), flight)
-        except (ConnectionError, LookupError):
-            messages = []
-        found = next((m for m in messages if m["flight"] == flight), None)
-        if self.membership.ranks.all(found is not None):
-            return found
-        time.sleep(POLL_S)
-        return None
-
-    def address(self, member: Member) -> str:
-        """Return the address of the member's rank that holds the same shards as this one."""
-        return member.states[self.membership.ranks.rank]
-
-    def delivery(self, message: Mapping[str, Any], p: int) -> Delivery:
-        """Return a `Delivery` of fetched messages, with an exchange that can decode them."""
-        members, slot = tuple(message["members"]), self.membership.record.slot
-        channel = Channel([0], 0, self.membership.ledger)
-        channel.rank = members.index(slot) if slot in members else -1
-        route = Route(View(-1, members, channel), message["two_phase"])
-        codec = self._codecs[message["corrects"]]
-        exchange = FragmentExchange(route, codec, *self._sizes[p], self._inline)
-        return Delivery(exchange, Arrived(message["headers"], message["arrived"]))
-
-
-class _Inline(Background):
-    """Runs each task on the thread that waits for its result, instead of a background thread.
-
-    All exchanges of an elastic job already run on one background thread.
-    """
-
-    @override
-    def submit(
-        self,
-        task: Callable[[], T],
-        tag: str,
-        staged: Callable[[], object] | None = None,
-        device: torch.device | None = None,
-    ) -> Pending[T]:
-        return Pending(task)
+        self.log.close()

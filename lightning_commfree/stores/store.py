@@ -15,7 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 Keys = list[str]  # inside a store's class, `list` is a method
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
-_LEGAL = (
+SCHEMES = ("file", "tcp", "s3", "gs", "az")
+LEGAL = (
     "Legal are file:///mnt/share/run, tcp://10.0.0.1:29510, s3://bucket/run, gs://bucket/run and"
     " az://container/run."
 )
@@ -102,26 +103,26 @@ def open_store(url: str) -> Store:
     # Imports are here, so that a folder needs no torch, and only buckets need obstore.
     parsed = urlsplit(url)
     if parsed.query or parsed.fragment or "@" in parsed.netloc:
-        raise ValueError(f"The store {url!r} has a user, a query or a fragment. {_LEGAL}")
+        raise ValueError(f"The store {url!r} has a user, a query or a fragment. {LEGAL}")
     if parsed.scheme == "file":
         from lightning_commfree.stores.folder import FolderStore
 
         if parsed.netloc or not parsed.path.startswith("/"):
-            raise ValueError(f"The store {url!r} needs an absolute path and no host. {_LEGAL}")
+            raise ValueError(f"The store {url!r} needs an absolute path and no host. {LEGAL}")
         return FolderStore(Path(unquote(parsed.path)))
     if parsed.scheme == "tcp":
         from lightning_commfree.stores.tcp import TcpStore
 
         if parsed.path not in ("", "/"):
-            raise ValueError(f"The store {url!r} has a path, which a tcp store cannot. {_LEGAL}")
+            raise ValueError(f"The store {url!r} has a path, which a tcp store cannot. {LEGAL}")
         return TcpStore(*host_and_port(parsed.netloc))
-    if parsed.scheme in ("s3", "gs", "az"):
+    if parsed.scheme in SCHEMES[2:]:
         from lightning_commfree.stores.objects import ObjectStore
 
         if not parsed.netloc:
-            raise ValueError(f"The store {url!r} names no bucket. {_LEGAL}")
+            raise ValueError(f"The store {url!r} names no bucket. {LEGAL}")
         return ObjectStore(url)
-    raise ValueError(f"{url!r} is not the URL of a store. {_LEGAL}")
+    raise ValueError(f"{url!r} is not the URL of a store. {LEGAL}")
 
 
 def probe(store: Store) -> None:

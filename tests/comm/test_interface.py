@@ -71,17 +71,3 @@ def test_this_very_machine() -> None:
     assert sockets.interface_address("absent0") is None
     assert sockets._local_address_for("127.0.0.1") == "127.0.0.1"
     assert sockets._local_address_for("no-such-host.invalid") is None
-
-
-def test_a_machine_knows_its_address_towards_a_host(host: pytest.MonkeyPatch) -> None:
-    towards(host, "192.168.7.5")
-    assert sockets.own_address("lighthouse") == "192.168.7.5"
-    host.setenv(VARIABLE, "eth0")
-    assert sockets.own_address("lighthouse") == "10.0.0.5"
-    host.setenv(VARIABLE, "down0")
-    with pytest.raises(ValueError, match="interface 'down0' .* has no IPv4 address"):
-        sockets.own_address("lighthouse")
-    host.delenv(VARIABLE)
-    towards(host, None)
-    with pytest.raises(ValueError, match="This machine has no route to 'lighthouse'"):
-        sockets.own_address("lighthouse")

@@ -1,4 +1,4 @@
-"""The tunnel of SECURITY.md closes the ports of an elastic job to everybody outside it.
+"""The tunnel of SECURITY.md closes the ports of a job to everybody outside it.
 
 Three machines share an Ethernet: two are in the tunnel of `examples/elastic/wg0.conf`, made by the
 commands of the page, and the third, which has no key, tries every port of the first two.
@@ -25,26 +25,21 @@ SETTLED_S = 3.0  # for a probe that nobody answers
 MEMBER = """
 import os, subprocess, sys, time
 from pathlib import Path
-import torch, torch.distributed as dist
-from lightning_commfree.elastic.lighthouse import LighthouseRendezvous, serve_lighthouse
-from lightning_commfree.elastic.membership import Member
-from lightning_commfree.elastic.state_server import StateServer
+import torch.distributed as dist
+from lightning_commfree.stores.retrying import Retrying
+from lightning_commfree.stores.tcp import TcpStore, serve
 
 node, config, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 subprocess.run("mkdir -p /run/wireguard && mount -t tmpfs none /run/wireguard"
                f" && wg-quick up {config}", shell=True, check=True)
-address, lighthouse = f"10.99.0.{node + 1}", "http://10.99.0.1:29510"
+address = f"10.99.0.{node + 1}"
 if node == 0:
-    server = serve_lighthouse("10.99.0.1", 29510, 1, 60.0, 5.0)
-states = StateServer(address)
-states.serve(lambda: {"weight": torch.arange(1000)}, lambda first: [])
-store = dist.TCPStore(address, 29600, is_master=True, wait_for_workers=False)
-rendezvous = LighthouseRendezvous(lighthouse)
-mine, members = Member(f"replica{node}", states=(states.address,)), ()
-while len(members) < 2:
-    members = rendezvous.quorum(mine).members
-other = members[1 - node].states[0]
-assert torch.equal(states.fetch_snapshot(other)["weight"], torch.arange(1000))
+    server = serve("10.99.0.1", 29510)
+ranks_store = dist.TCPStore(address, 29600, is_master=True, wait_for_workers=False)
+store = Retrying(TcpStore("10.99.0.1", 29510))
+store.create(f"x/{node}", b"message")
+while store.get(f"x/{1 - node}") != b"message":
+    time.sleep(0.1)
 rank_device = dist.ProcessGroupGloo.create_device(hostname=address)
 ports = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True).stdout
 (folder / f"ports{node}").write_text(ports)
@@ -174,4 +169,4 @@ def test_the_tunnel_closes_every_port_to_those_outside(
     assert closed == ["with"], "what an outsider reaches in spite of tunnel and firewall"
     # the firewall is needed: without it, an outsider reaches the tunnel's address by Ethernet
     assert "10.99.0.1:29510" in opened, opened
-    assert "10.77.0.1:29510" not in opened, "the lighthouse listens in the tunnel only"
+    assert "10.77.0.1:29510" not in opened, "the store listens in the tunnel only"

@@ -1,12 +1,16 @@
-"""Trainers of an elastic job in forked processes, one per replica."""
+"""Trainers of an elastic job in forked processes, one per replica, with a store in a folder."""
 
 from __future__ import annotations
 
+import json
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,25 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commfree import ElasticDiLoCoStrategy
 from lightning_commfree.host import pl
-from lightning_commfree.model.shards import local_tensor
-from tests.diloco.training import State
-from tests.elastic.elastic_job import LocalTransfer, RendezvousServer, ScriptedRendezvous
+from tests.diloco.training import State, state_of
 from tests.fit.models import Tiny, quiet_trainer
-from tests.world import free_port
 
 FORK = multiprocessing.get_context("fork")
 ROWS = 240
-
-
-class Scripted(ElasticDiLoCoStrategy):
-    """The strategy with a scripted rendezvous in place of a lighthouse."""
-
-    def __init__(self, address: str, folder: Path, name: str, **kwargs: Any) -> None:
-        super().__init__("http://127.0.0.1:1", **kwargs)
-        self.scripted = ScriptedRendezvous(address), LocalTransfer(folder, name)
-
-    def services(self, host: str, timeout_s: float) -> Any:
-        return self.scripted
 
 
 class Indexed(Tiny):
@@ -61,10 +51,6 @@ class Indexed(Tiny):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def shards_of(module: torch.nn.Module) -> State:
-    return {name: local_tensor(p).clone() for name, p in module.named_parameters()}
-
-
 def data() -> DataLoader[Any]:
     x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7))
     rows = TensorDataset(x, x.sin().sum(1, keepdim=True), torch.arange(ROWS))
@@ -72,19 +58,27 @@ def data() -> DataLoader[Any]:
 
 
 class Pace(pl.Callback):
-    """Takes time for each step, and kills the process after one."""
+    """Takes time for each step, and calls `act(trainer)` after one."""
 
-    def __init__(self, step_s: float, dies_after: int | None, number: int = 9) -> None:
-        self.step_s, self.dies_after, self.number = step_s, dies_after, number
+    def __init__(
+        self, step_s: float = 0.0, at: int = -1, act: Callable[[pl.Trainer], object] = id
+    ) -> None:
+        self.step_s, self.at, self.act = step_s, at, act
         self.validations = 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         time.sleep(self.step_s)
-        if trainer.global_step == self.dies_after:
-            os.kill(os.getpid(), self.number)
+        if trainer.global_step >= self.at >= 0:
+            self.at = -1
+            self.act(trainer)
 
-    def on_validation_start(self, *_: Any) -> None:
-        self.validations += 1
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.validations += not trainer.sanity_checking
+
+
+def sends(number: int) -> Callable[[pl.Trainer], object]:
+    """Return what sends a signal to this process."""
+    return lambda trainer: os.kill(os.getpid(), number)
 
 
 @dataclass
@@ -93,49 +87,36 @@ class Fit:
 
     error: str = ""
     slot: int = -1
-    joined: int | None = None
-    rejoined: list[int] = field(default_factory=list)
     state: State = field(default_factory=dict)
     seen: list[tuple[int, list[int]]] = field(default_factory=list)
     validations: int = 0
     steps: int = 0
-    inner_steps: int = 0
-    files: list[str] = field(default_factory=list)
     lr: float = 0.0
-    views: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     waited_s: float = 0.0
+    output: str = ""
+
+    @property
+    def trained(self) -> int:
+        """Number of steps that it has taken itself."""
+        return len(self.seen)
 
 
 def fit(
     strategy: ElasticDiLoCoStrategy,
     pace: Pace,
-    make_module: Callable[[], Indexed] = Indexed,
     ckpt_path: str | None = None,
     loaders: Callable[[], Sequence[Any]] = lambda: [data()],
     **trainer_kwargs: Any,
 ) -> Fit:
-    module = make_module()
+    module = Indexed()
     callbacks = [pace, *trainer_kwargs.pop("callbacks", ())]
-    devices = strategy.settings.replica_size
-    trainer = quiet_trainer(
-        strategy=strategy, devices=devices, callbacks=callbacks, **trainer_kwargs
-    )
+    trainer = quiet_trainer(strategy=strategy, devices=1, callbacks=callbacks, **trainer_kwargs)
     found = Fit()
-
-    class Look(pl.Callback):
-        def on_train_end(self, *_: Any) -> None:
-            if strategy._diloco is not None:
-                found.joined = strategy._elastic.joined
-                found.rejoined = strategy._elastic.rejoined
-                found.inner_steps = strategy._elastic.inner_steps
-                found.views = strategy._elastic.views
-
-    trainer.callbacks.append(Look())  # type: ignore[attr-defined]
     try:
         trainer.fit(module, *loaders(), ckpt_path=ckpt_path)
     except Exception:  # noqa: BLE001 - the parent looks at it
         found.error = traceback.format_exc()
-    found.slot, found.state, found.seen = strategy.slot, shards_of(module), module.seen
+    found.slot, found.state, found.seen = strategy.slot, state_of(module), module.seen
     found.waited_s = strategy.ledger.seconds_waited
     found.validations, found.steps = pace.validations, trainer.global_step
     with suppress(Exception):
@@ -143,63 +124,84 @@ def fit(
     return found
 
 
-def _play(play: Callable[[str], Fit], name: str, folder: Path, rank: dict[str, str]) -> None:
+def _play(play: Callable[[str], Fit], name: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(rank)
-    found = play(name)
+    with (folder / f"output_{name}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stdout = sys.stderr = output
+        warnings.showwarning = lambda message, *_: print(message)  # pytest records them
+        for logger in ("lightning.pytorch", "lightning_utilities.core.rank_zero", ""):
+            logging.getLogger(logger).handlers = [logging.StreamHandler(output)]
+        found = play(name)  # after SIGTERM, this raises SystemExit
     torch.save(found, folder / f"writing_{name}")
     (folder / f"writing_{name}").rename(folder / f"fit_{name}")
     os._exit(0)
 
 
-def torchrun(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return the environment of a rank that torchrun has started; nothing for a single one."""
-    if size == 1:
-        return {}
-    return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-
-
 class Fits:
     """The processes of a job; `play(name)` fits a replica."""
 
-    def __init__(self, play: Callable[[str], Fit], folder: Path) -> None:
+    def __init__(self, play: Callable[[str], Fit], folder: Path, names: str = "") -> None:
         self.play, self.folder = play, folder
         self.processes: dict[str, Any] = {}
+        for name in names:
+            self.start(name)
 
-    def start(self, name: str, ranks: int = 1) -> None:
-        """Start a replica; its ranks are called "a0", "a1" if there are several."""
-        port = free_port()
-        for rank in range(ranks):
-            one = name if ranks == 1 else f"{name}{rank}"
-            arguments = self.play, one, self.folder, torchrun(rank, ranks, port)
-            self.processes[one] = FORK.Process(target=_play, args=arguments, daemon=True)
-            self.processes[one].start()
+    def start(self, name: str) -> None:
+        arguments = self.play, name, self.folder
+        self.processes[name] = FORK.Process(target=_play, args=arguments, daemon=True)
+        self.processes[name].start()
 
-    def wait_dead(self, name: str, number: int = signal.SIGKILL) -> None:
-        self.processes[name].join(30)
-        assert self.processes[name].exitcode in (-number, 0)
+    def wait(self, name: str, limit_s: float = 30.0) -> int:
+        """Wait for the end of a replica, and return its exit code."""
+        self.processes[name].join(limit_s)
+        code = self.processes[name].exitcode
+        assert code is not None, f"{name} has not ended: {self.output(name)}"
+        return int(code)
 
-    def results(self, limit_s: float = 50.0) -> dict[str, Fit]:
+    def output(self, name: str) -> str:
+        path = self.folder / f"output_{name}"
+        return path.read_text() if path.exists() else ""
+
+    def results(self, limit_s: float = 40.0) -> dict[str, Fit]:
+        """Wait for all processes; return what those report that were not killed."""
         deadline = time.monotonic() + limit_s
-        for process in self.processes.values():
+        hung = []
+        for name, process in self.processes.items():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
+                hung.append(name)
                 process.kill()
+        assert not hung, [self.output(name) for name in hung]
         found = {}
         for name in self.processes:
             path = self.folder / f"fit_{name}"
             if path.exists():
                 found[name] = torch.load(path, weights_only=False)
+                found[name].output = self.output(name)
         return found
 
 
-__all__ = ["Fit", "Fits", "Indexed", "Pace", "RendezvousServer", "Scripted", "data", "fit"]
+def wait_until(true: Callable[[], object], limit_s: float = 30.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end_s, "nothing happened"
+        time.sleep(0.02)
+
+
+def wait_stopped(process: Any) -> None:
+    """Wait until a process has received SIGSTOP."""
+    stat = Path(f"/proc/{process.pid}/stat")
+    wait_until(lambda: stat.read_text().split()[2] == "T")
+
+
+def listed_in(store: Path) -> list[list[int]]:
+    """Return the slots that were averaged, by flight."""
+    roster = [json.loads(path.read_bytes()) for path in store.glob("roster/*")]
+    slots = dict(entry for entry in roster if entry[1] >= 0)
+    flights = sorted((store / "commit").glob("*"), key=lambda path: int(path.name))
+    return [[slots[name] for name, *_ in json.loads(path.read_bytes())] for path in flights]
+
+
+KILL, TERM, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP

@@ -22,9 +22,9 @@ from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import CODECS, DiLoCoSettings, split_into_fragments
 from lightning_commfree.diloco.codec import decode_all
+from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import JobLog
-from lightning_commfree.elastic.log_algorithm import LogDiLoCo
-from lightning_commfree.elastic.log_transport import LogTransport
+from lightning_commfree.elastic.transport import StoreTransport
 from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward
 
 HEADER_BYTES = 7 * 8
@@ -58,7 +58,7 @@ class Replica:
     name: str
     data: int  # which data it trains on
     job: Job
-    act: Callable[[LogDiLoCo, int], None] = lambda diloco, step: None  # after each step
+    act: Callable[[ElasticDiLoCo, int], None] = lambda diloco, step: None  # after each step
     events: list[tuple[Any, ...]] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
     error: BaseException | None = None
@@ -76,18 +76,16 @@ class Replica:
         job, module = self.job, self.module
         settings = job.settings()
         fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-        sizes: list[Callable[[int], int]] = []
         log = JobLog(
             job.store,
             self.name,
-            lambda flight: sizes[0](flight),
+            lambda flight: transport.message_bytes(flight),
             job.min_replicas,
             job.grace_s,
             job.by_time,
         )
-        transport = LogTransport(log, Ledger())
-        sizes.append(transport.message_bytes)
-        diloco = LogDiLoCo(
+        transport = StoreTransport(log, Ledger())
+        diloco = ElasticDiLoCo(
             module,
             fragments,
             settings,
@@ -97,7 +95,7 @@ class Replica:
         )
         diloco.last_step = job.steps
         optimizer = ADAMW(list(module.parameters()))
-        diloco.follow_optimizers([optimizer])
+        diloco.optimizers = [optimizer]
         try:
             diloco.begin(job.config, job.max_replicas)
             while diloco.step < job.steps:
@@ -177,7 +175,7 @@ class LogTwin:
     @torch.no_grad()
     def take_state(self, flight: int, _: int, keep: bool) -> None:
         saved = torch.load(io.BytesIO(self.kept(f"state/{flight}")), weights_only=True)
-        for p, one in enumerate(saved):
+        for p, one in enumerate(saved["fragments"]):
             before = [outer.detach().clone() for outer in self.outer[p]]
             for outer, value in zip(self.outer[p], one["global_copy"], strict=True):
                 outer.copy_(value.view_as(outer))

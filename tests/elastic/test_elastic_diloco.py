@@ -1,12 +1,12 @@
-"""`ElasticDiLoCoStrategy`: replicas with a Trainer each, in forked processes."""
+"""`ElasticDiLoCoStrategy`: replicas with a Trainer each, in forked processes, and a folder."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
-from importlib.util import find_spec
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +15,34 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.elastic.lighthouse import serve_lighthouse
+from lightning_commfree.elastic import log as log_module
+from lightning_commfree.elastic import strategy as elastic_strategy
 from lightning_commfree.host import ModelCheckpoint, StrategyRegistry, pl
-from tests.diloco.training import State
-from tests.elastic.elastic_job import wait_stopped
+from lightning_commfree.stores.store import open_store
+from tests.diloco.training import State, state_of
 from tests.elastic.fits import (
-    FORK,
+    KILL,
     ROWS,
+    STOP,
+    TERM,
     Fit,
     Fits,
     Indexed,
     Pace,
-    RendezvousServer,
-    Scripted,
     data,
     fit,
-    shards_of,
+    listed_in,
+    sends,
+    wait_stopped,
+    wait_until,
 )
 from tests.fit.models import quiet_trainer
-from tests.world import free_port, run_ranks
+from tests.world import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
-)
-
-URL = "http://127.0.0.1:29510"
+URL = "tcp://127.0.0.1:29510"
 SETTINGS: dict[str, Any] = {
     "max_replicas": 4,
+    "grace": 1.0,
     "sync_every": 6,
     "num_fragments": 2,
     "overlap_steps": 2,
@@ -49,10 +50,27 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def serve(port: int) -> None:
-    server = serve_lighthouse("127.0.0.1", port, 1, 60.0, 2.0)
-    time.sleep(300)
-    server.shutdown()
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    return folder
+
+
+def playing(
+    store: Path, paces: Callable[[str], Pace], max_steps: int = 60, **settings: Any
+) -> Callable[[str], Fit]:
+    """Return what plays a replica with its own pace."""
+
+    def play(name: str) -> Fit:
+        strategy = ElasticDiLoCoStrategy(f"file://{store}", **{**SETTINGS, **settings})
+        return fit(strategy, paces(name), max_steps=max_steps)
+
+    return play
+
+
+def has_commits(store: Path, count: int) -> Callable[[], bool]:
+    return lambda: (store / f"commit/{count - 1}").exists()
 
 
 def rows_of(slot: int, step: int) -> list[int]:
@@ -64,375 +82,386 @@ def rows_of(slot: int, step: int) -> list[int]:
     return [*sampler][start : start + 2]
 
 
-def assert_equal(fits: dict[str, Fit]) -> None:
+def assert_equal(fits: dict[str, Fit], names: str) -> None:
     assert not any(one.error for one in fits.values()), [one.error for one in fits.values()]
+    assert fits.keys() == {*names}
     first = next(iter(fits.values()))
     for name, one in fits.items():
         for key, tensor in first.state.items():
             assert torch.equal(one.state[key], tensor), (name, key)
 
 
-def test_a_replica_that_is_killed_and_started_again_joins(tmp_path: Path) -> None:
-    server = RendezvousServer(tmp_path, 3)
+FIXED = {"sync_every": 6, "num_fragments": 2, "wire_dtype": "fp4"}
 
-    def play(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path, name, **SETTINGS)
-        return fit(strategy, Pace(0.02, 20 if name == "b" else None), max_steps=140)
 
-    fits = Fits(play, tmp_path)
-    for name in "abc":
-        fits.start(name)
-    fits.wait_dead("b")
+def fixed_fit(rank: int, size: int, overlap_steps: int) -> State:
+    del rank, size
+    module = Indexed()
+    strategy = StreamingDiLoCoStrategy(overlap_steps=overlap_steps, **FIXED)
+    quiet_trainer(strategy=strategy, devices=2, max_steps=40).fit(module, data())
+    return state_of(module)
+
+
+@pytest.mark.parametrize(("overlap_steps", "sync"), [(0, "steps"), (2, "steps"), (2, "time")])
+def test_without_failures_it_equals_streaming_diloco(
+    overlap_steps: int, sync: str, tmp_path: Path, store: Path
+) -> None:
+    expected = run_ranks(fixed_fit, 2, tmp_path, overlap_steps)
+    settings = {**FIXED, "overlap_steps": overlap_steps, "sync": sync, "grace": 30.0}
+    play = playing(store, lambda name: Pace(0.01), 40, max_replicas=2, min_replicas=2, **settings)
+    found = Fits(play, tmp_path, "ab").results()
+    assert_equal(found, "ab")
+    if all(one.trained == 40 for one in found.values()):  # by time, a replica may skip steps
+        for name, tensor in expected[0].items():
+            assert torch.equal(found["a"].state[name], tensor)
+    else:
+        assert sync == "time"
+
+
+def test_a_replica_that_is_killed_and_started_again_joins(tmp_path: Path, store: Path) -> None:
+    def pace(name: str) -> Pace:
+        if name == "a":  # the others do not finish without the joiner
+            return Pace(0.02, 80, lambda trainer: wait_until(lambda: joined(store, 3)))
+        return Pace(0.02, 20, sends(KILL)) if name == "b" else Pace(0.02)
+
+    fits = Fits(playing(store, pace, 140), tmp_path, "abc")
+    assert fits.wait("b") == -KILL
     fits.start("d")
     found = fits.results()
-    server.close()
-    assert found.keys() == {"a", "c", "d"}, [one.error for one in found.values()]
-    assert_equal(found)
+    assert_equal(found, "acd")
     joiner = found["d"]
-    assert joiner.joined is not None
-    assert joiner.slot == 1
-    assert joiner.steps == found["a"].steps == 140
-    assert found["a"].inner_steps == found["c"].inner_steps == 140, "no step is lost"
-    assert 0 < joiner.inner_steps < 140
+    assert 0 < joiner.trained < 140
+    assert {one.steps for one in found.values()} == {140}
     assert len({one.lr for one in found.values()}) == 1, "the joiner's schedule is at its step"
-    for one in found.values():
-        assert [step for step, _ in one.seen] == [*range(140 - one.inner_steps, 140)]
-        for step, rows in one.seen:
-            assert rows == rows_of(one.slot, step)
+    start = joiner.seen[0][0]
+    for place, (_, rows) in enumerate(joiner.seen):  # its data have no gaps
+        assert rows == rows_of(joiner.slot, start + place)
 
 
-def test_three_replicas_meet_at_a_lighthouse(tmp_path: Path) -> None:
-    """With nothing scripted: torchft's lighthouse and heartbeats, and the state server."""
-    port = free_port()
-    lighthouse = FORK.Process(target=serve, args=(port,), daemon=True)
-    lighthouse.start()
+def joined(store: Path, slot: int) -> bool:
+    return any(slot in listed for listed in listed_in(store))
 
+
+def test_a_job_that_was_killed_as_a_whole_continues(tmp_path: Path, store: Path) -> None:
+    fits = Fits(playing(store, lambda name: Pace(0.02, 50, sends(KILL)), 100), tmp_path, "ab")
+    assert fits.wait("a") == fits.wait("b") == -KILL
+    again = Fits(playing(store, lambda name: Pace(0.01), 100), tmp_path, "cd")
+    found = again.results()
+    assert_equal(found, "cd")
+    assert all(one.seen[0][0] >= 24 for one in found.values()), "a state every 24 steps"
+
+
+def test_sigterm_ends_one_replica_and_the_others_go_on(tmp_path: Path, store: Path) -> None:
+    def pace(name: str) -> Pace:
+        return Pace(0.02, 19 if name == "b" else -1, sends(TERM))
+
+    fits = Fits(playing(store, pace, grace=20.0, min_replicas=2), tmp_path, "abc")
+    assert fits.wait("b") == 143
+    found = fits.results(15.0)  # less than the grace: nobody waits for it
+    assert_equal(found, "ac")
+    lengths = [len(listed) for listed in listed_in(store)]
+    assert lengths[-1] == 2
+
+
+def test_sigterm_is_honored_while_a_landing_waits(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert elastic_strategy._LEAVE_S < 20
+    monkeypatch.setattr(elastic_strategy, "_LEAVE_S", 3.0)
+    fits = Fits(playing(store, lambda name: Pace(), min_replicas=2), tmp_path, "a")
+    wait_until(lambda: [*store.glob("x/0/*")])
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    fits.processes["a"].terminate()
+    assert fits.wait("a") == 143
+    assert time.monotonic() - began_s < 6
+
+
+class StopAt(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step >= 25:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("sync", ["steps", "time"])
+def test_one_stop_stops_all_and_a_late_replica_gets_the_final_weights(
+    sync: str, tmp_path: Path, store: Path
+) -> None:
     def play(name: str) -> Fit:
-        strategy = ElasticDiLoCoStrategy(
-            f"http://127.0.0.1:{port}", min_replicas=2, heartbeat_timeout=2.0, **SETTINGS
-        )
-        return fit(strategy, Pace(0.1, 25 if name == "b" else None), max_steps=110)
+        strategy = ElasticDiLoCoStrategy(f"file://{store}", sync=sync, **SETTINGS)
+        stops = [StopAt()] if name == "b" else []
+        return fit(strategy, Pace(0.03), callbacks=stops, max_steps=600)
 
-    fits = Fits(play, tmp_path)
-    for name in "abc":
-        fits.start(name)
-    fits.wait_dead("b")
-    fits.start("d")
+    fits = Fits(play, tmp_path, "ab")
+    assert fits.wait("a") == fits.wait("b") == 0
+    fits.start("late")
     found = fits.results()
-    lighthouse.kill()
-    assert found.keys() == {"a", "c", "d"}
-    assert_equal(found)
-    assert found["d"].joined is not None
-    assert any(len(slots) == 3 for flight, slots in found["d"].views)
-    assert max(one.waited_s for one in found.values()) < 12
+    assert_equal(found, ["a", "b", "late"])  # type: ignore[arg-type]
+    assert found["late"].trained == 0
+    assert "has ended after step" in found["late"].output
+    steps = {one.steps for one in found.values()}
+    assert len(steps) == 1
+    if sync == "steps":
+        assert steps.pop() % 3 == 2, "landed what b sent at the next launch, every 3 steps"
 
 
-def test_sigterm_drains_a_replica_and_the_others_go_on(tmp_path: Path) -> None:
-    server = RendezvousServer(tmp_path, 3)
+def test_by_time_a_slow_replica_skips_steps_and_nobody_waits_for_it(
+    tmp_path: Path, store: Path
+) -> None:
+    def pace(name: str) -> Pace:
+        return Pace({"a": 0.03, "b": 0.09}[name])
 
-    def play(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path, name, **SETTINGS)
-        dies = 19 if name == "b" else None  # flight 4 was launched after step 18
-        return fit(strategy, Pace(0.02, dies, signal.SIGTERM), max_steps=40)
-
-    fits = Fits(play, tmp_path)
-    for name in "abc":
-        fits.start(name)
-    fits.wait_dead("b", signal.SIGTERM)
-    found = fits.results()
-    server.close()
-    assert found.keys() == {"a", "c"}
-    assert_equal(found)
-    views = dict(found["a"].views)
-    assert views[4] == (0, 1, 2)
-    assert views[5] == (0, 2)
-
-
-def test_a_replica_that_was_stopped_joins_again_in_the_same_process(tmp_path: Path) -> None:
-    server = RendezvousServer(tmp_path, 3)
-
-    def play(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path, name, **SETTINGS)
-        pace = Pace(0.05, 20 if name == "b" else None, signal.SIGSTOP)  # nothing is in flight
-        return fit(strategy, pace, max_steps=200)
-
-    fits = Fits(play, tmp_path)
-    for name in "abc":
-        fits.start(name)
-    stopped = fits.processes["b"]
-    wait_stopped(stopped)
-    server.lose(f"{socket.gethostname()}-{stopped.pid}-")
-    time.sleep(2.5)
-    os.kill(stopped.pid, signal.SIGCONT)
-    found = fits.results()
-    server.close()
-    assert found.keys() == {"a", "b", "c"}
-    assert_equal(found)
-    back = found["b"]
-    assert (back.joined, len(back.rejoined)) == (None, 1)
-    assert back.steps == found["a"].steps == found["a"].inner_steps == 200
-    assert back.inner_steps < 200
-    assert len({one.lr for one in found.values()}) == 1, "its schedule is at its step"
-    rows = [row for _, rows in back.seen for row in rows]
-    expected = [row for step in range(back.inner_steps) for row in rows_of(back.slot, step)]
-    assert rows == expected, "its data have no gap"
-
-
-def test_by_time_a_slow_replica_skips_steps_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    server = RendezvousServer(tmp_path, 2)
-
-    def play(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path, name, sync="time", **SETTINGS)
-        return fit(strategy, Pace({"a": 0.02, "b": 0.06}[name], None), max_steps=120)
-
-    fits = Fits(play, tmp_path)
-    for name in "ab":
-        fits.start(name)
-    found = fits.results()
-    server.close()
-    assert_equal(found)
+    play = playing(store, pace, 120, sync="time", grace=20.0, min_replicas=2)
+    found = Fits(play, tmp_path, "ab").results()
+    assert_equal(found, "ab")
     fast, slow = found["a"], found["b"]
     assert fast.steps == slow.steps == 120
     assert fast.lr == slow.lr, "the schedule of the slow replica is at the same step"
-    assert slow.inner_steps < 0.75 * fast.inner_steps
-    assert fast.waited_s < 0.5 * 120 * 0.04, "it would wait so long if every step were waited for"
+    assert slow.trained < 0.75 * fast.trained
     for place, (_, rows) in enumerate(slow.seen):
         assert rows == rows_of(slow.slot, place), "its data have no gaps"
 
 
-def test_by_time_a_stop_stops_all_after_the_same_step_and_a_file_restarts_the_job(
-    tmp_path: Path,
-) -> None:
-    server = RendezvousServer(tmp_path, 2)
-
+def test_a_late_replica_ends_with_the_others_by_epochs(tmp_path: Path, store: Path) -> None:
     def play(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path, name, sync="time", **SETTINGS)
-        pace = Pace({"a": 0.06, "b": 0.02}[name], None)
-        stops = [Stop()] if name == "a" else []
-        saves = [ModelCheckpoint(tmp_path / name, every_n_train_steps=6, save_last=True)]
-        return fit(
-            strategy, pace, callbacks=[*saves, *stops], enable_checkpointing=True, max_steps=90
-        )
+        strategy = ElasticDiLoCoStrategy(f"file://{store}", **{**SETTINGS, "grace": 0.1})
+        pause = Pace(0.02, 20 if name == "b" else -1, lambda trainer: time.sleep(1.5))
+        return fit(strategy, pause, max_epochs=4)
 
-    fits = Fits(play, tmp_path)
-    for name in "ab":
-        fits.start(name)
-    found = fits.results()
-    server.close()
-    assert_equal(found)
-    assert found["a"].steps == found["b"].steps
-    assert 25 < found["a"].steps < 40
-
-    (tmp_path / "again").mkdir()
-    server = RendezvousServer(tmp_path / "again", 2)
-
-    def resume(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path / "again", name, sync="time", **SETTINGS)
-        path = str(tmp_path / "a" / "last.ckpt")
-        pace = Pace({"a": 0.01, "b": 0.03}[name], None)
-        return fit(strategy, pace, ckpt_path=path, max_steps=60)
-
-    fits = Fits(resume, tmp_path / "again")
-    for name in "ab":
-        fits.start(name)
-    again = fits.results()
-    server.close()
-    assert_equal(again)
-    assert [one.steps for one in again.values()] == [60, 60]
-    assert again["a"].seen[0][0] == again["b"].seen[0][0] >= 24
+    found = Fits(play, tmp_path, "ab").results()
+    assert_equal(found, "ab")
+    assert found["a"].steps == found["b"].steps == 120
+    assert found["b"].trained < 120
 
 
-def test_by_time_a_fit_without_max_steps_is_refused(tmp_path: Path) -> None:
-    def play(name: str) -> Fit:
-        strategy = Scripted("nowhere", tmp_path, name, sync="time", **SETTINGS)
-        return fit(strategy, Pace(0.0, None), max_epochs=1)
+class FullDisk(pl.Callback):
+    """Makes saves of this replica fail."""
 
-    fits = Fits(play, tmp_path)
-    fits.start("a")
-    assert "`sync='time'` needs `Trainer(max_steps=...)`" in fits.results()["a"].error
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise OSError(28, "No space left on device")
 
-
-class Stop(pl.Callback):
-    """Stops a fit after step 25, or later if a file must exist first."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step >= 25 and (self.path is None or self.path.exists()):
-            trainer.should_stop = True
+        trainer.strategy._resume._write = fail  # type: ignore[attr-defined]
 
 
-def test_the_first_member_saves_one_stop_stops_all_and_a_file_restarts_the_job(
-    tmp_path: Path,
+def test_the_first_replica_validates_and_saves_and_a_file_starts_another_job(
+    tmp_path: Path, store: Path
 ) -> None:
-    server = RendezvousServer(tmp_path, 2)
-
     def play(name: str) -> Fit:
         settings = {**SETTINGS, "sync_every": 7} if name == "other" else SETTINGS
-        strategy = Scripted(server.address, tmp_path, name, **settings)
-        saves = ModelCheckpoint(tmp_path / name, every_n_train_steps=10, save_last=True)
+        strategy = ElasticDiLoCoStrategy(f"file://{store}", min_replicas=2, **settings)
+        saves = ModelCheckpoint(tmp_path / name, every_n_train_steps=10, save_top_k=-1)
         return fit(
             strategy,
-            Pace(0.03, None),
+            Pace(0.02, 30, lambda trainer: wait_until((tmp_path / "fit_other").exists)),
             loaders=lambda: [data(), data()],
-            callbacks=[saves, *([Stop(tmp_path / "fit_other")] if name == "b" else [])],
+            callbacks=[saves],
             enable_checkpointing=True,
             val_check_interval=10,
-            max_steps=600,
+            max_steps=60,
         )
 
-    fits = Fits(play, tmp_path)
-    fits.start("a")
+    fits = Fits(play, tmp_path, "a")
+    wait_until(lambda: [*store.glob("roster/*")])
     fits.start("b")
-    while not (tmp_path / "a").exists():
-        assert fits.processes["a"].is_alive()
-        time.sleep(0.02)
+    wait_until(has_commits(store, 1))
     fits.start("other")
-    fits.processes["a"].join(40)
-    fits.start("late")
     found = fits.results()
-    server.close()
-
-    assert "`sync_every` is 7 here, 6 there" in found.pop("other").error
-    assert "The job at this rendezvous is over" in found.pop("late").error
-    assert_equal(found)
-    steps = found["a"].steps
-    assert steps == found["b"].steps >= 29
-    assert steps % 3 == 2, "landed what b sent at the next launch; one is due every 3 steps"
-    assert (tmp_path / "a" / "last.ckpt").exists()
+    text = "`sync_every` is 7 here and 6 there"
+    assert text in found.pop("other").error
+    assert_equal(found, "ab")
+    assert found["a"].slot == 0
+    assert len([*(tmp_path / "a").glob("*.ckpt")]) == 6
     assert not (tmp_path / "b").exists()
-    assert found["a"].validations > found["b"].validations
+    assert found["a"].validations >= 6
+    assert found["b"].validations == 0
 
-    (tmp_path / "again").mkdir()
-    server = RendezvousServer(tmp_path / "again", 2)
+    again = tmp_path / "again"
+    again.mkdir()
 
     def resume(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path / "again", name, **SETTINGS)
-        path = str(tmp_path / "a" / "last.ckpt")
-        return fit(strategy, Pace(0.01, None), ckpt_path=path, max_steps=steps + 31)
+        strategy = ElasticDiLoCoStrategy(f"file://{again}", min_replicas=2, **SETTINGS)
+        path = next(str(one) for one in (tmp_path / "a").glob("*step=20*.ckpt"))
+        return fit(strategy, Pace(0.01), ckpt_path=path, max_steps=51)
 
-    fits = Fits(resume, tmp_path / "again")
-    for name in "ab":
-        fits.start(name)
-    found = fits.results()
-    server.close()
-    assert_equal(found)
-    assert [one.steps for one in found.values()] == [steps + 31] * 2
-    assert found["a"].seen[0][0] == found["b"].seen[0][0] > 19
+    (tmp_path / "second").mkdir()
+    found = Fits(resume, tmp_path / "second", "cd").results()
+    assert_equal(found, "cd")
+    assert [one.steps for one in found.values()] == [51, 51]
+    assert [one.seen[0][0] for one in found.values()] == [20, 20]
 
 
-TWO_RANKS = {**SETTINGS, "max_replicas": 2, "replica_size": 2, "inside": "fsdp"}
+def test_a_replica_that_cannot_save_warns_and_trains_on(tmp_path: Path, store: Path) -> None:
+    def play(name: str) -> Fit:
+        strategy = ElasticDiLoCoStrategy(f"file://{store}", **SETTINGS)
+        saves = ModelCheckpoint(tmp_path / name, every_n_train_steps=10)
+        return fit(
+            strategy,
+            Pace(0.01),
+            callbacks=[saves, FullDisk()],
+            enable_checkpointing=True,
+            max_steps=30,
+        )
+
+    found = Fits(play, tmp_path, "ab").results()
+    assert_equal(found, "ab")
+    assert "No space left on device" in found["a"].output + found["b"].output
+    assert {one.steps for one in found.values()} == {30}
 
 
-def fixed_fit(rank: int, size: int) -> State:
-    del rank, size
-    settings = {name: value for name, value in TWO_RANKS.items() if name != "max_replicas"}
-    module = Indexed()
-    strategy = StreamingDiLoCoStrategy(**settings)
-    quiet_trainer(strategy=strategy, devices=4, max_steps=14).fit(module, data())
-    return shards_of(module)
-
-
-def test_replicas_of_two_fsdp_ranks_equal_streaming_diloco_and_take_in_another(
-    tmp_path: Path,
+def test_there_are_no_more_replicas_than_slots(
+    tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = run_ranks(fixed_fit, 4, tmp_path)
-    server = RendezvousServer(tmp_path, 2)
+    monkeypatch.setattr(log_module, "_ANSWER_S", 2.5)
+    monkeypatch.setattr(elastic_strategy, "_ASK_AGAIN_S", 0.5)
+
+    def pace(name: str) -> Pace:
+        if name == "a":
+            return Pace(0.01, 40, lambda trainer: wait_until((tmp_path / "fit_c").exists))
+        return Pace(0.01)
 
     def play(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path, name, **TWO_RANKS)
-        return fit(strategy, Pace(0.0, None), max_steps=14)
+        timeout = {"timeout": timedelta(seconds=1)} if name == "c" else {}
+        return playing(store, pace, max_replicas=1, **timeout)(name)
 
-    fits = Fits(play, tmp_path)
-    for name in "ab":
-        fits.start(name, ranks=2)
+    fits = Fits(play, tmp_path, "a")
+    wait_until(has_commits(store, 1))
+    fits.start("c")
     found = fits.results()
-    server.close()
-    assert found.keys() == {"a0", "a1", "b0", "b1"}
-    for one, state in zip(found.values(), expected, strict=True):
-        assert not one.error
-        assert all(torch.equal(one.state[key], tensor) for key, tensor in state.items())
-
-    (tmp_path / "kill").mkdir()
-    server = RendezvousServer(tmp_path / "kill", 2)
-
-    def die(name: str) -> Fit:
-        strategy = Scripted(server.address, tmp_path / "kill", name, **TWO_RANKS)
-        return fit(strategy, Pace(0.1, 20 if name[0] == "b" else None), max_steps=60)
-
-    fits = Fits(die, tmp_path / "kill")
-    for name in "ab":
-        fits.start(name, ranks=2)
-    fits.wait_dead("b0")
-    fits.wait_dead("b1")
-    fits.start("c", ranks=2)
-    found = fits.results()
-    server.close()
-    assert found.keys() == {"a0", "a1", "c0", "c1"}
-    for rank in "01":
-        assert_equal({name: one for name, one in found.items() if name[1] == rank})
-    assert found["c0"].joined == found["c1"].joined
-    assert found["c0"].joined is not None
-    assert found["c0"].slot == found["c1"].slot == 1
+    assert "All 1 slots of the job" in found.pop("c").error
+    assert_equal(found, "a")
 
 
-def test_sigterm_on_a_rank_stops_the_ranks_of_its_replica(tmp_path: Path) -> None:
-    server = RendezvousServer(tmp_path, 2)
+# What failed with quorums
+
+
+def test_newcomers_join_while_the_founder_has_not_exchanged_anything(
+    tmp_path: Path, store: Path
+) -> None:
+    def pace(name: str) -> Pace:
+        if name == "a":  # slow to start, and newcomers outnumber it
+            return Pace(0.0, 2, lambda trainer: wait_until(lambda: roster() == 3))
+        return Pace(0.02)
+
+    def roster() -> int:
+        return len([*store.glob("roster/*")])
+
+    fits = Fits(playing(store, pace, sync_every=30, min_replicas=3), tmp_path, "a")
+    wait_until(lambda: roster() == 1)
+    fits.start("b")
+    fits.start("c")
+    assert_equal(fits.results(), "abc")
+    assert all(len(listed) == 3 for listed in listed_in(store))
+
+
+def test_a_death_and_a_joiner_in_an_outage_of_the_store(tmp_path: Path, store: Path) -> None:
+    def pace(name: str) -> Pace:
+        if name == "c":
+            return Pace(0.03, 40, lambda trainer: wait_until(lambda: joined(store, 3)))
+        return Pace(0.03)
+
+    def open_in_outage(url: str) -> Any:
+        opened = open_store(url)
+        (tmp_path / "joins").touch()
+        wait_until(lambda: not store.exists())
+        return opened
 
     def play(name: str) -> Fit:
-        settings = {**SETTINGS, "replica_size": 2}
-        strategy = Scripted(server.address, tmp_path, name, **settings)
-        dies = 13 if name == "b1" else None
-        return fit(strategy, Pace(0.02, dies, signal.SIGTERM), max_steps=40)
+        if name == "d":
+            elastic_strategy.open_store = open_in_outage  # type: ignore[assignment]
+        return playing(store, pace, 100)(name)
 
-    fits = Fits(play, tmp_path)
-    for name in "ab":
-        fits.start(name, ranks=2)
-    for name in ("b0", "b1"):
-        fits.wait_dead(name, signal.SIGTERM)
+    fits = Fits(play, tmp_path, "abcd")
+    wait_until(lambda: has_commits(store, 3)() and (tmp_path / "joins").exists())
+    store.rename(tmp_path / "away")
+    fits.processes["b"].kill()
+    time.sleep(3.0)
+    (tmp_path / "away").rename(store)
     found = fits.results()
-    server.close()
-    assert found.keys() == {"a0", "a1"}
-    assert_equal(found)
-    views = dict(found["a0"].views)
-    assert views[2] == (0, 1), "launched after step 12; landed after 14, when both stop"
-    assert views[max(views)] == (0,)
+    assert_equal(found, "acd")
+
+
+def test_a_replica_that_was_stopped_catches_up_in_the_same_process(
+    tmp_path: Path, store: Path
+) -> None:
+    def pace(name: str) -> Pace:
+        if name == "a":
+            return Pace(0.03, 70, lambda trainer: wait_until((tmp_path / "awake").exists))
+        return Pace(0.03, 20, sends(STOP))
+
+    fits = Fits(playing(store, pace, 150, grace=0.3), tmp_path, "ab")
+    stopped = fits.processes["b"]
+    wait_stopped(stopped)
+    time.sleep(1.5)
+    os.kill(stopped.pid, signal.SIGCONT)
+    time.sleep(0.5)
+    (tmp_path / "awake").touch()
+    found = fits.results()
+    assert_equal(found, "ab")
+    back = found["b"]
+    assert back.trained < back.steps == 150
+    assert len({one.lr for one in found.values()}) == 1, "its schedule is at its step"
+    rows = [row for _, rows in back.seen for row in rows]
+    expected = [row for step in range(back.trained) for row in rows_of(back.slot, step)]
+    assert rows == expected, "its data have no gap"
+
+
+def listening() -> int:
+    """Return on how many TCP ports this process listens."""
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            inodes.add(os.readlink(entry))
+        except OSError:  # the listing's own
+            continue
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+    ]
+    return sum(one[3] == "0A" and f"socket:[{one[9]}]" in inodes for one in lines)
+
+
+def test_no_replica_listens(tmp_path: Path, store: Path) -> None:
+    def look(trainer: pl.Trainer) -> None:
+        assert listening() == before
+
+    before = listening()
+    found = Fits(playing(store, lambda name: Pace(0.01, 20, look), 30), tmp_path, "ab").results()
+    assert_equal(found, "ab")
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"rendezvous": None}, r"`rendezvous=None` is not the URL of a lighthouse"),
-        ({"rendezvous": "10.0.0.1:29510"}, "is not the URL of a lighthouse"),
+        ({"store": None}, "`store=None`, and the environment variable COMMFREE_STORE is not set"),
+        ({"store": "10.0.0.1:29510"}, r"`store='10.0.0.1:29510'` is not the URL of a store"),
         ({"min_replicas": 9}, "`min_replicas=9` is above `max_replicas=8`"),
-        ({"heartbeat_timeout": 0.0}, "`heartbeat_timeout=0.0` must be greater than 0"),
-        (
-            {"sync": "time", "replica_size": 2},
-            "`sync='time'` does not support `replica_size=2` yet",
-        ),
+        ({"grace": -1}, "`grace=-1` must be 'auto' or a number of seconds"),
+        ({"grace": "short"}, "`grace='short'` must be 'auto' or a number of seconds"),
+        ({"replica_size": 2}, "does not support `replica_size=2` yet"),
         ({"sync": "never"}, "`sync='never'` is not valid"),
         ({"evaluate": "mean"}, "`evaluate='mean'` needs all replicas for validation"),
     ],
 )
 def test_a_bad_argument_is_refused_in_one_sentence(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        ElasticDiLoCoStrategy(**{"rendezvous": URL, **arguments})
+        ElasticDiLoCoStrategy(**{"store": URL, **arguments})
 
 
 def test_it_is_registered_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMMFREE_RENDEZVOUS", URL)
+    monkeypatch.setenv("COMMFREE_STORE", URL)
     for name in ("elastic_diloco", "elastic_diloco_fork", "elastic_diloco_spawn"):
         assert isinstance(StrategyRegistry.get(name), ElasticDiLoCoStrategy)
 
 
-def test_without_torchft_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torchft", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-commfree\[elastic\]'"):
-        ElasticDiLoCoStrategy(URL)
-
-
 def test_a_trainer_with_several_ranks_is_refused() -> None:
     trainer = quiet_trainer(strategy=ElasticDiLoCoStrategy(URL), devices=2, max_steps=1)
-    with pytest.raises(ValueError, match="This Trainer has 2 ranks, but `replica_size=1`"):
+    with pytest.raises(ValueError, match="This Trainer has 2 ranks, but an elastic replica has"):
         trainer.strategy.setup_environment()
+
+
+def test_by_time_a_fit_without_max_steps_is_refused(tmp_path: Path, store: Path) -> None:
+    strategy = ElasticDiLoCoStrategy(f"file://{store}", sync="time", **SETTINGS)
+    with pytest.raises(ValueError, match=r"`sync='time'` needs `Trainer\(max_steps=...\)`"):
+        quiet_trainer(strategy=strategy, devices=1, max_epochs=1).fit(Indexed(), data())

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_commfree.elastic.log import ABSTAINS, JobEndedError, JobLog
-from lightning_commfree.elastic.log_algorithm import LogDiLoCo
+from lightning_commfree.elastic import log as log_module
+from lightning_commfree.elastic.algorithm import ElasticDiLoCo
+from lightning_commfree.elastic.log import ABSTAINS, LEAVES, JobLog, LeftError
 from tests.diloco.training import Run, assert_same_bits, twin
 from tests.elastic.log_twin import Job, Killed, LogTwin, Replica, play
 from tests.elastic.memory_store import MemoryStore
@@ -78,7 +79,7 @@ def waiting(at: int, store: MemoryStore, *names: str) -> Any:
     def sent(name: str) -> bool:
         return any(key.endswith(f"/{name}") for key in store.list("x/"))
 
-    def act(diloco: LogDiLoCo, step: int) -> None:
+    def act(diloco: ElasticDiLoCo, step: int) -> None:
         if step == at:
             wait_until(lambda: all(map(sent, names)))
 
@@ -86,7 +87,7 @@ def waiting(at: int, store: MemoryStore, *names: str) -> Any:
 
 
 def killing(at: int) -> Any:
-    def act(diloco: LogDiLoCo, step: int) -> None:
+    def act(diloco: ElasticDiLoCo, step: int) -> None:
         if step == at:
             raise Killed
 
@@ -125,12 +126,12 @@ def test_two_join_at_once_in_different_slots() -> None:
 def test_a_late_replica_keeps_its_outer_gradient() -> None:
     awake = threading.Event()
 
-    def sleep(diloco: LogDiLoCo, step: int) -> None:
+    def sleep(diloco: ElasticDiLoCo, step: int) -> None:
         if step == 20:
             wait_until(lambda: ["r0"] in listed_in(job.store)[2:])
             awake.set()
 
-    def wait(diloco: LogDiLoCo, step: int) -> None:
+    def wait(diloco: ElasticDiLoCo, step: int) -> None:
         if step == 60:
             awake.wait(30)
 
@@ -161,7 +162,7 @@ def test_a_job_that_died_as_a_whole_continues_from_the_log() -> None:
 
 
 def test_a_replica_with_nan_is_not_listed_and_comes_back() -> None:
-    def poison(diloco: LogDiLoCo, step: int) -> None:
+    def poison(diloco: ElasticDiLoCo, step: int) -> None:
         if step == 20:
             with torch.no_grad():
                 next(iter(diloco.fragments[0].local)).fill_(torch.nan)
@@ -177,7 +178,7 @@ def test_a_replica_with_nan_is_not_listed_and_comes_back() -> None:
 
 
 def test_nan_in_all_replicas_is_an_error_on_all() -> None:
-    def poison(diloco: LogDiLoCo, step: int) -> None:
+    def poison(diloco: ElasticDiLoCo, step: int) -> None:
         if step == 12:
             with torch.no_grad():
                 for local in diloco.fragments[0].local:
@@ -209,7 +210,7 @@ def test_a_store_that_fails_and_loses_answers_costs_no_step() -> None:
 
 
 def test_a_sleeper_continues_from_a_state_when_messages_are_deleted() -> None:
-    def sleep(diloco: LogDiLoCo, step: int) -> None:
+    def sleep(diloco: ElasticDiLoCo, step: int) -> None:
         if step == 10:
             time.sleep(3.0)
 
@@ -227,7 +228,7 @@ def test_a_sleeper_continues_from_a_state_when_messages_are_deleted() -> None:
 
 
 def test_by_time_a_slow_replica_skips_steps() -> None:
-    def slow(diloco: LogDiLoCo, step: int) -> None:
+    def slow(diloco: ElasticDiLoCo, step: int) -> None:
         time.sleep(0.04)
 
     job = Job(MemoryStore(), 60, FEW, grace_s=5.0, step_s=0.02, by_time=True)
@@ -239,7 +240,7 @@ def test_by_time_a_slow_replica_skips_steps() -> None:
 
 @pytest.fixture
 def log() -> Iterator[JobLog]:
-    one = JobLog(MemoryStore(), "r0", lambda flight: 10)
+    one = JobLog(MemoryStore(), "r0", lambda flight: (10,))
     yield one
     one.leave(0.0)
     one.close()
@@ -247,26 +248,36 @@ def log() -> Iterator[JobLog]:
 
 def test_a_job_with_other_settings_is_refused(log: JobLog) -> None:
     log.begin({"sync_every": "8", "wire": "fp4"}, lambda: b"state")
-    with pytest.raises(ValueError, match=r"sync_every is 9 here and 8 there.*another store"):
+    with pytest.raises(ValueError, match=r"`sync_every` is 9 here and 8 there.*another store"):
         log.begin({"sync_every": "9", "wire": "fp4"}, lambda: b"state")
 
 
-def test_a_job_that_has_ended_is_refused() -> None:
-    job = Job(MemoryStore(), 10)
-    play([Replica("r0", 0, job).start()])
-    with pytest.raises(JobEndedError, match="has ended. Use another store"):
-        play([Replica("r1", 1, job).start()])
+def test_who_comes_after_the_end_gets_the_final_weights() -> None:
+    job = Job(MemoryStore(), 20, FEW)
+    first = Replica("r0", 0, job).start()
+    play([first])
+    late = Replica("r1", 1, job).start()
+    play([late])
+    assert (late.final or {}).keys() == (first.final or {"": 0}).keys()
+    assert all(torch.equal(late.final[n], tensor) for n, tensor in (first.final or {}).items())
+    assert not job.store.list("roster/")[1:]
 
 
-def test_there_are_no_more_replicas_than_slots(log: JobLog) -> None:
+def test_a_slot_whose_owner_does_not_answer_is_free(
+    log: JobLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "_ANSWER_S", 2.0)
     log.begin({}, lambda: b"state")
-    assert log.enroll(1) == ("r0", 0)
-    assert log.enroll(1) == ("r0", 0)  # again, after a lost answer
-    other = JobLog(log.store, "r1", lambda flight: 10)
-    other.begin({}, lambda: b"state")
-    assert other.enroll(1) is None
-    log.store.create("commit/0", json.dumps([["r2", 10, ""]]).encode())
+    assert log.enroll(2) == ("r0", 0)
+    assert log.enroll(2) == ("r0", 0)  # again, after a lost answer
+    other, third = (JobLog(log.store, name, lambda flight: (10,)) for name in ("r1", "r2"))
     assert other.enroll(2) == ("r1", 1)
+    log.start(0)  # and `other` has died
+    assert third.enroll(2) == ("r2", 1)
+    third.start(0)
+    late = JobLog(log.store, "r3", lambda flight: (10,))
+    assert late.enroll(2) is None
+    third.close()
 
 
 def test_a_message_of_another_size_is_not_listed(log: JobLog) -> None:
@@ -299,6 +310,38 @@ def test_leaving_ends_a_wait(log: JobLog) -> None:
     flight = log.launch()  # nothing is sent, so nobody commits
     log.leave(0.3)
     start_s = time.monotonic()
-    with pytest.raises(TimeoutError, match="had to leave"):
+    with pytest.raises(LeftError) as raised:
         log.landed(flight)
+    assert raised.value.code == 143
     assert time.monotonic() - start_s < 2.0
+
+
+def test_nobody_waits_for_a_replica_that_leaves(log: JobLog) -> None:
+    log.begin({}, lambda: b"state")
+    log.enroll(2)
+    log.store.create("roster/1", json.dumps(["r1", 1]).encode())
+    log.store.create("x/0/r1", LEAVES)
+    log.start(0)
+    log._grace_s = 20.0
+    start_s = time.monotonic()
+    for _ in range(3):
+        flight = log.launch()
+        log.send(flight, lambda: b"0123456789")
+        assert [member.name for member in log.landed(flight).members] == ["r0"]
+    assert time.monotonic() - start_s < 10.0
+
+
+def test_waiting_for_replicas_is_explained(
+    log: JobLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(log_module, "_SAY_S", 0.2)
+    log._min = 2
+    log.begin({}, lambda: b"state")
+    log.enroll(2)
+    log.start(0)
+    flight = log.launch()
+    log.send(flight, lambda: b"0123456789")
+    log.leave(0.5)
+    with pytest.raises(LeftError):
+        log.landed(flight)
+    assert "1 of at least 2 replicas (`min_replicas=2`) have sent a message" in caplog.text

@@ -12,23 +12,17 @@ import os
 import re
 import runpy
 import subprocess
-import time
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from lightning_commfree.elastic.lighthouse import serve_lighthouse
-from lightning_commfree.elastic.lighthouse_command import PORT, serve_parser
-from lightning_commfree.elastic.state_server import TOKEN
-from tests.world import free_port
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "elastic"
 SCRIPT = (FOLDER / "train.py").read_text("utf-8")
+PORT = 29510
 KUBERNETES = "1.33"  # whose `backoffLimitPerIndex` is stable
 
 
@@ -54,31 +48,16 @@ def constants(name: str) -> list[Any]:
     ]
 
 
-def serve(port: int) -> None:
-    server = serve_lighthouse("127.0.0.1", port, 1, 60.0, 5.0)
-    time.sleep(300.0)
-    server.shutdown()
-
-
-def replica(folder: Path, number: int, url: str) -> None:
+def replica(folder: Path, number: int) -> None:
     os.chdir(folder)
-    os.environ |= {"COMMFREE_RENDEZVOUS": url, "MAX_STEPS": "600"}
+    os.environ |= {"MAX_STEPS": "300"}
     with (folder / f"log{number}").open("w") as log, redirect_stdout(log):
         runpy.run_path(str(FOLDER / "train.py"), run_name="__main__")
 
 
-@pytest.mark.skipif(
-    find_spec("torchft") is None, reason="needs torchft: `pip install -e '.[elastic]'`"
-)
 def test_replicas_of_the_script_meet_and_end_with_equal_weights(tmp_path: Path) -> None:
-    port, context = free_port(), multiprocessing.get_context("fork")
-    # in a process of its own, so that no thread of Rust runs in this one when it forks
-    server = context.Process(target=serve, args=(port,), daemon=True)
-    server.start()
-    replicas = [
-        context.Process(target=replica, args=(tmp_path, number, f"http://127.0.0.1:{port}"))
-        for number in range(2)
-    ]
+    context = multiprocessing.get_context("fork")
+    replicas = [context.Process(target=replica, args=(tmp_path, number)) for number in range(2)]
     try:
         for process in replicas:
             process.start()
@@ -86,31 +65,27 @@ def test_replicas_of_the_script_meet_and_end_with_equal_weights(tmp_path: Path) 
             process.join(120.0)
         assert [process.exitcode for process in replicas] == [0, 0]
     finally:
-        for process in (*replicas, server):
+        for process in replicas:
             process.kill()
     said = [(tmp_path / f"log{number}").read_text().strip() for number in range(2)]
     slots, ends = zip(*(line.splitlines()[-1].split(": ") for line in said), strict=True)
     assert sorted(slots) == ["slot 0", "slot 1"]
-    assert ends[0].startswith("step 600, weights sum to")
+    assert ends[0].startswith("step 300, weights sum to")
     assert ends[0] == ends[1]
 
 
 def test_the_manifest_agrees_with_the_code() -> None:
     found = manifests()
     assert set(found) == {"Deployment", "Service", "Job", "NetworkPolicy"}
-    lighthouse, replica = container(found["Deployment"]), container(found["Job"])
+    store, replica = container(found["Deployment"]), container(found["Job"])
 
-    assert lighthouse["command"][0] == "commfree-lighthouse"
-    assert serve_parser().parse_args(lighthouse["command"][1:]).port == PORT
-    assert [port["containerPort"] for port in lighthouse["ports"]] == [PORT]
+    assert store["command"] == ["commfree-store", "serve", "--bind", f"$(POD_IP):{PORT}"]
+    assert [port["containerPort"] for port in store["ports"]] == [PORT]
     assert [port["port"] for port in found["Service"]["spec"]["ports"]] == [PORT]
 
     environment = {variable["name"]: variable.get("value") for variable in replica["env"]}
-    assert environment == {
-        "COMMFREE_RENDEZVOUS": f"http://{found['Service']['metadata']['name']}:{PORT}",
-        TOKEN: None,
-    }
-    assert '"COMMFREE_RENDEZVOUS"' in SCRIPT
+    assert environment == {"COMMFREE_STORE": f"tcp://{found['Service']['metadata']['name']}:{PORT}"}
+    assert '"COMMFREE_STORE"' in SCRIPT
     assert (ROOT / replica["command"][1]).is_file()
     assert [found["Job"]["spec"]["completions"]] == constants("max_replicas")
     labels = [
@@ -134,17 +109,13 @@ def test_the_manifest_follows_the_schema_of_kubernetes() -> None:
         validate.validate(broken, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "slurm_lighthouse.sh"])
-def test_the_batch_scripts_parse_and_start_what_exists(name: str) -> None:
-    path = FOLDER / name
+def test_the_batch_script_parses_and_starts_what_exists() -> None:
+    path = FOLDER / "slurm.sh"
     subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text("utf-8")
     assert text.startswith("#!/bin/bash\n")
     command = text.strip().splitlines()[-1].split()
-    assert command[0] == "exec"
-    if command[1] == "commfree-lighthouse":
-        assert serve_parser().parse_args(command[2:]).port == PORT
-    else:
-        assert (ROOT / command[-1]).is_file()
-        first, last = map(int, re.findall(r"--array=(\d+)-(\d+)", text)[0])
-        assert [last - first + 1] == constants("max_replicas")
+    assert command[:2] == ["exec", "python"]
+    assert (ROOT / command[-1]).is_file()
+    first, last = map(int, re.findall(r"--array=(\d+)-(\d+)", text)[0])
+    assert [last - first + 1] == constants("max_replicas")

@@ -1,6 +1,7 @@
 """The tests of `object_cases`, in a process of their own.
 
-obstore runs threads in Rust, and other tests fork; `tests/elastic/test_lighthouse.py` says more.
+obstore runs threads in Rust, and other tests fork: their children would inherit locks that no
+thread releases.
 """
 
 from __future__ import annotations

@@ -268,12 +268,10 @@ def test_every_strategy_is_shown_with_its_defaults() -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_python_block_runs(block: str, monkeypatch) -> None:
     """A Trainer in it trains two steps on one node; a module in it makes an optimizer."""
-    if "ElasticDiLoCoStrategy(" in block:
-        pytest.importorskip("torchft", reason="needs torchft: `pip install -e '.[elastic]'`")
     short = {"num_nodes": 1, "max_steps": 2, "logger": False, "enable_checkpointing": False}
     trainer = lightning.Trainer
     monkeypatch.setattr(lightning, "Trainer", lambda **kwargs: trainer(**{**kwargs, **short}))
-    monkeypatch.setenv("COMMFREE_RENDEZVOUS", "http://127.0.0.1:29510")
+    monkeypatch.setenv("COMMFREE_STORE", "tcp://127.0.0.1:29510")
     names: dict[str, Any] = {
         "L": lightning,
         **PUBLIC,

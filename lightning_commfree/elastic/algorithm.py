@@ -289,8 +289,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 fragment.merge(mix=0.0)
         self.step = saved["step"]
         self.flights.clear()
-        self._log.forget_flights()
-        self._log.launched, self.landed = flight + 1, flight + 1
+        self._log.continue_at(flight + 1)
+        self.landed = flight + 1
         if self.ended:
             self.requests.incoming(STOP)
             return

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import queue
 import threading
 import time
@@ -95,6 +96,7 @@ class _Flight:
     messages: dict[str, bytes] = field(default_factory=dict)  # by replica
     commit: list[Entry] | None = None
     due_s: float | None = None  # when training began to wait
+    looked_s: float = -math.inf  # when the latest look for others' messages began
     landed: threading.Event = field(default_factory=threading.Event)
     missed: bool = False
 
@@ -121,10 +123,14 @@ class JobLog:
         self._latest: frozenset[str] = frozenset()  # replicas in the latest commit
         self._left: set[str] = set()  # replicas that said so
         self._first = 0  # number of the job's first flight
+        self._latest_flight = -1
         self._heard: dict[str, int] = {}  # by replica, its latest flight, or when it came
         self._watched_s = 0.0
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        # The training thread and both threads below read and change `launched`, `_flights`, the
+        # messages of a flight, `_latest`, `_heard` and `_others_launched`: hold the lock.
         self._lock, self._wake = threading.RLock(), threading.Event()
+        self._roster_lock = threading.Lock()  # held during a request
         self._closed, self._leave_by_s = False, float("inf")
         self._error: Exception | None = None
         self._threads = [
@@ -229,8 +235,8 @@ class JobLog:
 
     def launch(self) -> int:
         """Take part in the next flight, and return its number; `send` adds a message to it."""
-        flight, self.launched = self.launched, self.launched + 1
         with self._lock:
+            flight, self.launched = self.launched, self.launched + 1
             self._flights.setdefault(flight, _Flight()).launched = True
         if self._by_time and flight > self._others_launched:
             self.later(lambda: self.store.create(f"go/{flight}", b""))
@@ -260,11 +266,13 @@ class JobLog:
             one.due_s = time.monotonic()
         self._wake.set()
         say_s = one.due_s + _SAY_S
-        while not one.landed.wait(0.1):
+        while True:
             if self._error is not None:
                 raise RuntimeError(
-                    f"The thread that reads {self.store.address} has ended."
+                    f"A thread that uses {self.store.address} has ended."
                 ) from self._error
+            if one.landed.wait(0.1):
+                break
             if time.monotonic() > self._leave_by_s:
                 raise LeftError(_TERMINATED)
             if time.monotonic() > say_s:
@@ -303,8 +311,7 @@ class JobLog:
         """
         flight = self.launched
         if following and not self.is_decided(flight):
-            with self._lock:
-                one = self._flights.setdefault(flight, _Flight())
+            one = self._next_flight()[1]
             self._ask(lambda: self._read_commit(flight, one))
         return self.is_decided(flight) or (self._by_time and self._others_launched >= flight)
 
@@ -325,10 +332,11 @@ class JobLog:
         if newest >= 0:
             self.store.delete(f"state/{newest}")
 
-    def forget_flights(self) -> None:
-        """Forget all flights that have not landed, before continuing from a state."""
+    def continue_at(self, flight: int) -> None:
+        """Forget all flights that have not landed; `flight` is the next one to launch."""
         with self._lock:
             self._flights.clear()
+            self.launched = flight
 
     def leave(self, within_s: float) -> None:
         """Stop waiting for anything after `within_s` seconds; a signal handler may call this."""
@@ -378,14 +386,17 @@ class JobLog:
     def _watch(self) -> None:
         """Look for newcomers, and for a commit of the flight that this replica launches next."""
         self._read_roster()
-        flight = self.launched
+        flight, one = self._next_flight()
         if self._by_time and self.store.get(f"go/{flight}") is not None:
-            self._others_launched = max(self._others_launched, flight)
-        with self._lock:
-            one = self._flights.setdefault(flight, _Flight())
+            with self._lock:
+                self._others_launched = max(self._others_launched, flight)
         if one.commit is None:
             self._read_commit(flight, one)
         self._watched_s = time.monotonic()
+
+    def _next_flight(self) -> tuple[int, _Flight]:
+        with self._lock:  # a flight that has landed must not come back
+            return self.launched, self._flights.setdefault(self.launched, _Flight())
 
     def _advance(self, flight: int, one: _Flight) -> bool:
         """Do what is next for a flight, until there is nothing new; return whether there was."""
@@ -400,23 +411,30 @@ class JobLog:
                 case Commit(names):
                     self._commit(flight, one, names)
                 case Look(names):
+                    if looked:
+                        break  # look again after a pause
+                    looked, began_s = True, time.monotonic()
                     self._read_commit(flight, one)
                     if one.commit is None:
                         self._look_for(flight, names)
-                    looked = True
-            is_new = before != (len(one.messages), one.commit)
-            changed = changed or is_new or one.landed.is_set()
-            if not is_new or (looked and one.commit is None and one.due_s is None):
-                break  # look again after a pause
-        return changed
+                    one.looked_s = began_s
+                    changed = changed or before != (len(one.messages), one.commit)
+                    continue
+            if before == (len(one.messages), one.commit):
+                break
+            changed = True
+        return changed or one.landed.is_set()
 
     def _what_is_heard(self, one: _Flight) -> Heard:
         commit = None if one.commit is None else tuple(entry.name for entry in one.commit)
         late_s = None
         if one.due_s is not None:
-            # a store that did not answer tells nothing about the other replicas
-            late_s = time.monotonic() - max(one.due_s, self.store.failed_s)
-        counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
+            # Until the latest look, not until now: a process that was stopped, or whose requests
+            # take longer than the grace, must look once more before it leaves others out. And a
+            # store that did not answer tells nothing about the other replicas.
+            late_s = one.looked_s - max(one.due_s, self.store.failed_s)
+        with self._lock:
+            counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
         return Heard(one.launched, counts, commit, late_s)
 
     def _rules(self) -> Rules:
@@ -426,10 +444,13 @@ class JobLog:
         return Rules(1.0 + 2 * gets.seconds / max(gets.requests, 1), self._min)
 
     def _group(self, flight: int) -> Group:
-        names = {member.name for member in self.roster if member.slot != _ASKS} - self._left
-        possible = {n for n in names if self._heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
-        recent = {n for n, last in self._heard.items() if last >= flight - 1}
-        expected = (self._latest | recent) & possible
+        names = {member.name for member in self.roster if member.slot != _ASKS}
+        with self._lock:
+            heard, latest = dict(self._heard), self._latest
+            names -= self._left
+        possible = {n for n in names if heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
+        recent = {n for n, last in heard.items() if last >= flight - 1}
+        expected = (latest | recent) & possible
         me = {self.name}
         return Group(frozenset(expected | me), frozenset(possible | me))
 
@@ -445,13 +466,15 @@ class JobLog:
     # -- requests
 
     def _read_roster(self) -> None:
-        while (data := self.store.get(f"roster/{len(self.roster)}")) is not None:
-            member = Member(*json.loads(data))
-            if member.slot != _ASKS:
-                self._heard.setdefault(member.name, self.launched)
-            elif self._threads[0].is_alive():
-                self._answer(len(self.roster))
-            self.roster.append(member)
+        with self._roster_lock:  # or two threads would both append an entry
+            while (data := self.store.get(f"roster/{len(self.roster)}")) is not None:
+                member = Member(*json.loads(data))
+                if member.slot != _ASKS:
+                    with self._lock:
+                        self._heard.setdefault(member.name, self.launched)
+                elif self._threads[0].is_alive():
+                    self._answer(len(self.roster))
+                self.roster.append(member)
 
     def _answer(self, question: int) -> None:
         self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
@@ -498,7 +521,8 @@ class JobLog:
             self._hear(flight, {name: data})
 
     def _commit(self, flight: int, one: _Flight, names: Iterable[str]) -> None:
-        found = one.messages
+        with self._lock:
+            found = dict(one.messages)
         entries = [Entry(name, len(found[name]), _digest(found[name])) for name in names]
         if self.store.create(f"commit/{flight}", json.dumps(entries).encode()):
             self._take_commit(flight, one, entries)
@@ -510,15 +534,19 @@ class JobLog:
         if data is None:
             return
         entries = [Entry(*entry) for entry in json.loads(data)]
-        if not {entry.name for entry in entries} <= {member.name for member in self.roster}:
+        names = {entry.name for entry in entries}
+        if not names <= {member.name for member in self.roster}:
             self._read_roster()
-        self._take_commit(flight, one, entries)
+        if names <= {member.name for member in self.roster}:  # or the store is slow: look again
+            self._take_commit(flight, one, entries)
 
     def _take_commit(self, flight: int, one: _Flight, entries: list[Entry]) -> None:
         with self._lock:
             one.commit = entries
-            self._latest = frozenset(entry.name for entry in entries)
-            for name in self._latest:
+            names = frozenset(entry.name for entry in entries)
+            if flight > self._latest_flight:  # an older commit may be read later
+                self._latest, self._latest_flight = names, flight
+            for name in names:
                 self._heard[name] = max(self._heard.get(name, -1), flight)
             self._others_launched = max(self._others_launched, flight)
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_commfree.elastic import log as log_module
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
-from lightning_commfree.elastic.log import ABSTAINS, LEAVES, JobLog, LeftError
+from lightning_commfree.elastic.log import ABSTAINS, LEAVES, JobLog, LeftError, _Flight
 from tests.diloco.training import Run, assert_same_bits, twin
 from tests.elastic.log_twin import Job, Killed, LogTwin, Replica, play
 from tests.elastic.memory_store import MemoryStore
@@ -100,6 +100,8 @@ def test_a_kill_costs_one_grace_and_a_restart_joins() -> None:
     replicas = [Replica(f"r{i}", i, job, waits).start() for i in (0, 1)]
     replicas.append(Replica("r2", 2, job, killing(20)).start())
     replicas[2].thread.join()
+    # a restart within the grace would be listed in the flight that r2 has missed
+    wait_until(lambda: ["r0", "r1"] in listed_in(job.store))
     replicas.append(Replica("r2-again", 2, job).start())
     play(replicas)
     assert_equal_the_twin(replicas)
@@ -127,8 +129,9 @@ def test_a_late_replica_keeps_its_outer_gradient() -> None:
     awake = threading.Event()
 
     def sleep(diloco: ElasticDiLoCo, step: int) -> None:
-        if step == 20:
-            wait_until(lambda: ["r0"] in listed_in(job.store)[2:])
+        if step == 20:  # its next flight is the sixth, number 5
+            # late by one flight, it would skip no steps; r0 may also have begun alone
+            wait_until(lambda: listed_in(job.store)[5:].count(["r0"]) == 3)
             awake.set()
 
     def wait(diloco: ElasticDiLoCo, step: int) -> None:
@@ -298,7 +301,7 @@ def test_a_damaged_message_is_an_error(log: JobLog) -> None:
     log.store.create("commit/0", json.dumps([["r1", 10, "another digest"]]).encode())
     log.start(0)
     log.launch()
-    with pytest.raises(RuntimeError, match="thread that reads memory has ended") as raised:
+    with pytest.raises(RuntimeError, match="thread that uses memory has ended") as raised:
         log.landed(0)
     assert "is damaged in memory" in str(raised.value.__cause__)
 
@@ -345,3 +348,70 @@ def test_waiting_for_replicas_is_explained(
     with pytest.raises(LeftError):
         log.landed(flight)
     assert "1 of at least 2 replicas (`min_replicas=2`) have sent a message" in caplog.text
+
+
+def test_two_threads_that_read_the_roster_append_each_entry_once(log: JobLog) -> None:
+    for n in range(40):
+        log.store.create(f"roster/{n}", json.dumps([f"r{n}", n]).encode())
+    get = log.store.get
+
+    def slow_get(key: str) -> bytes | None:
+        data = get(key)
+        time.sleep(0.001)
+        return data
+
+    log.store.get = slow_get  # type: ignore[method-assign]
+    threads = [threading.Thread(target=log._read_roster) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [member.slot for member in log.roster] == list(range(40))
+
+
+def test_an_older_commit_that_is_read_later_does_not_bring_the_dead_back(log: JobLog) -> None:
+    log.store.create("roster/0", json.dumps(["r0", 0]).encode())
+    log.store.create("roster/1", json.dumps(["r1", 1]).encode())
+    for flight, names in ((3, ["r0"]), (1, ["r0", "r1"])):
+        entries = [[name, 10, ""] for name in names]
+        log.store.create(f"commit/{flight}", json.dumps(entries).encode())
+        log._read_commit(flight, _Flight())
+    assert log._group(4).expected == {"r0"}
+
+
+def test_a_commit_that_names_an_unknown_replica_is_read_again(log: JobLog) -> None:
+    """An eventual store may show a commit before the roster."""
+    log.store.create("commit/0", json.dumps([["r1", 10, ""]]).encode())
+    one = _Flight()
+    log._read_commit(0, one)
+    assert one.commit is None
+    log.store.create("roster/0", json.dumps(["r1", 1]).encode())
+    log._read_commit(0, one)
+    assert [entry.name for entry in one.commit or ()] == ["r1"]
+
+
+def test_a_flight_that_has_landed_does_not_come_back(log: JobLog) -> None:
+    log.begin({}, lambda: b"state")
+    log.enroll(2)
+    log.start(0)
+    for _ in range(100):
+        flight = log.launch()
+        log.send(flight, lambda: b"0123456789")
+        log._watched_s = 0.0  # look for the next flight, too
+        log.landed(flight)
+    with log._lock:
+        assert log._flights.keys() <= {log.launched}
+
+
+def test_a_replica_that_was_stopped_looks_before_it_leaves_others_out(log: JobLog) -> None:
+    """Its grace has run out when it continues, but the messages may be there."""
+    log.begin({}, lambda: b"state")
+    log.enroll(2)
+    log.store.create("roster/1", json.dumps(["r1", 1]).encode())
+    log._read_roster()
+    log._grace_s, log._heard["r1"] = 0.5, 0
+    log._flights[0] = one = _Flight(launched=True, messages={"r0": b"0123456789"})
+    one.due_s = time.monotonic() - 10.0
+    log.store.create("x/0/r1", b"9876543210")
+    log._advance(0, one)
+    assert [entry.name for entry in one.commit or ()] == ["r0", "r1"]

@@ -1,7 +1,8 @@
 """Kill, drain and restart elastic replicas in mid-fit: `python -m benchmarks.elastic_demo`.
 
-Trains the GPT-2 of `make demo` twice with three replicas, each a process of its own, and a
-lighthouse: first undisturbed, then with one SIGKILL and one SIGTERM, each followed by a restart.
+Trains the GPT-2 of `make demo` twice with three replicas, each a process of its own, that share a
+folder as their store: first undisturbed, then with one SIGKILL and one SIGTERM, each followed by a
+restart.
 Prints a timeline and the criteria with their values, and writes the result page. The exit code is 1
 if final weights differ or a process fails. Further words are overrides for both runs, such as
 `trainer.max_steps=600`.
@@ -42,15 +43,15 @@ ACTS = {  # by the share of the steps that replica "a" has taken
     0.55: ("start", "c2"),
 }
 FINISHERS = {"undisturbed": {"a", "b", "c"}, "disturbed": {"a", "b2", "c2"}}
-EXIT_CODES = {"b": {-9}, "c": {0, -15}}  # in the disturbed run; of all others 0
+EXIT_CODES = {"b": {-9}, "c": {143}}  # in the disturbed run; of all others 0
 MAX_LOSS_PERCENT = 1.0
 MAX_SECONDS = 300.0
 SMOOTH = 50  # steps of the moving average in the picture
 HOW_TO_READ = """\
 *Steps lost*: gaps and repetitions in the logs of all replicas but the killed one, and what their
 last line lacks to the end of the fit (not for the drained one, which leaves).
-*Stall*: the time from one step to the next, so a step's own computation is in it. *Re-send*: the
-longest such time of the undisturbed run, which contains a quorum, an exchange and the wait for the
+*Stall*: the time from one step to the next, so a step's own computation is in it. *Undisturbed*:
+the longest such time of the undisturbed run, which contains an exchange and the wait for the
 slowest replica.
 *Validation loss*: nats per token over the whole validation split, with the final weights of replica
 a. While a replica is away, its share of the data is not trained on, so the losses are not equal.
@@ -103,7 +104,7 @@ def checks_of(
     runs: Mapping[str, Outcome],
     losses: Mapping[str, float],
     steps: int,
-    heartbeat_timeout_s: float,
+    grace_s: float,
     seconds: float,
 ) -> list[Check]:
     """Return all criteria."""
@@ -111,10 +112,10 @@ def checks_of(
     wrong = failed(calm, FINISHERS["undisturbed"], {})
     wrong += failed(rough, FINISHERS["disturbed"], EXIT_CODES)
     lost = lost_steps(rough, steps)
-    stall, resend = longest_stall(rough.logs.values()), longest_stall(calm.logs.values())
+    stall, calm_stall = longest_stall(rough.logs.values()), longest_stall(calm.logs.values())
     hashes = [len({one["hash"] for one in outcome.finished.values()}) for outcome in runs.values()]
     percent = 100 * (losses["disturbed"] / losses["undisturbed"] - 1)
-    stall_bound = heartbeat_timeout_s + resend
+    stall_bound = grace_s + calm_stall
     return [
         Check("processes that failed", ", ".join(wrong) or "0", "0", not wrong, must=True),
         Check(
@@ -128,7 +129,7 @@ def checks_of(
         Check(
             "longest stall",
             f"{stall:.2f} s",
-            f"{heartbeat_timeout_s:g} s heartbeat timeout + {resend:.2f} s re-send",
+            f"{grace_s:g} s grace + {calm_stall:.2f} s undisturbed",
             stall <= stall_bound,
         ),
         Check(
@@ -243,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--work", type=Path, default=Path("outputs/bench/elastic_demo"))
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--heartbeat-timeout", type=float, default=5.0)
+    parser.add_argument("--grace", type=float, default=1.0, help="seconds (%(default)s)")
     parser.add_argument("--step-seconds", type=float, default=STEP_S)
     parser.add_argument("--sync-every", type=int, default=20)
     options, more = parser.parse_known_args(arguments)
@@ -257,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     strategy = {
         "max_replicas": 3,
         "min_replicas": 2,
-        "heartbeat_timeout": options.heartbeat_timeout,
+        "grace": options.grace,
         "sync_every": options.sync_every,
     }
     torch.set_num_threads(1)
@@ -271,12 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True)
         plan = Plan(config, strategy, folder.resolve(), options.step_seconds)
         print(f"== {name}", flush=True)
-        runs[name] = run(plan, planned, options.heartbeat_timeout)
+        runs[name] = run(plan, planned)
         losses[name] = validation_loss(config, folder / "a.pt")
         print(f"validation loss {losses[name]:.4f}", flush=True)
 
     seconds = time.monotonic() - begun_s
-    checks = checks_of(runs, losses, steps, options.heartbeat_timeout, seconds)
+    checks = checks_of(runs, losses, steps, options.grace, seconds)
     print("== criteria")
     for check in checks:
         print(f"{check.name}: {check.value}; bound {check.bound}: {check.verdict}")

@@ -6,20 +6,17 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from benchmarks.elastic_demo.replica import Plan, Row, fit, read_rows
-from lightning_commfree.elastic.lighthouse import serve_lighthouse
 
 FOUNDERS = ("a", "b", "c")
 _START_LIMIT_S = 120.0  # until all founders have built their model
 _FIT_LIMIT_S = 240.0
 _END_S = 5.0
-_JOIN_TIMEOUT_S = 60.0  # as `commfree-lighthouse` has it
 _POLL_S = 0.1
 
 
@@ -53,25 +50,20 @@ class Outcome(NamedTuple):
     finished: dict[str, dict[str, Any]]  # step and hash of each replica that reached the end
 
 
-def run(plan: Plan, acts: Sequence[Act], heartbeat_timeout_s: float) -> Outcome:
+def run(plan: Plan, acts: Sequence[Act]) -> Outcome:
     """Run the replicas to their end, print the timeline, and end every process.
 
     Args:
-        plan: of the run; the folder must be empty. `rendezvous` is added to it.
+        plan: of the run; the folder must be empty. Its store becomes a folder in it.
         acts: in the order of their steps.
-        heartbeat_timeout_s: of the lighthouse.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    lighthouse = serve_lighthouse("127.0.0.1", port, 1, _JOIN_TIMEOUT_S, heartbeat_timeout_s)
-    strategy = {**plan.strategy, "rendezvous": f"http://127.0.0.1:{port}"}
-    job = _Job(plan._replace(strategy=strategy))
+    store = plan.folder / "store"
+    store.mkdir()
+    job = _Job(plan._replace(strategy={**plan.strategy, "store": store.as_uri()}))
     try:
         return job.play(list(acts))
     finally:
         job.end()
-        lighthouse.shutdown()
 
 
 class _Job:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from typing_extensions import override
 
@@ -80,7 +79,7 @@ class Recorder(pl.Callback):
 
 
 def fit(name: str, plan: Plan) -> None:
-    """Fit one replica, and write its weights and their hash unless SIGTERM stops it."""
+    """Fit one replica, and write its weights and their hash; SIGTERM ends it with code 143."""
     for quiet in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(quiet).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated")
@@ -97,12 +96,7 @@ def fit(name: str, plan: Plan) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    try:
-        trainer.fit(module, datamodule=data)
-    except SIGTERMException:
-        return
-    if trainer.received_sigterm:
-        return
+    trainer.fit(module, datamodule=data)
     torch.save(module.state_dict(), plan.folder / f"{name}.pt")
     result = {"step": trainer.global_step, "hash": hash_of(module)}
     (plan.folder / f"{name}.json").write_text(json.dumps(result))

@@ -30,7 +30,13 @@ def test_survivors_lose_no_step_and_all_end_with_equal_weights(
     assert "processes that failed: 0; bound 0: met" in printed.out
     assert "(SHA-256), undisturbed and disturbed: 1 and 1; bound 1 and 1: met" in printed.out
     assert "survivors' steps lost: 0; bound 0: met" in printed.out
-    for event in ("SIGKILL to b", "b exits with code -9", "c exits with code 143", "b2 has joined", "c2 has joined"):
+    for event in (
+        "SIGKILL to b",
+        "b exits with code -9",
+        "c exits with code 143",
+        "b2 has joined",
+        "c2 has joined",
+    ):
         assert event in printed.out
     assert "| survivors' steps lost | 0 | 0 | met |" in page.read_text()
     assert page.with_suffix(".png").exists()

@@ -19,8 +19,10 @@ from lightning_commfree.elastic import log as log_module
 from lightning_commfree.elastic import strategy as elastic_strategy
 from lightning_commfree.host import ModelCheckpoint, StrategyRegistry, pl
 from lightning_commfree.stores.store import open_store
+from lightning_commfree.stores.tcp import serve
 from tests.diloco.training import State, state_of
 from tests.elastic.fits import (
+    FORK,
     KILL,
     ROWS,
     STOP,
@@ -37,7 +39,7 @@ from tests.elastic.fits import (
     wait_until,
 )
 from tests.fit.models import quiet_trainer
-from tests.world import run_ranks
+from tests.world import free_port, run_ranks
 
 URL = "tcp://127.0.0.1:29510"
 SETTINGS: dict[str, Any] = {
@@ -211,11 +213,11 @@ def test_by_time_a_slow_replica_skips_steps_and_nobody_waits_for_it(
     def pace(name: str) -> Pace:
         return Pace({"a": 0.03, "b": 0.09}[name])
 
-    play = playing(store, pace, 120, sync="time", grace=20.0, min_replicas=2)
+    play = playing(store, pace, 60, sync="time", grace=20.0, min_replicas=2)
     found = Fits(play, tmp_path, "ab").results()
     assert_equal(found, "ab")
     fast, slow = found["a"], found["b"]
-    assert fast.steps == slow.steps == 120
+    assert fast.steps == slow.steps == 60
     assert fast.lr == slow.lr, "the schedule of the slow replica is at the same step"
     assert slow.trained < 0.75 * fast.trained
     for place, (_, rows) in enumerate(slow.seen):
@@ -332,6 +334,28 @@ def test_there_are_no_more_replicas_than_slots(
     assert_equal(found, "a")
 
 
+def serve_until_killed(port: int) -> None:
+    server = serve("127.0.0.1", port)
+    time.sleep(300)
+    del server
+
+
+def test_replicas_meet_at_a_tcp_store(tmp_path: Path) -> None:
+    port = free_port()
+    server = FORK.Process(target=serve_until_killed, args=(port,), daemon=True)
+    server.start()
+
+    def play(name: str) -> Fit:
+        settings = {**SETTINGS, "min_replicas": 2}
+        strategy = ElasticDiLoCoStrategy(f"tcp://127.0.0.1:{port}", **settings)
+        return fit(strategy, Pace(0.01), max_steps=40)
+
+    found = Fits(play, tmp_path, "ab").results()
+    server.kill()
+    assert_equal(found, "ab")
+    assert sorted(one.slot for one in found.values()) == [0, 1]
+
+
 # What failed with quorums
 
 
@@ -369,13 +393,13 @@ def test_a_death_and_a_joiner_in_an_outage_of_the_store(tmp_path: Path, store: P
     def play(name: str) -> Fit:
         if name == "d":
             elastic_strategy.open_store = open_in_outage  # type: ignore[assignment]
-        return playing(store, pace, 100)(name)
+        return playing(store, pace, 70)(name)
 
     fits = Fits(play, tmp_path, "abcd")
     wait_until(lambda: has_commits(store, 3)() and (tmp_path / "joins").exists())
     store.rename(tmp_path / "away")
     fits.processes["b"].kill()
-    time.sleep(3.0)
+    time.sleep(1.5)
     (tmp_path / "away").rename(store)
     found = fits.results()
     assert_equal(found, "acd")
@@ -389,7 +413,7 @@ def test_a_replica_that_was_stopped_catches_up_in_the_same_process(
             return Pace(0.03, 70, lambda trainer: wait_until((tmp_path / "awake").exists))
         return Pace(0.03, 20, sends(STOP))
 
-    fits = Fits(playing(store, pace, 150, grace=0.3), tmp_path, "ab")
+    fits = Fits(playing(store, pace, 110, grace=0.3), tmp_path, "ab")
     stopped = fits.processes["b"]
     wait_stopped(stopped)
     time.sleep(1.5)
@@ -399,7 +423,7 @@ def test_a_replica_that_was_stopped_catches_up_in_the_same_process(
     found = fits.results()
     assert_equal(found, "ab")
     back = found["b"]
-    assert back.trained < back.steps == 150
+    assert back.trained < back.steps == 110
     assert len({one.lr for one in found.values()}) == 1, "its schedule is at its step"
     rows = [row for _, rows in back.seen for row in rows]
     expected = [row for step in range(back.trained) for row in rows_of(back.slot, step)]

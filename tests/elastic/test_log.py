@@ -142,14 +142,7 @@ def test_a_late_replica_keeps_its_outer_gradient() -> None:
     replicas = [Replica("r0", 0, job, wait).start(), Replica("r1", 1, job, sleep).start()]
     play(replicas)
     slow = assert_equal_the_twin(replicas)[1]
-    assert slow.steps < 160
-    # steps before and after the pause are in one message
-    weights = [
-        LogTwin.header(job.store.objects[key])[5]
-        for key in job.store.list("x/")
-        if key.endswith("/r1") and job.store.objects[key] != ABSTAINS
-    ]
-    assert max(weights) > 8
+    assert slow.steps < 160  # the twin compares the weights of its messages
 
 
 def test_a_job_that_died_as_a_whole_continues_from_the_log() -> None:

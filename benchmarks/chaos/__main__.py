@@ -1,4 +1,4 @@
-"""Kill, stop and cut off replicas under four methods: `python -m benchmarks.chaos`.
+"""Kill, stop and cut off replicas under several methods: `python -m benchmarks.chaos`.
 
 Runs every method undisturbed and disturbed, about 20 minutes in all, and writes the result page.
 It needs Linux, root, iproute2 and torchft. The exit code is 1 if a method does not train. Further
@@ -29,7 +29,7 @@ from benchmarks.chaos.page import (
     table,
     undisturbed_rate,
 )
-from benchmarks.chaos.plan import DDP, METHODS, OURS, STREAMING, TORCHFT, Plan
+from benchmarks.chaos.plan import DDP, FOLDER, METHODS, STREAMING, TCP, TORCHFT, Plan
 from benchmarks.common.page import provenance, result_page, write_page
 from benchmarks.common.pretraining import composed
 from benchmarks.lab import LaboratoryUnavailable, exit_on_signals
@@ -40,7 +40,7 @@ from recipes.training.report import CHECKPOINT_FOLDER
 PAGE = Path(__file__).with_name("result.md")
 SAVE_S = 5.0  # between two checkpoints
 # steps between two checkpoints in the undisturbed run, before the speed is known
-_FIRST_SAVE = {DDP: 22, OURS: 40, STREAMING: 40, TORCHFT: 40}
+_FIRST_SAVE = {DDP: 22, FOLDER: 40, TCP: 40, STREAMING: 40, TORCHFT: 40}
 _BATCHES = 24  # of a validation
 _STEPS = 1_000_000  # never reached: the runs end by time
 
@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--step-seconds", type=float, default=0.1, help="%(default)s")
     add("--sync-every", type=int, default=20, help="%(default)s")
     add("--overlap-steps", type=int, default=1, help="of all DiLoCo methods (%(default)s)")
-    add("--heartbeat-timeout", type=float, default=2.0, help="%(default)s")
+    add("--heartbeat-timeout", type=float, default=2.0, help="of torchft (%(default)s)")
+    add("--grace", type=float, default=1.0, help="of elastic replicas (%(default)s)")
     add("--work", type=Path, default=Path("outputs/bench/chaos"))
     add("--page", type=Path, default=PAGE)
     options, more = parser.parse_known_args(arguments)
@@ -94,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.sync_every,
         save_every=0,
         heartbeat_timeout_s=options.heartbeat_timeout,
-        lighthouse="",
+        grace_s=options.grace,
+        meeting="",
         addresses=[],
         ends_s=0.0,
         overlap_steps=options.overlap_steps,

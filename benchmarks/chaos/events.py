@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from benchmarks.chaos.plan import REPLICAS
 
-KILL, SLOW, TERM, STOP, CUT, LIGHTHOUSE = (
+KILL, SLOW, TERM, STOP, CUT, MEETING = (
     "SIGKILL",
     "SIGKILL, late restart",
     "SIGTERM",
     "SIGSTOP",
     "partition",
-    "lighthouse restart",
+    "outage of the meeting point",
 )
 KILLS = 3  # come first, so that the seconds to the target loss have only these in them
 _FIRST_KILL, _BETWEEN_KILLS = 0.06, 0.11  # shares of the run
 _FIRST_OTHER, _BETWEEN_OTHERS = 0.45, 0.115  # usually, one replica is back before the next is hit
 _JITTER = 0.03
-_AWAY_S = {SLOW: (6.0, 6.0), STOP: (4.0, 6.0), CUT: (4.0, 6.0), LIGHTHOUSE: (1.0, 3.0)}
+_AWAY_S = {SLOW: (6.0, 6.0), STOP: (4.0, 6.0), CUT: (4.0, 6.0), MEETING: (1.0, 3.0)}
 
 
 class Event(NamedTuple):
@@ -43,7 +43,7 @@ def schedule(seed: int, seconds: float) -> list[Event]:
         seconds: length of the run; all times are in proportion to it.
     """
     chance = random.Random(seed)
-    kinds = [SLOW, TERM, STOP, CUT, LIGHTHOUSE]
+    kinds = [SLOW, TERM, STOP, CUT, MEETING]
     chance.shuffle(kinds)
     shares = [_FIRST_KILL + i * _BETWEEN_KILLS for i in range(KILLS)]
     shares += [_FIRST_OTHER + i * _BETWEEN_OTHERS for i in range(len(kinds))]
@@ -51,7 +51,7 @@ def schedule(seed: int, seconds: float) -> list[Event]:
     for kind in kinds:  # no replica twice in a row: its process may not be back yet
         last = next(replica for replica in reversed(hit) if replica >= 0)
         others = [replica for replica in range(REPLICAS) if replica != last]
-        hit.append(-1 if kind == LIGHTHOUSE else chance.choice(others))
+        hit.append(-1 if kind == MEETING else chance.choice(others))
     return [
         Event(
             seconds * (share + _JITTER * chance.random()),

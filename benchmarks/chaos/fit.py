@@ -36,8 +36,28 @@ class Recorder(pl.Callback):
         self._log, self._step_s, self._elastic = log, step_s, elastic
         self._first: int | None = None  # step at which this process begins
         self._positions: list[int] = []  # in the fit, after each step of this process
+        self._launched: dict[int, int] = {}  # position at the launch of a flight
+        self._arrived: dict[int, list[int]] = {}  # of these, by fragment, those in a mean
         self._saved = 0
         self._begun_s = 0.0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self._elastic:
+            strategy: Any = trainer.strategy
+            diloco = strategy._elastic
+            self._arrived = {p: [] for p in range(len(diloco.fragments))}
+            diloco.note = self._follow
+
+    def _follow(self, what: str, *about: Any) -> None:
+        if what == "launch":
+            flight, _, position, sent = about
+            if sent:
+                self._launched[flight] = position
+        elif what == "land":
+            flight, listed, _ = about
+            if listed:
+                self._arrived[flight % len(self._arrived)].append(self._launched[flight])
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -69,41 +89,36 @@ class Recorder(pl.Callback):
             return
         step, useful = trainer.global_step, float(len(self._positions))
         if self._elastic:
-            strategy: Any = trainer.strategy
-            diloco = strategy._elastic
-            flights, parts = [flight for flight, _ in diloco.views], len(diloco.fragments)
-            launches = [
-                [diloco.launch_step(flight) for flight in flights if flight % parts == p]
-                for p in range(parts)
-            ]
-            until = step if drained else step - diloco.settings.overlap_steps
-            useful -= diloco.discarded
-            kept = arrived(self._positions, launches, until) - diloco.discarded
+            launches = {p: list(positions) for p, positions in self._arrived.items()}
+            if drained:  # the others average what is in the store
+                for flight, position in self._launched.items():
+                    launches[flight % len(launches)].append(position)
+            kept = arrived(self._positions, [*launches.values()])
         else:
             kept = self._saved - self._first
         self._log.write(step, useful, kept)
 
 
-def arrived(positions: Sequence[int], launches: Sequence[Sequence[int]], until: int) -> float:
+def arrived(positions: Sequence[int], launches: Sequence[Sequence[int]]) -> float:
     """Return how many steps of a process have arrived, averaged over the fragments.
 
     Args:
         positions: in the fit, after each step of the process.
-        launches: by fragment, positions of the launches in which the process took part.
-        until: the latest position of a launch that has arrived.
+        launches: by fragment, positions of the launches whose messages are in a mean. A message
+            contains all steps until its launch.
     """
-    latest = [max((at for at in one if at <= until), default=-1) for one in launches]
+    latest = [max(one, default=-1) for one in launches]
     return sum(bisect_right(positions, at) for at in latest) / len(latest)
 
 
 def strategy_of(plan: Plan) -> Strategy:
     """Return the strategy of a method."""
-    if plan.method == OURS:
+    if plan.method in OURS:
         return ElasticDiLoCoStrategy(
-            rendezvous=plan.lighthouse,
+            store=plan.meeting,
+            grace=plan.grace_s,
             max_replicas=REPLICAS,
             min_replicas=LEAST,
-            heartbeat_timeout=plan.heartbeat_timeout_s,
             sync_every=plan.sync_every,
             overlap_steps=plan.overlap_steps,
         )

@@ -22,7 +22,7 @@ from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from typing import NamedTuple
 
-from benchmarks.chaos.events import CUT, LIGHTHOUSE, STOP, Event
+from benchmarks.chaos.events import CUT, MEETING, STOP, Event
 from benchmarks.chaos.plan import Process, Row
 
 Curve = Sequence[tuple[float, float]]  # seconds and validation loss
@@ -71,7 +71,7 @@ def outages(logs: Logs, events: Sequence[Event], window: Window) -> dict[int, li
     """
     found: dict[int, list[Window]] = {replica: [] for replica in logs}
     for event in sorted(events):
-        if event.kind == LIGHTHOUSE:
+        if event.kind == MEETING:
             continue
         out = found[event.replica]
         begins = window.begun_s + event.at_s

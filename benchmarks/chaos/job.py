@@ -1,8 +1,8 @@
 """The processes of one run, in a network laboratory, and their disturbances.
 
 Each replica has a node. A further node, which nothing happens to, has what a job must not lose: the
-lighthouse, or torchrun. Our replicas and those of torchft are started again here, one by one; those
-of the other methods by torchrun, all at once.
+store, torchft's lighthouse, or torchrun. Our replicas and those of torchft are started again here,
+one by one; those of the other methods by torchrun, all at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from itertools import count
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from benchmarks.chaos.events import CUT, LIGHTHOUSE, SLOW, STOP, TERM, Event
+from benchmarks.chaos.events import CUT, MEETING, SLOW, STOP, TERM, Event
 from benchmarks.chaos.goodput import Window
 from benchmarks.chaos.plan import (
+    FOLDER,
     LEAST,
     REPLICA,
     REPLICAS,
     RESTARTED,
-    TORCHFT,
+    TCP,
     Plan,
     Process,
     read_logs,
@@ -37,10 +38,9 @@ from benchmarks.chaos.plan import (
 )
 from benchmarks.lab import NetLab
 
-SERVICES = REPLICAS  # node of the lighthouse or of torchrun
-LIGHTHOUSE_PORT, TORCHRUN_PORT = 29510, 29400
-# as in torchft's examples; ours: the defaults, and `min_replicas` of the strategy
-TORCHFTS = ["--join-timeout", "10", "--min-replicas", str(LEAST)]
+SERVICES = REPLICAS  # node of the store, the lighthouse or torchrun
+MEETING_PORT, TORCHRUN_PORT = 29510, 29400
+STORE_MODULE = "lightning_commfree.stores.command"
 TERM_S = 5.0  # from SIGTERM to SIGKILL
 START_LIMIT_S = 90.0  # until all replicas train
 _POLL_S = 0.05
@@ -64,7 +64,7 @@ def run(plan: Plan, folder: Path, rate: str, events: Sequence[Event], seconds: f
     """Run all replicas, disturb them, and end every process.
 
     Args:
-        plan: of the run; addresses, lighthouse and end are set here.
+        plan: of the run; addresses, meeting point and end are set here.
         folder: empty, absolute.
         rate: of the links.
         events: in seconds after all replicas train.
@@ -77,7 +77,7 @@ def run(plan: Plan, folder: Path, rate: str, events: Sequence[Event], seconds: f
     with NetLab(REPLICAS + 1, rate) as lab, ExitStack() as files:
         host = lab.address(SERVICES)
         plan = plan._replace(
-            lighthouse=f"http://{host}:{LIGHTHOUSE_PORT}",
+            meeting=_meeting(plan.method, folder, f"{host}:{MEETING_PORT}"),
             addresses=[lab.address(replica) for replica in range(REPLICAS)],
             ends_s=time.time() + START_LIMIT_S + seconds,
         )
@@ -88,13 +88,20 @@ def run(plan: Plan, folder: Path, rate: str, events: Sequence[Event], seconds: f
             job.end()
 
 
+def _meeting(method: str, folder: Path, address: str) -> str:
+    """Return the URL of what the replicas of a method meet in."""
+    if method == FOLDER:
+        return (folder / "store").as_uri()
+    return f"{'tcp' if method == TCP else 'http'}://{address}"
+
+
 class _Job:
     def __init__(self, lab: NetLab, plan: Plan, folder: Path, files: ExitStack) -> None:
         self._lab, self._plan, self._folder, self._files = lab, plan, folder, files
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
         self._torchruns: list[subprocess.Popen[bytes]] = []
-        self._lighthouses: list[subprocess.Popen[bytes]] = []
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._servers: list[subprocess.Popen[bytes]] = []  # of the store or the lighthouse
+        self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()  # so that acts at the same time need no order
         self._events: list[Event] = []
         self._timeline: list[str] = []
@@ -105,7 +112,7 @@ class _Job:
         if self._plan.method in RESTARTED:
             self._torchrun()
         else:
-            self._start_lighthouses()
+            self._start_meeting()
             for replica in range(REPLICAS):
                 self._start(replica)
         self._wait_for_training()
@@ -162,19 +169,23 @@ class _Job:
         env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._torchruns.append(self._lab.start(SERVICES, command, env, self._log("torchrun.log")))
 
-    def _start_lighthouses(self) -> None:
-        """Start one that serves, and one that serves after the first is killed."""
-        plan = self._plan
-        options = ["--bind", self._lab.address(SERVICES), "--port", str(LIGHTHOUSE_PORT)]
-        options += ["--heartbeat-timeout", f"{plan.heartbeat_timeout_s:g}"]
-        options += TORCHFTS if plan.method == TORCHFT else []
-        for number in range(2):
-            serve = self._folder / f"lighthouse.{number}"
-            command = self._python("lighthouse", str(serve), *options)
-            env = {"OMP_NUM_THREADS": "1", "RUST_LOG": "warn"}
-            log = self._log(f"lighthouse{number}.log")
-            self._lighthouses.append(self._lab.start(SERVICES, command, env, log))
-        (self._folder / "lighthouse.0").touch()
+    def _start_meeting(self) -> None:
+        plan, address = self._plan, f"{self._lab.address(SERVICES)}:{MEETING_PORT}"
+        if plan.method == FOLDER:
+            (self._folder / "store").mkdir()
+        elif plan.method == TCP:
+            self._serve("store", "-m", STORE_MODULE, "serve", "--bind", address)
+        else:  # one that serves, and one that serves after the first is killed
+            for number in range(2):
+                file = self._folder / f"lighthouse.{number}"
+                words = address, str(LEAST), f"{plan.heartbeat_timeout_s:g}"
+                self._serve(file.name, "-m", "benchmarks.chaos.lighthouse", str(file), *words)
+            (self._folder / "lighthouse.0").touch()
+
+    def _serve(self, name: str, *words: str) -> None:
+        env, log = {"OMP_NUM_THREADS": "1", "RUST_LOG": "warn"}, self._log(f"{name}.log")
+        command = ["env", *_UNSET, sys.executable, *words]
+        self._servers.append(self._lab.start(SERVICES, command, env, log))
 
     def _wait_for_training(self) -> None:
         """Wait until all replicas have taken a step; the run begins then."""
@@ -195,7 +206,7 @@ class _Job:
 
     @property
     def _started(self) -> list[subprocess.Popen[bytes]]:
-        return [*self._replicas.values(), *self._lighthouses, *self._torchruns]
+        return [*self._replicas.values(), *self._servers, *self._torchruns]
 
     @staticmethod
     def _python(module: str, *words: str) -> list[str]:
@@ -206,18 +217,17 @@ class _Job:
 
     # -- disturbances
 
-    def _at(self, seconds: float, act: Callable[[], None]) -> None:
+    def _at(self, seconds: float, act: Callable[[], object]) -> None:
         heapq.heappush(self._due, (seconds, next(self._numbers), act))
 
     def _disturb(self, event: Event) -> None:
         now_s = time.time() - self._begun_s
         over_s = now_s + event.lasts_s
-        if event.kind == LIGHTHOUSE:
-            if not self._lighthouses:
-                self._note("no lighthouse to restart")
+        if event.kind == MEETING:
+            if self._plan.method in RESTARTED:
+                self._note("there is no meeting point")
                 return
-            self._lighthouses[0].kill()
-            self._at(over_s, (self._folder / "lighthouse.1").touch)
+            self._at(over_s, self._take_meeting_away())
         else:
             replica = event.replica
             pid = read_pid(self._folder, replica)
@@ -239,6 +249,19 @@ class _Job:
                 self._signal(pid, replica, signal.SIGKILL)
         self._events.append(event._replace(at_s=now_s))
         self._note(str(event))
+
+    def _take_meeting_away(self) -> Callable[[], object]:
+        """Make the meeting point unreachable; return what brings it back."""
+        if self._plan.method == FOLDER:
+            store, away = self._folder / "store", self._folder / "store.away"
+            store.rename(away)
+            return partial(away.rename, store)
+        server = self._servers[0]
+        if self._plan.method == TCP:
+            server.send_signal(signal.SIGSTOP)
+            return partial(server.send_signal, signal.SIGCONT)
+        server.kill()
+        return (self._folder / "lighthouse.1").touch
 
     def _signal(self, pid: int, replica: int, signum: signal.Signals) -> None:
         """Send a signal to a process that is still the replica's."""

@@ -1,28 +1,35 @@
-"""A lighthouse that serves when its file exists: `python -m benchmarks.chaos.lighthouse FILE ...`.
+"""torchft's lighthouse, which serves when its file exists: `python -m benchmarks.chaos.lighthouse`.
 
 Its imports are done by then, so a second one can replace the first after a given time.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
 
-import torchft.coordination  # type: ignore[import-not-found,import-untyped,unused-ignore] # noqa: F401
+from torchft.coordination import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    LighthouseServer,
+)
 
-from lightning_commfree.elastic.lighthouse_command import main
-
+_JOIN_TIMEOUT_MS = 10_000  # as in torchft's examples
 _POLL_S = 0.02
-_USAGE = 2  # exit code also for a port that is in use
 
 if __name__ == "__main__":
-    while not Path(sys.argv[1]).exists():
+    file, bind, min_replicas, heartbeat_timeout_s = sys.argv[1:]
+    while not Path(file).exists():
         time.sleep(_POLL_S)
     while True:
         try:
-            sys.exit(main(sys.argv[2:]))
-        except SystemExit as end:
-            if end.code != _USAGE:
-                raise
-        time.sleep(_POLL_S)  # the process that was killed still holds the port
+            server = LighthouseServer(
+                bind=bind,
+                min_replicas=int(min_replicas),
+                join_timeout_ms=_JOIN_TIMEOUT_MS,
+                heartbeat_timeout_ms=round(1e3 * float(heartbeat_timeout_s)),
+            )
+            break
+        except RuntimeError:  # the process that was killed still holds the port
+            time.sleep(_POLL_S)
+    signal.pause()

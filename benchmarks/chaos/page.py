@@ -27,7 +27,7 @@ from lightning_commfree.comm.text import counted
 
 TITLE = "How much training is left when replicas are killed, stopped and cut off?"
 LEAST_GOODPUT = 0.95
-MOST_SECONDS = 1.1  # to the target loss with three kills, over undisturbed
+MOST_SECONDS = 1.05
 PUBLISHED = "published for nanoGPT on 4 ranks: DDP 1.9, torchft's DiLoCo 1.16"
 
 
@@ -93,23 +93,25 @@ def figures_of(method: str, runs: Runs) -> Figures:
 
 def criteria(found: Mapping[str, Figures]) -> list[str]:
     """Return the criteria, set before the run, as Markdown lines."""
-    ours = found.get(OURS)
-    goodput = None if ours is None else ours.goodput
-    ratio = None if ours is None else ours.ratio
-    rows = [
-        (
-            f"goodput of {OURS}",
-            "none" if goodput is None else f"{100 * goodput:.1f} %",
-            f"at least {100 * LEAST_GOODPUT:.0f} %",
-            goodput is not None and goodput >= LEAST_GOODPUT,
-        ),
-        (
-            f"seconds of {OURS} to the target loss with {KILLS} kills, over undisturbed",
-            "not reached" if ratio is None else f"{ratio:.2f}",
-            f"at most {MOST_SECONDS:g} ({PUBLISHED})",
-            ratio is not None and ratio <= MOST_SECONDS,
-        ),
-    ]
+    rows = []
+    for method in OURS:
+        ours = found.get(method)
+        goodput = None if ours is None else ours.goodput
+        ratio = None if ours is None else ours.ratio
+        rows += [
+            (
+                f"goodput of {method}",
+                "none" if goodput is None else f"{100 * goodput:.1f} %",
+                f"at least {100 * LEAST_GOODPUT:.0f} %",
+                goodput is not None and goodput >= LEAST_GOODPUT,
+            ),
+            (
+                f"seconds of {method} to the target loss with {KILLS} kills, over undisturbed",
+                "not reached" if ratio is None else f"{ratio:.2f}",
+                f"at most {MOST_SECONDS:g} ({PUBLISHED})",
+                ratio is not None and ratio <= MOST_SECONDS,
+            ),
+        ]
     lines = ["| criterion | value | bound | verdict |", "|---|---|---|---|"]
     return [*lines, *(f"| {n} | {v} | {b} | {'met' if m else 'missed'} |" for n, v, b, m in rows)]
 
@@ -151,8 +153,8 @@ def opening(found: Mapping[str, Figures], failures: Mapping[str, str], picture: 
     shown = ", ".join(f"{method} {100 * f.goodput:.0f} %" for method, f in by_goodput)
     return [
         "Three replicas train a small GPT-2 while processes are killed, stopped and cut off, at"
-        " the same seeded times for each of four methods. How many of the steps that the survivors"
-        " could have taken are in the model?",
+        " the same seeded times for each of several methods. How many of the steps that the"
+        " survivors could have taken are in the model?",
         "",
         f"**Found:** goodput {shown}.",
         "",
@@ -165,20 +167,19 @@ def opening(found: Mapping[str, Figures], failures: Mapping[str, str], picture: 
     ]
 
 
-def loss_of(one: Runs, rate: float) -> str:
-    """Return a sentence that says where our method loses its seconds."""
+def loss_of(method: str, one: Runs, rate: float) -> str:
+    """Return a sentence that says where a method of ours loses its seconds."""
     run = one.rough
     out = outages(run.logs, run.events, run.window)
     found = losses(run.logs, out, run.window, run.alive, rate)
     available = available_s(out, run.window)
     lost = available - useful_steps(run.logs, run.window, run.alive) / rate
     return (
-        f"*Where {OURS} loses {lost:.1f} of {available:.0f} available replica-seconds*: new"
+        f"*Where {method} loses {lost:.1f} of {available:.0f} available replica-seconds*: new"
         f" processes wait {found.joining_s:.1f} s between building the model and their first step;"
         f" replicas stand still for {found.still_s:.1f} s; {found.unsent_s:.1f} s are steps that a"
         " process had not sent when it ended. The rest are slower steps, such as those while"
-        " another process imports on the same cores, and steps that a replica discards when it"
-        " joins again."
+        " another process imports on the same cores."
     )
 
 
@@ -194,10 +195,13 @@ def body(
         f" {plan.step_s:g} s, mostly sleep, so that speed depends little on the machine's cores;"
         f" `OMP_NUM_THREADS=1`. Constant learning rate after warm-up. H = {plan.sync_every} and two"
         f" fragments, in flight for {counted(plan.overlap_steps, 'step')}, for all DiLoCo methods;"
-        f" heartbeat timeout {plan.heartbeat_timeout_s:g} s for"
-        " both that have a lighthouse. Every method has an undisturbed run and a disturbed one.",
+        f" grace of our replicas {plan.grace_s:g} s, heartbeat timeout of torchft's"
+        f" {plan.heartbeat_timeout_s:g} s. Every method has an undisturbed run and a disturbed"
+        " one.",
         "",
-        "- *ElasticDiLoCo*: `ElasticDiLoCoStrategy`; a process that ends is started again at once.",
+        "- *ElasticDiLoCo*: `ElasticDiLoCoStrategy`; a process that ends is started again at once."
+        " The folder is on the disk of the machine; `commfree-store serve` runs on a node that"
+        " nothing happens to.",
         "- *StreamingDiLoCo* and *DDP*: `StreamingDiLoCoStrategy` and Lightning's `DDPStrategy`"
         " under one torchrun with `--max-restarts`, which restarts all processes when one ends;"
         f" they continue from the last checkpoint, saved every {save_s:g} s, and on SIGTERM from"
@@ -208,14 +212,16 @@ def body(
         " fp32 on the wire; a process that ends is started again at once. Transfers time out after"
         " 10 s, as in torchft's own tests.",
         "",
-        f"With fewer than {LEAST} replicas, the methods that have a lighthouse wait.",
+        f"With fewer than {LEAST} replicas, the elastic methods and torchft's wait.",
         "",
         f"All methods save a checkpoint every {save_s:g} s. Events, from seed {seed}: three kills,"
         " then the others in random order, so far apart that usually one replica is back before"
         " the next is hit. SIGTERM is followed by SIGKILL after"
         f" {TERM_S:g} s. A late restart waits before it imports anything. A partition cuts one"
-        " replica off at the switch. The lighthouse is killed and another one starts on its port;"
-        " under torchrun this event has no effect.",
+        " replica off at the switch, but not from a folder. An outage of the meeting point: the"
+        " folder has another name for a while, the TCPStore's process is stopped and continues,"
+        " torchft's lighthouse is killed and another one starts on its port; under torchrun this"
+        " event has no effect.",
         "",
         "```text",
         *(f"{event.at_s:7.1f} s  {event}" for event in planned),
@@ -229,7 +235,7 @@ def body(
         " checkpoint (so all replicas lose those after it). Under DiLoCo they are the steps that"
         " were exchanged, in proportion to the fragments that have them. Steps are not useful that"
         " torchft discards because a commit failed, or that a joiner takes before it gets the"
-        " others' state, or that ElasticDiLoCo discards when a replica joins again.",
+        " others' state.",
         "",
         "*Available*: a replica is out from the event that hits it until its new process has built"
         " its model, or, if its process survives SIGSTOP or a partition by 5 s, until the end of"
@@ -247,8 +253,9 @@ def body(
         "",
         "## Disturbed runs",
     ]
-    if OURS in runs:
-        lines[-2:-2] = ["", loss_of(runs[OURS], undisturbed_rate(runs[OURS].calm))]
+    for method in filter(runs.__contains__, OURS):
+        one = runs[method]
+        lines[-2:-2] = ["", loss_of(method, one, undisturbed_rate(one.calm))]
     for method, one in runs.items():
         lines += ["", f"### {method}", "", "```text", *one.rough.timeline, "```"]
         if method in RESTARTED:

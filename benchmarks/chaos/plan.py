@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 REPLICAS, LEAST = 3, 2  # with fewer than `LEAST`, all wait
-OURS, STREAMING, DDP, TORCHFT = "ElasticDiLoCo", "StreamingDiLoCo", "DDP", "torchft DiLoCo"
-METHODS = (OURS, STREAMING, DDP, TORCHFT)
+FOLDER, TCP = "ElasticDiLoCo on a folder", "ElasticDiLoCo on a TCPStore"
+OURS = (FOLDER, TCP)
+STREAMING, DDP, TORCHFT = "StreamingDiLoCo", "DDP", "torchft DiLoCo"
+METHODS = (*OURS, STREAMING, DDP, TORCHFT)
 RESTARTED = (STREAMING, DDP)  # torchrun restarts all processes when one ends
 REPLICA = "CHAOS_REPLICA"  # environment variable; under torchrun, RANK
 
@@ -27,8 +29,9 @@ class Plan(NamedTuple):
     step_s: float  # the forward of a step takes at least this long
     sync_every: int  # H of the DiLoCo methods
     save_every: int  # steps between two checkpoints
-    heartbeat_timeout_s: float
-    lighthouse: str  # URL
+    heartbeat_timeout_s: float  # of torchft
+    grace_s: float  # of our elastic replicas
+    meeting: str  # URL of the store or the lighthouse
     addresses: list[str]  # of the replicas
     ends_s: float  # no process runs longer; seconds since the epoch
     overlap_steps: int = 1  # of the DiLoCo methods: from a fragment's launch to its landing

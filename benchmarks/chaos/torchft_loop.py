@@ -70,7 +70,7 @@ def train(plan: Plan, replica: int, folder: Path, open_log: Callable[[], Log]) -
         world_size=1,  # of a replica
         store_addr=host,
         store_port=STORE_PORT,
-        lighthouse_addr=plan.lighthouse,
+        lighthouse_addr=plan.meeting,
         replica_id=f"replica{replica}",
         hostname=host,
         init_sync=False,  # all start with the same weights

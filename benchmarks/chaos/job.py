@@ -30,6 +30,7 @@ from benchmarks.chaos.plan import (
     REPLICA,
     REPLICAS,
     RESTARTED,
+    S3,
     TCP,
     Plan,
     Process,
@@ -40,7 +41,11 @@ from benchmarks.lab import NetLab
 
 SERVICES = REPLICAS  # node of the store, the lighthouse or torchrun
 MEETING_PORT, TORCHRUN_PORT = 29510, 29400
-STORE_MODULE = "lightning_commfree.stores.command"
+STORE_MODULE, BUCKET_MODULE, BUCKET = (
+    "lightning_commfree.stores.command",
+    "benchmarks.chaos.bucket",
+    "chaos",
+)
 TERM_S = 5.0  # from SIGTERM to SIGKILL
 START_LIMIT_S = 90.0  # until all replicas train
 _POLL_S = 0.05
@@ -75,9 +80,8 @@ def run(plan: Plan, folder: Path, rate: str, events: Sequence[Event], seconds: f
         RuntimeError: the replicas do not train.
     """
     with NetLab(REPLICAS + 1, rate) as lab, ExitStack() as files:
-        host = lab.address(SERVICES)
         plan = plan._replace(
-            meeting=_meeting(plan.method, folder, f"{host}:{MEETING_PORT}"),
+            meeting=_meeting(plan.method, folder, _address(lab)),
             addresses=[lab.address(replica) for replica in range(REPLICAS)],
             ends_s=time.time() + START_LIMIT_S + seconds,
         )
@@ -88,16 +92,23 @@ def run(plan: Plan, folder: Path, rate: str, events: Sequence[Event], seconds: f
             job.end()
 
 
+def _address(lab: NetLab) -> str:
+    return f"{lab.address(SERVICES)}:{MEETING_PORT}"
+
+
 def _meeting(method: str, folder: Path, address: str) -> str:
     """Return the URL of what the replicas of a method meet in."""
     if method == FOLDER:
         return (folder / "store").as_uri()
+    if method == S3:
+        return f"s3://{BUCKET}/run"
     return f"{'tcp' if method == TCP else 'http'}://{address}"
 
 
 class _Job:
     def __init__(self, lab: NetLab, plan: Plan, folder: Path, files: ExitStack) -> None:
         self._lab, self._plan, self._folder, self._files = lab, plan, folder, files
+        self._address = _address(lab)
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
         self._torchruns: list[subprocess.Popen[bytes]] = []
         self._servers: list[subprocess.Popen[bytes]] = []  # of the store or the lighthouse
@@ -144,6 +155,14 @@ class _Job:
         command = ["env", *_UNSET, *self._python("replica", str(self._folder))]
         log = self._log(f"{replica}.log")
         env = {"OMP_NUM_THREADS": "1", "RUST_LOG": "warn", REPLICA: str(replica)}
+        if self._plan.method == S3:
+            env |= {
+                "AWS_ENDPOINT": f"http://{self._address}",
+                "AWS_ALLOW_HTTP": "true",
+                "AWS_REGION": "us-east-1",
+                "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+            }
         self._replicas[replica] = self._lab.start(replica, command, env, log)
 
     def _start_ended(self) -> None:
@@ -170,11 +189,13 @@ class _Job:
         self._torchruns.append(self._lab.start(SERVICES, command, env, self._log("torchrun.log")))
 
     def _start_meeting(self) -> None:
-        plan, address = self._plan, f"{self._lab.address(SERVICES)}:{MEETING_PORT}"
+        plan, address = self._plan, self._address
         if plan.method == FOLDER:
             (self._folder / "store").mkdir()
         elif plan.method == TCP:
             self._serve("store", "-m", STORE_MODULE, "serve", "--bind", address)
+        elif plan.method == S3:
+            self._serve("store", "-m", BUCKET_MODULE, *address.split(":"), BUCKET)
         else:  # one that serves, and one that serves after the first is killed
             for number in range(2):
                 file = self._folder / f"lighthouse.{number}"
@@ -257,7 +278,7 @@ class _Job:
             store.rename(away)
             return partial(away.rename, store)
         server = self._servers[0]
-        if self._plan.method == TCP:
+        if self._plan.method in (TCP, S3):
             server.send_signal(signal.SIGSTOP)
             return partial(server.send_signal, signal.SIGCONT)
         server.kill()

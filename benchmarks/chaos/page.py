@@ -200,8 +200,8 @@ def body(
         " one.",
         "",
         "- *ElasticDiLoCo*: `ElasticDiLoCoStrategy`; a process that ends is started again at once."
-        " The folder is on the disk of the machine; `commfree-store serve` runs on a node that"
-        " nothing happens to.",
+        " The folder is on the disk of the machine; `commfree-store serve` and moto's S3 server run"
+        " on a node that nothing happens to.",
         "- *StreamingDiLoCo* and *DDP*: `StreamingDiLoCoStrategy` and Lightning's `DDPStrategy`"
         " under one torchrun with `--max-restarts`, which restarts all processes when one ends;"
         f" they continue from the last checkpoint, saved every {save_s:g} s, and on SIGTERM from"
@@ -219,9 +219,9 @@ def body(
         " the next is hit. SIGTERM is followed by SIGKILL after"
         f" {TERM_S:g} s. A late restart waits before it imports anything. A partition cuts one"
         " replica off at the switch, but not from a folder. An outage of the meeting point: the"
-        " folder has another name for a while, the TCPStore's process is stopped and continues,"
-        " torchft's lighthouse is killed and another one starts on its port; under torchrun this"
-        " event has no effect.",
+        " folder has another name for a while, the process of the TCPStore or of S3 is stopped and"
+        " continues, torchft's lighthouse is killed and another one starts on its port; under"
+        " torchrun this event has no effect.",
         "",
         "```text",
         *(f"{event.at_s:7.1f} s  {event}" for event in planned),

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 REPLICAS, LEAST = 3, 2  # with fewer than `LEAST`, all wait
 FOLDER, TCP = "ElasticDiLoCo on a folder", "ElasticDiLoCo on a TCPStore"
-OURS = (FOLDER, TCP)
+S3 = "ElasticDiLoCo on S3"
+OURS = (FOLDER, TCP, S3)
 STREAMING, DDP, TORCHFT = "StreamingDiLoCo", "DDP", "torchft DiLoCo"
 METHODS = (*OURS, STREAMING, DDP, TORCHFT)
 RESTARTED = (STREAMING, DDP)  # torchrun restarts all processes when one ends

@@ -5,5 +5,6 @@ algorithm    Streaming DiLoCo on a job's log
 transport    its exchanges
 log          the log in a store (`stores`), as one replica sees it
 decision     when to average an exchange, and whose messages
+polling      how often to look at the store
 status       what the log says about a job, for `commfree-store status`
 """

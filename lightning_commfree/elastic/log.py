@@ -28,6 +28,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -43,6 +44,7 @@ from lightning_commfree.elastic.decision import (
     Rules,
     decide,
 )
+from lightning_commfree.elastic.polling import first_look_s, look_at_s, watch_pause_s
 from lightning_commfree.stores.retrying import Retrying, VerbCount
 from lightning_commfree.stores.store import Store, StoreError
 
@@ -52,8 +54,7 @@ _log = logging.getLogger(__name__)
 ABSTAINS = b"-"  # message of a replica that has no finite values
 LEAVES = b"."  # message of a replica that leaves the job
 _SILENT_FLIGHTS = 10  # a replica that sent nothing in so many flights is not looked for
-_POLL_S = (0.02, 0.5)  # shortest and longest pause between looks at the store
-_WATCH_S = 1.0  # how often to look for newcomers, and for commits that this replica has missed
+_RECENT = 4  # flights from whose times the next one's is guessed
 _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer
 _ASKS = -1  # in place of a slot: this entry of the roster is a question
 _TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
@@ -93,10 +94,12 @@ class MissedError(Exception):
 @dataclass
 class _Flight:
     launched: bool = False  # by this replica, or followed without a message
+    launched_s: float = -math.inf
     messages: dict[str, bytes] = field(default_factory=dict)  # by replica
     commit: list[Entry] | None = None
     due_s: float | None = None  # when training began to wait
     looked_s: float = -math.inf  # when the latest look for others' messages began
+    asked_s: float = -math.inf  # when the latest request about it ended
     landed: threading.Event = field(default_factory=threading.Event)
     missed: bool = False
 
@@ -125,7 +128,10 @@ class JobLog:
         self._first = 0  # number of the job's first flight
         self._latest_flight = -1
         self._heard: dict[str, int] = {}  # by replica, its latest flight, or when it came
-        self._watched_s = 0.0
+        self._watched_s = self._asked_go_s = -math.inf
+        self._launched_s = time.monotonic()
+        self._interval_s = 0.0  # between the latest two launches
+        self._took_s: deque[float] = deque(maxlen=_RECENT)  # from launch to commit
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         # The training thread and both threads below read and change `launched`, `_flights`, the
         # messages of a flight, `_latest`, `_heard` and `_others_launched`: hold the lock.
@@ -237,7 +243,9 @@ class JobLog:
         """Take part in the next flight, and return its number; `send` adds a message to it."""
         with self._lock:
             flight, self.launched = self.launched, self.launched + 1
-            self._flights.setdefault(flight, _Flight()).launched = True
+            one, now_s = self._flights.setdefault(flight, _Flight()), time.monotonic()
+            one.launched, one.launched_s = True, now_s
+            self._interval_s, self._launched_s = now_s - self._launched_s, now_s
         if self._by_time and flight > self._others_launched:
             self.later(lambda: self.store.create(f"go/{flight}", b""))
         self._wake.set()
@@ -370,37 +378,56 @@ class JobLog:
             self._wake.set()
 
     def _look(self) -> None:
-        shortest_s, longest_s = _POLL_S
-        pause_s = shortest_s
         while not self._closed:
-            if self._wake.wait(pause_s):
-                self._wake.clear()
-                pause_s = shortest_s
-            if self._by_time or time.monotonic() - self._watched_s > _WATCH_S:
+            if self._watch_at_s() <= time.monotonic():
                 self._watch()
+            if self._go_at_s() <= time.monotonic():
+                self._read_go()
             with self._lock:
                 flights = sorted(self._flights.items())
-            changes = [self._advance(flight, one) for flight, one in flights]
-            pause_s = shortest_s if any(changes) else min(1.5 * pause_s, longest_s)
+            for flight, one in flights:
+                self._advance(flight, one)
+            looks_s = [self._look_at_s(one) for _, one in flights if not one.landed.is_set()]
+            next_s = min(self._watch_at_s(), self._go_at_s(), *looks_s)
+            self._wake.wait(max(next_s - time.monotonic(), 0.0))
+            self._wake.clear()
+
+    def _watch_at_s(self) -> float:
+        return self._watched_s + watch_pause_s(self._interval_s)
 
     def _watch(self) -> None:
         """Look for newcomers, and for a commit of the flight that this replica launches next."""
         self._read_roster()
         flight, one = self._next_flight()
-        if self._by_time and self.store.get(f"go/{flight}") is not None:
-            with self._lock:
-                self._others_launched = max(self._others_launched, flight)
         if one.commit is None:
             self._read_commit(flight, one)
         self._watched_s = time.monotonic()
+
+    def _go_at_s(self) -> float:
+        return look_at_s(self._launched_s, 0.0, self._asked_go_s) if self._by_time else math.inf
+
+    def _read_go(self) -> None:
+        flight = self.launched
+        if self._others_launched < flight and self.store.get(f"go/{flight}") is not None:
+            with self._lock:
+                self._others_launched = max(self._others_launched, flight)
+        self._asked_go_s = time.monotonic()
 
     def _next_flight(self) -> tuple[int, _Flight]:
         with self._lock:  # a flight that has landed must not come back
             return self.launched, self._flights.setdefault(self.launched, _Flight())
 
-    def _advance(self, flight: int, one: _Flight) -> bool:
-        """Do what is next for a flight, until there is nothing new; return whether there was."""
-        changed = looked = False
+    def _look_at_s(self, one: _Flight) -> float:
+        """Return when to look for a flight's commit and messages again."""
+        if one.due_s is not None:
+            return look_at_s(one.due_s, 0.0, one.asked_s)
+        if one.launched:
+            return look_at_s(one.launched_s, first_look_s(self._took_s), one.asked_s)
+        # `_watch` looks for its commit
+        return math.inf if one.commit is None else one.asked_s + watch_pause_s(0.0)
+
+    def _advance(self, flight: int, one: _Flight) -> None:
+        """Do what is next for a flight, until there is nothing new or it is too early to look."""
         while not one.landed.is_set() and not self._closed:
             before = len(one.messages), one.commit
             match decide(self._what_is_heard(one), self._group(flight), self._rules()):
@@ -411,19 +438,17 @@ class JobLog:
                 case Commit(names):
                     self._commit(flight, one, names)
                 case Look(names):
-                    if looked:
-                        break  # look again after a pause
-                    looked, began_s = True, time.monotonic()
+                    began_s = time.monotonic()
+                    if began_s < self._look_at_s(one):
+                        return
                     self._read_commit(flight, one)
                     if one.commit is None:
                         self._look_for(flight, names)
-                    one.looked_s = began_s
-                    changed = changed or before != (len(one.messages), one.commit)
-                    continue
+                    one.looked_s, one.asked_s = began_s, time.monotonic()
+                    continue  # if nothing is new, the grace may have passed
+            one.asked_s = time.monotonic()
             if before == (len(one.messages), one.commit):
-                break
-            changed = True
-        return changed or one.landed.is_set()
+                return
 
     def _what_is_heard(self, one: _Flight) -> Heard:
         commit = None if one.commit is None else tuple(entry.name for entry in one.commit)
@@ -542,6 +567,8 @@ class JobLog:
 
     def _take_commit(self, flight: int, one: _Flight, entries: list[Entry]) -> None:
         with self._lock:
+            if one.commit is None and one.launched:
+                self._took_s.append(time.monotonic() - one.launched_s)
             one.commit = entries
             names = frozenset(entry.name for entry in entries)
             if flight > self._latest_flight:  # an older commit may be read later

@@ -5,6 +5,7 @@ algorithm    Streaming DiLoCo on a job's log
 transport    its exchanges
 log          the log in a store (`stores`), as one replica sees it
 decision     when to average an exchange, and whose messages
+lateness     warnings about settings with which replicas come too late
 polling      how often to look at the store
 status       what the log says about a job, for `commfree-store status`
 """

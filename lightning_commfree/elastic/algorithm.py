@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ from lightning_commfree.diloco.nonfinite import NONFINITE_VALUES
 from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
+from lightning_commfree.elastic.lateness import Lateness
 from lightning_commfree.elastic.log import Member, MissedError
 from lightning_commfree.elastic.transport import NOT_LISTED, StoreTransport
 
@@ -77,6 +79,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since = [0] * len(fragments)  # `inner_steps` at the landing that counted last
         self._before: dict[int, Tensor] = {}  # global copies before an outer step
         self._residuals: dict[int, Tensor] = {}  # before the launch, by fragment
+        self._sent: set[int] = set()  # fragments in flight for which this replica sent a message
+        self._lateness = Lateness(len(fragments), settings.overlap_steps)
         super().__init__(module, fragments, settings, transport, within, requests)
         self._frozen_digests = self._frozen.digests()
 
@@ -151,7 +155,18 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self._residuals[p] = residual.clone()
         super().launch(p)
         transport = self.transport
+        if not transport.follows:
+            self._sent.add(p)
         self.note("launch", transport.flights[p], p, self.step, not transport.follows)
+
+    @override
+    def land(self, p: int) -> None:
+        ledger = self.view.channel.ledger
+        before_s = ledger.seconds_waited
+        super().land(p)
+        if p in self._sent:
+            self._sent.remove(p)
+            self._lateness.landed(ledger.seconds_waited - before_s, time.monotonic())
 
     @override
     def outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
@@ -171,6 +186,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 " check this replica's batches; with `nonfinite='abstain'` it would continue from"
                 " the global copy."
             )
+        if p in self._sent and is_finite:
+            self._lateness.listed(listed)
         if not listed and is_finite:
             assert before is not None
             fragment.keep_outer_gradient(before, frozen)
@@ -289,6 +306,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 fragment.merge(mix=0.0)
         self.step = saved["step"]
         self.flights.clear()
+        self._sent.clear()
         self._log.continue_at(flight + 1)
         self.landed = flight + 1
         if self.ended:

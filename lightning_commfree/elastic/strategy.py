@@ -153,7 +153,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             have not sent it yet. A replica that comes later loses nothing: its steps count in the
             fragment's next exchange. "auto": 1 s, and twice the mean time of a request.
         min_replicas: minimum number of replicas. If there are fewer, all of them wait when the
-            next fragment is due to land.
+            next fragment is due to land. Those that start first do not wait for others otherwise:
+            the first exchanges may be those of one replica, and the others join.
         max_replicas: number of slots, each with its share of the training data. The shares of empty
             slots are not trained on.
         sync: how replicas of unequal speed stay together. "steps": every replica takes `sync_every`

@@ -218,6 +218,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 self._refuse_frozen(p)
             # the last round begins with fragment 0: skip to its next flight, as all replicas do
             self._log.launched = -(-self._log.launched // total) * total
+            self._log.last_round = self._log.launched
             try:
                 super().finish()
                 break

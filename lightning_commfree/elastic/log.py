@@ -54,6 +54,7 @@ _log = logging.getLogger(__name__)
 ABSTAINS = b"-"  # message of a replica that has no finite values
 LEAVES = b"."  # message of a replica that leaves the job
 _SILENT_FLIGHTS = 10  # a replica that sent nothing in so many flights is not looked for
+_LAST_GRACES = 10  # graces for which the last round waits
 _RECENT = 4  # flights from whose times the next one's is guessed
 _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer
 _ASKS = -1  # in place of a slot: this entry of the roster is a question
@@ -120,6 +121,7 @@ class JobLog:
         self.store, self.name = Retrying(store, stop=self._stop), name
         self._sizes, self._min, self._grace_s, self._by_time = sizes, min_replicas, grace_s, by_time
         self.launched = 0  # number of the next flight to launch
+        self.last_round = math.inf  # number of the first flight of the last round, once it is known
         self.roster: list[Member] = []
         self._flights: dict[int, _Flight] = {}  # neither landed nor forgotten
         self._others_launched = -1  # latest flight that another replica is known to have launched
@@ -430,7 +432,7 @@ class JobLog:
         """Do what is next for a flight, until there is nothing new or it is too early to look."""
         while not one.landed.is_set() and not self._closed:
             before = len(one.messages), one.commit
-            match decide(self._what_is_heard(one), self._group(flight), self._rules()):
+            match decide(self._what_is_heard(one), self._group(flight), self._rules(flight)):
                 case Land():
                     one.landed.set()
                 case Read(names):
@@ -462,11 +464,12 @@ class JobLog:
             counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
         return Heard(one.launched, counts, commit, late_s)
 
-    def _rules(self) -> Rules:
-        if self._grace_s is not None:
-            return Rules(self._grace_s, self._min)
+    def _rules(self, flight: int) -> Rules:
         gets = self.store.counts().get("get", VerbCount())
-        return Rules(1.0 + 2 * gets.seconds / max(gets.requests, 1), self._min)
+        auto_s = 1.0 + 2 * gets.seconds / max(gets.requests, 1)
+        grace_s = auto_s if self._grace_s is None else self._grace_s
+        # what is not sent in the last round is lost: no flight follows
+        return Rules(_LAST_GRACES * grace_s if flight >= self.last_round else grace_s, self._min)
 
     def _group(self, flight: int) -> Group:
         names = {member.name for member in self.roster if member.slot != _ASKS}
@@ -475,6 +478,8 @@ class JobLog:
             names -= self._left
         possible = {n for n in names if heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
         recent = {n for n, last in heard.items() if last >= flight - 1}
+        if flight == self.last_round:
+            recent = possible
         expected = (latest | recent) & possible
         me = {self.name}
         return Group(frozenset(expected | me), frozenset(possible | me))

@@ -145,6 +145,29 @@ def test_a_late_replica_keeps_its_outer_gradient() -> None:
     assert slow.steps < 160  # the twin compares the weights of its messages
 
 
+def test_the_last_round_waits_longer_for_a_late_replica() -> None:
+    """It is not in the latest commits, and would lose its steps since then."""
+
+    together = threading.Barrier(2)
+
+    def begin(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == 6:
+            together.wait(30)
+
+    def sleep(diloco: ElasticDiLoCo, step: int) -> None:
+        begin(diloco, step)
+        if step == 40:
+            wait_until(lambda: "x/21/r0" in job.store.objects)  # flights 0 to 18, then 21 to 23
+
+    job = Job(MemoryStore(), 56, FEW, grace_s=0.5, step_s=0.01)
+    replicas = [Replica("r0", 0, job, begin).start(), Replica("r1", 1, job, sleep).start()]
+    play(replicas)
+    assert_equal_the_twin(replicas)
+    listed = listed_in(job.store)
+    assert ["r0"] in listed
+    assert listed[-3:] == [["r0", "r1"]] * 3
+
+
 def test_a_job_that_died_as_a_whole_continues_from_the_log() -> None:
     job = Job(MemoryStore(), 80, FEW, step_s=0.01)
     first = [Replica(f"r{i}", i, job, killing(40)).start() for i in (0, 1)]

@@ -8,8 +8,8 @@ that:
 
 - A replica that was stopped or cut off lands what it has missed, without training in between.
 - A new replica begins with a state in the log, and does the same.
-- If what it needs has been deleted, it continues from the newest state, and keeps its outer
-  gradients.
+- If what it needs has been deleted, or is more than two cycles old, it continues from the newest
+  state, and keeps its outer gradients.
 - If the job has ended, it takes the final weights from the log.
 
 In the mean, a replica's values are weighted by the inner steps that they contain, so the first
@@ -134,7 +134,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.inner_steps += 1
         self._advance()
         while self._may_skip and self._log.is_behind(self.transport.follows):
-            self._advance()
+            # what it has sent must land first: it may have counted
+            if not self._sent and self._log.is_far_behind(2 * len(self.fragments)):
+                self._continue_from(*self._log.newest_state(), keep=True)
+            else:
+                self._advance()
         self.skipped = self.step - position
         self.note("at", self.inner_steps, self.step)
 

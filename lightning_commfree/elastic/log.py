@@ -124,6 +124,7 @@ class JobLog:
         self.last_round = math.inf  # number of the first flight of the last round, once it is known
         self.roster: list[Member] = []
         self._flights: dict[int, _Flight] = {}  # neither landed nor forgotten
+        self._ask_head_at = 0  # number of a flight
         self._others_launched = -1  # latest flight that another replica is known to have launched
         self._latest: frozenset[str] = frozenset()  # replicas in the latest commit
         self._left: set[str] = set()  # replicas that said so
@@ -324,6 +325,17 @@ class JobLog:
             one = self._next_flight()[1]
             self._ask(lambda: self._read_commit(flight, one))
         return self.is_decided(flight) or (self._by_time and self._others_launched >= flight)
+
+    def is_far_behind(self, flights: int) -> bool:
+        """Return whether a state is more than so many flights ahead.
+
+        Ask the store again only after half as many.
+        """
+        if self.launched < self._ask_head_at:
+            return False
+        self._ask_head_at = self.launched + flights // 2
+        head = self._get("head")
+        return head is not None and int(head) > self.launched + flights
 
     def later(self, job: Callable[[], object]) -> None:
         """Run `job`, a request, on the thread that creates objects, until it succeeds."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 class MemoryStore:
@@ -33,3 +36,47 @@ class MemoryStore:
 
     def overwrite(self, key: str, data: bytes) -> None:
         self.objects[key] = data
+
+
+class Request(NamedTuple):
+    verb: str
+    key: str
+    sent: int
+    received: int
+    done: bool  # a create that created, a get that found something
+
+
+@dataclass
+class RecordingStore:
+    """A `Store` that notes the requests of one replica."""
+
+    store: MemoryStore
+    address: str = "memory"
+    requests: list[Request] = field(default_factory=list)
+
+    def create(self, key: str, data: bytes) -> bool:
+        return self.note("create", key, self.store.create, data)
+
+    def get(self, key: str) -> bytes | None:
+        return self.note("get", key, self.store.get)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes | None:
+        found = self.note("get_range", key, self.store.get)
+        return None if found is None else found[start : start + length]
+
+    def overwrite(self, key: str, data: bytes) -> None:
+        self.note("overwrite", key, self.store.overwrite, data)
+
+    def delete(self, key: str) -> None:
+        self.note("delete", key, self.store.delete)
+
+    def note(self, verb: str, key: str, ask: Callable[..., Any], *data: bytes) -> Any:
+        found = ask(key, *data)
+        received = len(found) if isinstance(found, bytes) else 0
+        done = bool(found) if verb == "create" else found is not None
+        self.requests.append(Request(verb, key, sum(map(len, data)), received, done))
+        return found
+
+    def those(self, verb: str, folder: str, done: bool = True) -> list[Request]:
+        found = (one for one in self.requests if one.verb == verb and one.done == done)
+        return [one for one in found if one.key.startswith(folder)]

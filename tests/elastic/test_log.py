@@ -16,7 +16,7 @@ from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import ABSTAINS, LEAVES, JobLog, LeftError, _Flight
 from tests.diloco.training import Run, assert_same_bits, twin
 from tests.elastic.log_twin import Job, Killed, LogTwin, Replica, play
-from tests.elastic.memory_store import MemoryStore
+from tests.elastic.memory_store import MemoryStore, RecordingStore
 from tests.stores.faulty_store import FaultyStore
 
 FEW = {"sync_every": 8, "num_fragments": 3}
@@ -244,6 +244,41 @@ def test_a_sleeper_continues_from_a_state_when_messages_are_deleted() -> None:
         assert torch.equal(tensor, replicas[0].final[name])
     assert len(job.store.list("state/")) <= 3
     assert len(job.store.list("x/")) < len(job.store.list("commit/"))
+
+
+class Keeping(MemoryStore):
+    """Deletes nothing."""
+
+    def delete(self, key: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("missed", [40, 80])
+def test_a_long_sleeper_reads_a_state_and_few_flights(missed: int) -> None:
+    store = Keeping()
+    caught_up, awake_at = threading.Event(), 3 * missed  # steps; three flights in eight
+    own = RecordingStore(store)
+    read: list[int] = []  # what it has read, before and after
+
+    def sleep(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == 20:
+            wait_until(lambda: f"commit/{missed}" in store.objects)
+        if step in (20, 21):
+            read.append(len(own.those("get", "x/")) + len(own.those("get", "commit/")))
+        if step == 21:
+            caught_up.set()
+
+    def wait(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == awake_at:
+            assert caught_up.wait(30)
+
+    jobs = [Job(one, awake_at + 40, FEW, grace_s=0.05, step_s=0.005) for one in (store, own)]
+    replicas = [Replica("r0", 0, jobs[0], wait).start(), Replica("r1", 1, jobs[1], sleep).start()]
+    play(replicas)
+    replicas[1].job = jobs[0]
+    slow = assert_equal_the_twin(replicas)[1]
+    assert slow.steps < awake_at
+    assert read[1] - read[0] <= 4 * 12, "a state is written every 12 flights"
 
 
 def test_by_time_a_slow_replica_skips_steps() -> None:

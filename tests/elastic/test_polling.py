@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import pytest
 
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.polling import first_look_s, look_at_s, watch_pause_s
 from tests.elastic.log_twin import HEADER_BYTES, Job, Replica, play
-from tests.elastic.memory_store import MemoryStore
+from tests.elastic.memory_store import MemoryStore, RecordingStore
 from tests.pages import ROOT
 
 
@@ -59,46 +56,6 @@ def test_newcomers_are_noticed_before_a_question_is_answered_too_late() -> None:
     assert [watch_pause_s(interval_s) for interval_s in (0.0, 8.0, 1e9)] == [1.0, 2.0, 4.0]
 
 
-class Request(NamedTuple):
-    verb: str
-    key: str
-    sent: int
-    received: int
-    done: bool  # a create that created, a get that found something
-
-
-@dataclass
-class Recording:
-    """A `Store` that notes the requests of one replica."""
-
-    store: MemoryStore
-    address: str = "memory"
-    requests: list[Request] = field(default_factory=list)
-
-    def create(self, key: str, data: bytes) -> bool:
-        return self.note("create", key, self.store.create, data)
-
-    def get(self, key: str) -> bytes | None:
-        return self.note("get", key, self.store.get)
-
-    def overwrite(self, key: str, data: bytes) -> None:
-        self.note("overwrite", key, self.store.overwrite, data)
-
-    def delete(self, key: str) -> None:
-        self.note("delete", key, self.store.delete)
-
-    def note(self, verb: str, key: str, ask: Callable[..., Any], *data: bytes) -> Any:
-        found = ask(key, *data)
-        received = len(found) if isinstance(found, bytes) else 0
-        done = bool(found) if verb == "create" else found is not None
-        self.requests.append(Request(verb, key, sum(map(len, data)), received, done))
-        return found
-
-    def those(self, verb: str, folder: str, done: bool = True) -> list[Request]:
-        found = (one for one in self.requests if one.verb == verb and one.done == done)
-        return [one for one in found if one.key.startswith(folder)]
-
-
 SIZE, STEPS, FRAGMENTS = 3, 50, 3
 SETTINGS = {"sync_every": 8, "num_fragments": FRAGMENTS, "wire_dtype": "fp32"}
 
@@ -110,7 +67,7 @@ def test_requests_and_bytes_are_those_of_the_formula() -> None:
     def note(diloco: ElasticDiLoCo, step: int) -> None:
         by_name[diloco.transport.log.name] = diloco
 
-    stores = [Recording(store) for _ in range(SIZE)]
+    stores = [RecordingStore(store) for _ in range(SIZE)]
     jobs = [Job(one, STEPS, SETTINGS, 60.0, min_replicas=SIZE) for one in stores]
     replicas = [Replica(f"r{i}", i, job, note).start() for i, job in enumerate(jobs)]
     play(replicas)

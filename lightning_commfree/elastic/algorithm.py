@@ -133,7 +133,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         position = self.step + 1
         self.inner_steps += 1
         self._advance()
-        while self._may_skip and self._log.is_behind(self.transport.follows):
+        while self._may_skip and self._log.is_behind(self._was_late):
             # what it has sent must land first: it may have counted
             if not self._sent and self._log.is_far_behind(2 * len(self.fragments)):
                 self._continue_from(*self._log.newest_state(), keep=True)
@@ -145,6 +145,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
     @property
     def _may_skip(self) -> bool:
         return self.step < self.last_step and not self.requests.stops and not self.ended
+
+    @property
+    def _was_late(self) -> bool:
+        is_listed = not self.transport.has_landed or self.view.rank != NOT_LISTED
+        return self.transport.follows or not is_listed
 
     def _advance(self) -> None:
         try:
@@ -313,6 +318,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.flights.clear()
         self._sent.clear()
         self._log.continue_at(flight + 1)
+        self.transport.follows = True
         self.landed = flight + 1
         if self.ended:
             self.requests.incoming(STOP)

@@ -53,7 +53,9 @@ _log = logging.getLogger(__name__)
 
 ABSTAINS = b"-"  # message of a replica that has no finite values
 LEAVES = b"."  # message of a replica that leaves the job
-_SILENT_FLIGHTS = 10  # a replica that sent nothing in so many flights is not looked for
+# A replica that sent nothing in so many flights is looked for only in each flight whose number is
+# a multiple.
+_SILENT_FLIGHTS = 10
 _LAST_GRACES = 10  # graces for which the last round waits
 _RECENT = 4  # flights from whose times the next one's is guessed
 _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer
@@ -125,6 +127,8 @@ class JobLog:
         self.roster: list[Member] = []
         self._flights: dict[int, _Flight] = {}  # neither landed nor forgotten
         self._ask_head_at = 0  # number of a flight
+        self._following = False  # whether this replica has been late, by the training thread
+        self._asked = -1  # the flight about which the training thread has asked
         self._others_launched = -1  # latest flight that another replica is known to have launched
         self._latest: frozenset[str] = frozenset()  # replicas in the latest commit
         self._left: set[str] = set()  # replicas that said so
@@ -317,14 +321,18 @@ class JobLog:
     def is_behind(self, following: bool) -> bool:
         """Return whether the others have gone on: they have decided the next flight.
 
-        With `by_time`, it is enough that one of them has launched it. `following`: this replica has
-        launched flights without a message, so it is likely to be behind, and asks the store.
+        With `by_time`, it is enough that one of them has launched it. This is so, too, if this
+        replica is `following`: its latest flight had no message, or one that came too late. If it
+        skipped only what is decided, it would begin each flight when the others land it, and if
+        they do not wait for it, be late for ever.
         """
-        flight = self.launched
-        if following and not self.is_decided(flight):
+        flight, self._following = self.launched, following
+        if following and flight != self._asked and not self.is_decided(flight):
+            self._asked = flight  # then `_read_go` looks
             one = self._next_flight()[1]
             self._ask(lambda: self._read_commit(flight, one))
-        return self.is_decided(flight) or (self._by_time and self._others_launched >= flight)
+        has_begun = self._others_launched >= flight
+        return self.is_decided(flight) or ((self._by_time or following) and has_begun)
 
     def is_far_behind(self, flights: int) -> bool:
         """Return whether a state is more than so many flights ahead.
@@ -358,7 +366,7 @@ class JobLog:
         """Forget all flights that have not landed; `flight` is the next one to launch."""
         with self._lock:
             self._flights.clear()
-            self.launched = flight
+            self.launched, self._launched_s = flight, time.monotonic()
 
     def leave(self, within_s: float) -> None:
         """Stop waiting for anything after `within_s` seconds; a signal handler may call this."""
@@ -418,14 +426,25 @@ class JobLog:
         self._watched_s = time.monotonic()
 
     def _go_at_s(self) -> float:
-        return look_at_s(self._launched_s, 0.0, self._asked_go_s) if self._by_time else math.inf
+        if not self._by_time and not self._following:
+            return math.inf
+        return look_at_s(self._launched_s, 0.0, self._asked_go_s)
 
     def _read_go(self) -> None:
+        """Look whether another replica has launched the flight that this one launches next."""
         flight = self.launched
-        if self._others_launched < flight and self.store.get(f"go/{flight}") is not None:
+        if self._others_launched < flight and self._has_begun(flight):
             with self._lock:
                 self._others_launched = max(self._others_launched, flight)
         self._asked_go_s = time.monotonic()
+
+    def _has_begun(self, flight: int) -> bool:
+        if self._by_time:
+            return self.store.get(f"go/{flight}") is not None
+        with self._lock:
+            others = self._latest - {self.name}
+        begins = (self.store.get_range(f"x/{flight}/{name}", 0, 2) for name in others)
+        return any(begin not in (None, LEAVES) for begin in begins)
 
     def _next_flight(self) -> tuple[int, _Flight]:
         with self._lock:  # a flight that has landed must not come back
@@ -489,6 +508,8 @@ class JobLog:
             heard, latest = dict(self._heard), self._latest
             names -= self._left
         possible = {n for n in names if heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
+        if flight % _SILENT_FLIGHTS == 0:  # it may be back; not if another one has its slot
+            possible |= names & {*{one.slot: one.name for one in self.roster}.values()}
         recent = {n for n, last in heard.items() if last >= flight - 1}
         if flight == self.last_round:
             recent = possible

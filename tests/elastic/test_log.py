@@ -111,6 +111,43 @@ def test_a_kill_costs_one_grace_and_a_restart_joins() -> None:
     assert any("r2-again" in names for names in listed)
 
 
+LONG = {"sync_every": 24, "num_fragments": 2, "overlap_steps": 5}  # a flight every 12 steps
+
+
+def test_a_joiner_is_in_time_if_nobody_waits_for_it() -> None:
+    """It begins in the middle between two launches, and overlap and grace are shorter than that."""
+    joiner: list[Replica] = []
+
+    def start(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == 44:
+            joiner.append(Replica("r1", 1, job).start())
+
+    job = Job(MemoryStore(), 160, LONG, grace_s=0.05, step_s=0.03)
+    founder = Replica("r0", 0, job, start).start()
+    wait_until(lambda: bool(joiner))
+    play([founder, *joiner])
+    assert_equal_the_twin([founder, *joiner])
+    listed = listed_in(job.store)
+    assert listed[:2] == [["r0"], ["r0"]]
+    assert listed[4:].count(["r0", "r1"]) >= len(listed[4:]) - 1
+
+
+@pytest.mark.parametrize("missed", [3, 13])
+def test_a_sleeper_is_in_time_again_if_nobody_waits_for_it(missed: int) -> None:
+    def sleep(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == 50:  # after two flights
+            wait_until(lambda: f"commit/{2 + missed}" in job.store.objects)
+            time.sleep(6 * job.step_s)
+
+    job = Job(MemoryStore(), 480, LONG, grace_s=0.05, step_s=0.015)
+    replicas = [Replica("r0", 0, job).start(), Replica("r1", 1, job, sleep).start()]
+    play(replicas)
+    assert_equal_the_twin(replicas)
+    listed = listed_in(job.store)
+    assert ["r0"] in listed
+    assert listed[-5:] == [["r0", "r1"]] * 5
+
+
 def test_two_join_at_once_in_different_slots() -> None:
     job = Job(MemoryStore(), 160, FEW, step_s=0.02)
     replicas = [Replica("r0", 0, job, waiting(40, job.store, "r1", "r2")).start()]

@@ -306,14 +306,17 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """Continue as if `flight` had just landed; `keep`: with this replica's outer gradients."""
         self.ended = self._log.end() == flight + 1
         self.note("state", flight, self.inner_steps)
+        # their outer gradients are in a mean, and must not count again
+        counted = {p for p in self._sent if self._log.is_listed(self.transport.flights[p])}
         before = [fragment.global_copy.clone() for fragment in self.fragments]
         saved: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
         for p, (fragment, one) in enumerate(zip(self.fragments, saved["fragments"], strict=True)):
             fragment.load_state_dict(one)
-            if keep and not self.ended:
+            if keep and not self.ended and p not in counted:
                 fragment.keep_outer_gradient(before[p])
             else:
                 fragment.merge(mix=0.0)
+                self._trained_since[p] = self.inner_steps
         self.step = saved["step"]
         self.flights.clear()
         self._sent.clear()

@@ -318,6 +318,11 @@ class JobLog:
         with self._lock:
             return flight in self._flights and self._flights[flight].commit is not None
 
+    def is_listed(self, flight: int) -> bool:
+        """Return whether the commit of a flight lists this replica; the commit exists for long."""
+        entries = json.loads(self._get(f"commit/{flight}") or b"[]")
+        return any(Entry(*entry).name == self.name for entry in entries)
+
     def is_behind(self, following: bool) -> bool:
         """Return whether the others have gone on: they have decided the next flight.
 

@@ -146,6 +146,7 @@ class LogTwin:
         self.optimizers = [self.make_outer(outer) for outer in self.outer]
         self.inner = ADAMW(list(self.module.parameters()))
         self.since = [0] * len(fragments)
+        self.in_flight: dict[int, int] = {}  # by fragment, for which it has sent a message
         self.steps = self.messages = self.landings = 0
 
     def replay(self) -> LogTwin:
@@ -176,12 +177,16 @@ class LogTwin:
     def take_state(self, flight: int, _: int, keep: bool) -> None:
         saved = torch.load(io.BytesIO(self.kept(f"state/{flight}")), weights_only=True)
         for p, one in enumerate(saved["fragments"]):
+            counted = p in self.in_flight and self.is_listed(self.in_flight[p])
             before = [outer.detach().clone() for outer in self.outer[p]]
             for outer, value in zip(self.outer[p], one["global_copy"], strict=True):
                 outer.copy_(value.view_as(outer))
             self.optimizers[p].load_state_dict(one["optimizer"])
             for local, outer, old in zip(self.locals(p), self.outer[p], before, strict=True):
-                local.copy_(local + (outer - old) if keep else outer)
+                local.copy_(local + (outer - old) if keep and not counted else outer)
+            if counted:
+                self.since[p] = self.steps
+        self.in_flight.clear()
 
     @torch.no_grad()
     def launch(self, flight: int, p: int, _: int, sent: bool) -> None:
@@ -189,6 +194,7 @@ class LogTwin:
             return
         pairs = zip(self.outer[p], self.locals(p), strict=True)
         delta = torch.cat([(outer - local).flatten() for outer, local in pairs])
+        self.in_flight[p] = flight
         message = self.kept(f"x/{flight}/{self.replica.name}")
         if message == b"-":
             assert not bool(delta.isfinite().all())
@@ -202,6 +208,7 @@ class LogTwin:
     @torch.no_grad()
     def land(self, flight: int, listed: bool, hashed: int) -> None:
         p = flight % len(self.outer)
+        self.in_flight.pop(p, None)
         before = [outer.detach().clone() for outer in self.outer[p]]
         for outer, gradient in zip(self.outer[p], self.mean(flight, p), strict=True):
             outer.grad = gradient
@@ -266,6 +273,10 @@ class LogTwin:
                 total = total + row * (weight / sum(weights))
         parts = total.split([outer.numel() for outer in self.outer[p]])
         return [part.view_as(outer) for part, outer in zip(parts, self.outer[p], strict=True)]
+
+    def is_listed(self, flight: int) -> bool:
+        commit = json.loads(self.kept(f"commit/{flight}"))
+        return self.replica.name in [name for name, _, _ in commit]
 
     def decode(self, message: bytes, p: int) -> Tensor:
         numel = sum(outer.numel() for outer in self.outer[p])

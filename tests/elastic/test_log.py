@@ -283,6 +283,45 @@ def test_a_sleeper_continues_from_a_state_when_messages_are_deleted() -> None:
     assert len(job.store.list("x/")) < len(job.store.list("commit/"))
 
 
+class Stopping(RecordingStore):
+    """A store of a process that may be stopped."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.running = threading.Event()
+        self.running.set()
+
+    def note(self, verb: str, key: str, ask: Callable[..., Any], *data: bytes) -> Any:
+        self.running.wait(30)
+        return super().note(verb, key, ask, *data)
+
+
+def test_a_message_that_counted_before_messages_were_deleted_does_not_count_again() -> None:
+    store, stopped, back = MemoryStore(), threading.Event(), threading.Event()
+    own = Stopping(store)
+
+    def stop(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == 10:  # flight 1 has been launched
+            wait_until(lambda: "x/1/r1" in store.objects)
+            own.running.clear()
+            stopped.set()
+            wait_until(lambda: "x/1/r1" in store.deleted)
+            own.running.set()
+        elif step == 11:
+            back.set()
+
+    def wait(diloco: ElasticDiLoCo, step: int) -> None:
+        if step in (9, 80):
+            assert (stopped if step == 9 else back).wait(30)
+
+    jobs = [Job(one, 120, FEW, 0.1, step_s=0.01, state_cycles=1) for one in (store, own)]
+    replicas = [Replica("r0", 0, jobs[0], wait).start(), Replica("r1", 1, jobs[1], stop).start()]
+    play(replicas)
+    assert "r1" in listed_in(store)[1]
+    replicas[1].job = jobs[0]
+    assert_equal_the_twin(replicas)
+
+
 class Keeping(MemoryStore):
     """Deletes nothing."""
 

@@ -1,7 +1,8 @@
 """An elastic job as a log in a store, as one replica sees it.
 
     config        settings of the job, and its first flight; the first replica creates it
-    roster/N      the N-th replica that came, from 0: its name and slot, or a question (`enroll`)
+    roster/N      the N-th replica that came or came back, from 0: its name and slot; or a question
+                  (`enroll`)
     here/N/NAME   the answer of replica NAME to the question roster/N
     x/F/NAME      message of replica NAME in flight F; `ABSTAINS` or `LEAVES` if it takes no part
     commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
@@ -93,6 +94,7 @@ class MissedError(Exception):
 @dataclass
 class _Flight:
     launched: bool = False  # by this replica, or followed without a message
+    sent: bool = False  # a message of this replica is to be created
     messages: dict[str, bytes] = field(default_factory=dict)  # by replica
     commit: list[Entry] | None = None
     due_s: float | None = None  # when training began to wait
@@ -125,10 +127,13 @@ class JobLog:
         self._first = 0  # number of the job's first flight
         self._latest_flight = -1
         self._heard: dict[str, int] = {}  # by replica, its latest flight, or when it came
+        self._new: set[str] = set()  # replicas that came, and have not been heard from
         self._watched_s = 0.0
+        # the flight from which it enters the roster again if it is not listed, and after how many
+        self._returns, self._returns_after = 0, _SILENT_FLIGHTS
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         # The training thread and both threads below read and change `launched`, `_flights`, the
-        # messages of a flight, `_latest`, `_heard` and `_others_launched`: hold the lock.
+        # messages of a flight, `_latest`, `_heard`, `_new` and `_others_launched`: hold the lock.
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._roster_lock = threading.Lock()  # held during a request
         self._closed, self._leave_by_s = False, float("inf")
@@ -156,7 +161,9 @@ class JobLog:
             self.store.create(f"state/{first - 1}", state())
             mine = json.dumps({"first": first, "settings": dict(config)}, sort_keys=True)
             self.store.create("config", mine.encode())
-        theirs = json.loads(self.store.get("config") or b"{}")
+        while (data := self.store.get("config")) is None:
+            self._pause()
+        theirs = json.loads(data)
         self._first, known = int(theirs["first"]), dict[str, str](theirs["settings"])
         differ = [
             f"`{key}` is {config.get(key, 'absent')} here and {known.get(key, 'absent')} there"
@@ -183,20 +190,36 @@ class JobLog:
             owners = {one.slot: n for n, one in enumerate(self.roster) if one.slot != _ASKS}
             free = [slot for slot in range(max_replicas) if slot not in owners]
             if not free and asked is not None:
-                free = [slot for slot, entry in owners.items() if self._is_silent(entry, asked)]
+                free = self._silent(owners, asked)
                 if not free:
                     return None
             number = len(self.roster)
             me = Member(self.name, min(free) if free else _ASKS)
-            # False: another one was faster, or the answer to our own first try was lost
-            if self.store.create(f"roster/{number}", json.dumps(me).encode()) and not free:
+            if not self.store.create(f"roster/{number}", json.dumps(me).encode()):
+                self._pause()  # another one was faster
+            elif not free:
                 asked = number
-                self._stop.wait(_ANSWER_S)
 
-    def _is_silent(self, entry: int, asked: int) -> bool:
-        """Return whether the replica of an entry has not answered a later question."""
-        name = self.roster[entry].name
-        return entry < asked and self.store.get(f"here/{asked}/{name}") is None
+    def _silent(self, owners: Mapping[int, int], asked: int) -> list[int]:
+        """Return the slots whose owners do not answer an earlier question.
+
+        `owners` are entries in the roster, by slot. In an outage, a look takes as long as it lasts,
+        and the owners still have the time of the other looks.
+        """
+        silent = {slot: entry for slot, entry in owners.items() if entry < asked}
+        for _ in range(math.ceil(_ANSWER_S / _POLL_S[1])):
+            self._stop.wait(_POLL_S[1])
+            for slot, entry in list(silent.items()):
+                if self.store.get(f"here/{asked}/{self.roster[entry].name}") is not None:
+                    del silent[slot]
+            if not silent:
+                break
+        return list(silent)
+
+    def _pause(self) -> None:
+        """Wait for what another replica has created and this one does not see yet."""
+        if self._stop.wait(_POLL_S[0]):
+            raise LeftError(_TERMINATED)
 
     def slots(self) -> set[int]:
         """Return the slots that have had an owner."""
@@ -216,6 +239,7 @@ class JobLog:
                 flight = end - 1
             if (data := self._get(f"state/{flight}")) is not None:
                 return flight, data
+            self._pause()
 
     def write_end(self, end: int, state: bytes) -> None:
         """Create the state with the final weights, and end the job."""
@@ -228,6 +252,7 @@ class JobLog:
         self.launched = launched
         for name in {one.slot: one.name for one in self.roster}.values():
             self._heard[name] = launched  # any of them may be there
+        self._new.clear()
         for thread in self._threads:
             thread.start()
 
@@ -246,6 +271,8 @@ class JobLog:
     def send(self, flight: int, make: Callable[[], bytes]) -> None:
         """Create this replica's message in a flight; `make` runs on the thread that creates it."""
         name, message = f"x/{flight}/{self.name}", cache(make)
+        with self._lock:
+            self._flights[flight].sent = True
         self.later(lambda: self.store.create(name, message()))
         self.later(lambda: self._hear(flight, {self.name: message()}))
 
@@ -284,7 +311,32 @@ class JobLog:
             raise MissedError
         by_name = {member.name: member for member in self.roster}
         names = [entry.name for entry in one.commit]
+        if self.name in names:
+            self._returns_after = _SILENT_FLIGHTS
+        elif one.sent:
+            self._enter_again(flight)
         return Landed([by_name[name] for name in names], [one.messages[name] for name in names])
+
+    def _enter_again(self, flight: int) -> None:
+        """Enter the roster again after a message that came too late, so that the others wait again.
+
+        Otherwise a replica that was once left out, and is a little slower than they are, would
+        always be. One that is always too late enters ever more rarely.
+        """
+        if flight < self._returns:
+            return
+        self._returns = flight + self._returns_after
+        self._returns_after *= 2
+
+        def enter() -> None:
+            while True:
+                self._read_roster()
+                me = next(m for m in self.roster if m.name == self.name and m.slot != _ASKS)
+                if self.store.create(f"roster/{len(self.roster)}", json.dumps(me).encode()):
+                    return
+                self._pause()
+
+        self.later(enter)
 
     def _why_waiting(self, flight: int, one: _Flight) -> str:
         waited_s = time.monotonic() - (one.due_s or 0.0)
@@ -315,6 +367,18 @@ class JobLog:
             self._ask(lambda: self._read_commit(flight, one))
         return self.is_decided(flight) or (self._by_time and self._others_launched >= flight)
 
+    def is_listed(self, flight: int) -> bool:
+        """Return whether a flight that others have landed counted this replica's message."""
+        while (data := self._get(f"commit/{flight}")) is None:
+            self._pause()
+        return self.name in [Entry(*entry).name for entry in json.loads(data)]
+
+    def point_to(self, flight: int) -> None:
+        """Overwrite `head`, unless it is newer: who was stopped must not turn it back."""
+        head = self.store.get("head")
+        if head is None or int(head) < flight:
+            self.store.overwrite("head", str(flight).encode())
+
     def later(self, job: Callable[[], object]) -> None:
         """Run `job`, a request, on the thread that creates objects, until it succeeds."""
         self._jobs.put(job)
@@ -326,8 +390,8 @@ class JobLog:
         `newest`, and the messages of the `every` flights up to it.
         """
         for flight in range(max(newest - every, -1) + 1, newest + 1):
-            for member in list(self.roster):
-                self.store.delete(f"x/{flight}/{member.name}")
+            for name in {member.name for member in self.roster}:
+                self.store.delete(f"x/{flight}/{name}")
             self.store.delete(f"go/{flight}")
         if newest >= 0:
             self.store.delete(f"state/{newest}")
@@ -361,6 +425,8 @@ class JobLog:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
+        except StoreError:
+            pass  # after `leave` or `close`: until then, requests are repeated
         except Exception as error:  # noqa: BLE001 - `landed` raises it on the training thread
             self._error = error
 
@@ -431,8 +497,9 @@ class JobLog:
         if one.due_s is not None:
             # Until the latest look, not until now: a process that was stopped, or whose requests
             # take longer than the grace, must look once more before it leaves others out. And a
-            # store that did not answer tells nothing about the other replicas.
-            late_s = one.looked_s - max(one.due_s, self.store.failed_s)
+            # store that did not answer tells nothing about the other replicas, which come back
+            # from the outage at other times.
+            late_s = one.looked_s - max(one.due_s, self.store.settled_s)
         with self._lock:
             counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
         return Heard(one.launched, counts, commit, late_s)
@@ -446,10 +513,10 @@ class JobLog:
     def _group(self, flight: int) -> Group:
         names = {member.name for member in self.roster if member.slot != _ASKS}
         with self._lock:
-            heard, latest = dict(self._heard), self._latest
+            heard, latest, new = dict(self._heard), self._latest, set(self._new)
             names -= self._left
         possible = {n for n in names if heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
-        recent = {n for n, last in heard.items() if last >= flight - 1}
+        recent = {n for n, last in heard.items() if last >= flight - 1} - new
         expected = (latest | recent) & possible
         me = {self.name}
         return Group(frozenset(expected | me), frozenset(possible | me))
@@ -460,6 +527,7 @@ class JobLog:
                 self._flights[flight].messages.update(messages)
             for name, message in messages.items():
                 self._heard[name] = max(self._heard.get(name, -1), flight)
+                self._new.discard(name)
                 if message == LEAVES:
                     self._left.add(name)
 
@@ -470,11 +538,18 @@ class JobLog:
             while (data := self.store.get(f"roster/{len(self.roster)}")) is not None:
                 member = Member(*json.loads(data))
                 if member.slot != _ASKS:
-                    with self._lock:
-                        self._heard.setdefault(member.name, self.launched)
+                    self._note_entry(member.name)
                 elif self._threads[0].is_alive():
                     self._answer(len(self.roster))
                 self.roster.append(member)
+
+    def _note_entry(self, name: str) -> None:
+        with self._lock:
+            if name in self._heard:  # it has come back, and sends messages
+                self._new.discard(name)
+            else:
+                self._new.add(name)
+            self._heard[name] = max(self._heard.get(name, 0), self.launched)
 
     def _answer(self, question: int) -> None:
         self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
@@ -546,6 +621,7 @@ class JobLog:
             names = frozenset(entry.name for entry in entries)
             if flight > self._latest_flight:  # an older commit may be read later
                 self._latest, self._latest_flight = names, flight
+            self._new -= names
             for name in names:
                 self._heard[name] = max(self._heard.get(name, -1), flight)
             self._others_launched = max(self._others_launched, flight)

@@ -9,7 +9,7 @@ that:
 - A replica that was stopped or cut off lands what it has missed, without training in between.
 - A new replica begins with a state in the log, and does the same.
 - If what it needs has been deleted, or is more than two cycles old, it continues from the newest
-  state, and keeps its outer gradients.
+  state, and keeps the outer gradients that no commit has counted.
 - If the job has ended, it takes the final weights from the log.
 
 In the mean, a replica's values are weighted by the inner steps that they contain, so the first
@@ -200,15 +200,23 @@ class ElasticDiLoCo(StreamingDiLoCo):
         if not listed and is_finite:
             assert before is not None
             fragment.keep_outer_gradient(before, frozen)
-            if fragment.residual is not None and p in self._residuals:
-                fragment.residual.copy_(self._residuals[p])
+            self._end_launch(p, counted=False)
         else:
+            self._end_launch(p, counted=True)
             super().merge(p, abstained=not listed, frozen=frozen)
             self._trained_since[p] = self.inner_steps
         flight = self.transport.flights[p]
         self.note("land", flight, listed, int(fragment.digest()))
         if self.view.rank == 0 and (flight + 1) % self.state_every == 0:
             self._write_state(flight)
+
+    def _end_launch(self, p: int, counted: bool) -> None:
+        """Keep the residual of a fragment's launch if it counted, otherwise the one before."""
+        before = self._residuals.pop(p, None)
+        if before is not None and not counted:
+            residual = self.fragments[p].residual
+            assert residual is not None
+            residual.copy_(before)
 
     @override
     def weight(self, p: int) -> int:
@@ -299,24 +307,29 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _write_state(self, flight: int) -> None:
         state, log = self._state(), self._log
         log.later(lambda: log.store.create(f"state/{flight}", state))
-        log.later(lambda: log.store.overwrite("head", str(flight).encode()))
+        log.later(lambda: log.point_to(flight))
         log.later(lambda: log.delete_before(flight - self.state_every, self.state_every))
 
     def _continue_from(self, flight: int, state: bytes, keep: bool) -> None:
         """Continue as if `flight` had just landed; `keep`: with this replica's outer gradients."""
         self.ended = self._log.end() == flight + 1
         self.note("state", flight, self.inner_steps)
-        # their outer gradients are in a mean, and must not count again
-        counted = {p for p in self._sent if self._log.is_listed(self.transport.flights[p])}
         before = [fragment.global_copy.clone() for fragment in self.fragments]
+        landed = [p for p in self.flights if self.transport.flights[p] <= flight]  # by the others
+        # their outer gradients are in a mean, and must not count again
+        counted = [p for p in landed if self._log.is_listed(self.transport.flights[p])]
+        for p in landed:
+            self._end_launch(p, counted=p in counted)
         saved: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
         for p, (fragment, one) in enumerate(zip(self.fragments, saved["fragments"], strict=True)):
             fragment.load_state_dict(one)
-            if keep and not self.ended and p not in counted:
-                fragment.keep_outer_gradient(before[p])
-            else:
+            if not keep or self.ended:
                 fragment.merge(mix=0.0)
+            elif p in counted:
+                fragment.merge(self.settings.mix)
                 self._trained_since[p] = self.inner_steps
+            else:
+                fragment.keep_outer_gradient(before[p])
         self.step = saved["step"]
         self.flights.clear()
         self._sent.clear()

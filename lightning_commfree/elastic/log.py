@@ -44,7 +44,7 @@ from lightning_commfree.elastic.decision import (
     Rules,
     decide,
 )
-from lightning_commfree.elastic.polling import first_look_s, look_at_s, watch_pause_s
+from lightning_commfree.elastic.polling import PAUSE_S, first_look_s, look_at_s, watch_pause_s
 from lightning_commfree.stores.retrying import Retrying, VerbCount
 from lightning_commfree.stores.store import Store, StoreError
 
@@ -139,9 +139,10 @@ class JobLog:
         self._launched_s = time.monotonic()
         self._interval_s = 0.0  # between the latest two launches
         self._took_s: deque[float] = deque(maxlen=_RECENT)  # from launch to commit
+        self._new: set[str] = set()  # replicas that came, and have not been heard from
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         # The training thread and both threads below read and change `launched`, `_flights`, the
-        # messages of a flight, `_latest`, `_heard` and `_others_launched`: hold the lock.
+        # messages of a flight, `_latest`, `_heard`, `_new` and `_others_launched`: hold the lock.
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._roster_lock = threading.Lock()  # held during a request
         self._closed, self._leave_by_s = False, float("inf")
@@ -169,7 +170,9 @@ class JobLog:
             self.store.create(f"state/{first - 1}", state())
             mine = json.dumps({"first": first, "settings": dict(config)}, sort_keys=True)
             self.store.create("config", mine.encode())
-        theirs = json.loads(self.store.get("config") or b"{}")
+        while (data := self.store.get("config")) is None:
+            self._pause()
+        theirs = json.loads(data)
         self._first, known = int(theirs["first"]), dict[str, str](theirs["settings"])
         differ = [
             f"`{key}` is {config.get(key, 'absent')} here and {known.get(key, 'absent')} there"
@@ -196,20 +199,36 @@ class JobLog:
             owners = {one.slot: n for n, one in enumerate(self.roster) if one.slot != _ASKS}
             free = [slot for slot in range(max_replicas) if slot not in owners]
             if not free and asked is not None:
-                free = [slot for slot, entry in owners.items() if self._is_silent(entry, asked)]
+                free = self._silent(owners, asked)
                 if not free:
                     return None
             number = len(self.roster)
             me = Member(self.name, min(free) if free else _ASKS)
-            # False: another one was faster, or the answer to our own first try was lost
-            if self.store.create(f"roster/{number}", json.dumps(me).encode()) and not free:
+            if not self.store.create(f"roster/{number}", json.dumps(me).encode()):
+                self._pause()  # another one was faster
+            elif not free:
                 asked = number
-                self._stop.wait(_ANSWER_S)
 
-    def _is_silent(self, entry: int, asked: int) -> bool:
-        """Return whether the replica of an entry has not answered a later question."""
-        name = self.roster[entry].name
-        return entry < asked and self.store.get(f"here/{asked}/{name}") is None
+    def _silent(self, owners: Mapping[int, int], asked: int) -> list[int]:
+        """Return the slots whose owners do not answer an earlier question.
+
+        `owners` are entries in the roster, by slot. In an outage, a look takes as long as it lasts,
+        and the owners still have the time of the other looks.
+        """
+        silent = {slot: entry for slot, entry in owners.items() if entry < asked}
+        for _ in range(math.ceil(_ANSWER_S / PAUSE_S[1])):
+            self._stop.wait(PAUSE_S[1])
+            for slot, entry in list(silent.items()):
+                if self.store.get(f"here/{asked}/{self.roster[entry].name}") is not None:
+                    del silent[slot]
+            if not silent:
+                break
+        return list(silent)
+
+    def _pause(self) -> None:
+        """Wait for what another replica has created and this one does not see yet."""
+        if self._stop.wait(PAUSE_S[0]):
+            raise LeftError(_TERMINATED)
 
     def slots(self) -> set[int]:
         """Return the slots that have had an owner."""
@@ -229,6 +248,7 @@ class JobLog:
                 flight = end - 1
             if (data := self._get(f"state/{flight}")) is not None:
                 return flight, data
+            self._pause()
 
     def write_end(self, end: int, state: bytes) -> None:
         """Create the state with the final weights, and end the job."""
@@ -241,6 +261,7 @@ class JobLog:
         self.launched = launched
         for name in {one.slot: one.name for one in self.roster}.values():
             self._heard[name] = launched  # any of them may be there
+        self._new.clear()
         for thread in self._threads:
             thread.start()
 
@@ -318,11 +339,6 @@ class JobLog:
         with self._lock:
             return flight in self._flights and self._flights[flight].commit is not None
 
-    def is_listed(self, flight: int) -> bool:
-        """Return whether the commit of a flight lists this replica; the commit exists for long."""
-        entries = json.loads(self._get(f"commit/{flight}") or b"[]")
-        return any(Entry(*entry).name == self.name for entry in entries)
-
     def is_behind(self, following: bool) -> bool:
         """Return whether the others have gone on: they have decided the next flight.
 
@@ -350,6 +366,18 @@ class JobLog:
         head = self._get("head")
         return head is not None and int(head) > self.launched + flights
 
+    def is_listed(self, flight: int) -> bool:
+        """Return whether a flight that others have landed counted this replica's message."""
+        while (data := self._get(f"commit/{flight}")) is None:
+            self._pause()
+        return self.name in [Entry(*entry).name for entry in json.loads(data)]
+
+    def point_to(self, flight: int) -> None:
+        """Overwrite `head`, unless it is newer: who was stopped must not turn it back."""
+        head = self.store.get("head")
+        if head is None or int(head) < flight:
+            self.store.overwrite("head", str(flight).encode())
+
     def later(self, job: Callable[[], object]) -> None:
         """Run `job`, a request, on the thread that creates objects, until it succeeds."""
         self._jobs.put(job)
@@ -361,8 +389,8 @@ class JobLog:
         `newest`, and the messages of the `every` flights up to it.
         """
         for flight in range(max(newest - every, -1) + 1, newest + 1):
-            for member in list(self.roster):
-                self.store.delete(f"x/{flight}/{member.name}")
+            for name in {member.name for member in self.roster}:
+                self.store.delete(f"x/{flight}/{name}")
             self.store.delete(f"go/{flight}")
         if newest >= 0:
             self.store.delete(f"state/{newest}")
@@ -396,6 +424,8 @@ class JobLog:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
+        except StoreError:
+            pass  # after `leave` or `close`: until then, requests are repeated
         except Exception as error:  # noqa: BLE001 - `landed` raises it on the training thread
             self._error = error
 
@@ -494,8 +524,9 @@ class JobLog:
         if one.due_s is not None:
             # Until the latest look, not until now: a process that was stopped, or whose requests
             # take longer than the grace, must look once more before it leaves others out. And a
-            # store that did not answer tells nothing about the other replicas.
-            late_s = one.looked_s - max(one.due_s, self.store.failed_s)
+            # store that did not answer tells nothing about the other replicas, which come back
+            # from the outage at other times.
+            late_s = one.looked_s - max(one.due_s, self.store.settled_s)
         with self._lock:
             counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
         return Heard(one.launched, counts, commit, late_s)
@@ -510,12 +541,12 @@ class JobLog:
     def _group(self, flight: int) -> Group:
         names = {member.name for member in self.roster if member.slot != _ASKS}
         with self._lock:
-            heard, latest = dict(self._heard), self._latest
+            heard, latest, new = dict(self._heard), self._latest, set(self._new)
             names -= self._left
         possible = {n for n in names if heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
         if flight % _SILENT_FLIGHTS == 0:  # it may be back; not if another one has its slot
             possible |= names & {*{one.slot: one.name for one in self.roster}.values()}
-        recent = {n for n, last in heard.items() if last >= flight - 1}
+        recent = {n for n, last in heard.items() if last >= flight - 1} - new
         if flight == self.last_round:
             recent = possible
         expected = (latest | recent) & possible
@@ -528,6 +559,7 @@ class JobLog:
                 self._flights[flight].messages.update(messages)
             for name, message in messages.items():
                 self._heard[name] = max(self._heard.get(name, -1), flight)
+                self._new.discard(name)
                 if message == LEAVES:
                     self._left.add(name)
 
@@ -538,11 +570,18 @@ class JobLog:
             while (data := self.store.get(f"roster/{len(self.roster)}")) is not None:
                 member = Member(*json.loads(data))
                 if member.slot != _ASKS:
-                    with self._lock:
-                        self._heard.setdefault(member.name, self.launched)
+                    self._note_entry(member.name)
                 elif self._threads[0].is_alive():
                     self._answer(len(self.roster))
                 self.roster.append(member)
+
+    def _note_entry(self, name: str) -> None:
+        with self._lock:
+            if name in self._heard:  # it has come back, and sends messages
+                self._new.discard(name)
+            else:
+                self._new.add(name)
+            self._heard[name] = max(self._heard.get(name, 0), self.launched)
 
     def _answer(self, question: int) -> None:
         self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
@@ -616,6 +655,7 @@ class JobLog:
             names = frozenset(entry.name for entry in entries)
             if flight > self._latest_flight:  # an older commit may be read later
                 self._latest, self._latest_flight = names, flight
+            self._new -= names
             for name in names:
                 self._heard[name] = max(self._heard.get(name, -1), flight)
             self._others_launched = max(self._others_launched, flight)

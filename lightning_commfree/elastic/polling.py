@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _GROWTH = 0.25  # pause between two looks, relative to the time since the wait began
-_PAUSE_S = (0.02, 0.5)  # the shortest and longest one
+PAUSE_S = (0.02, 0.5)  # the shortest and longest one
 _EARLY = 0.8  # first look, relative to the shortest recent time after which a look was successful
 _WATCH_S = (1.0, 4.0)  # shortest and longest pause between looks for newcomers
 _WATCHES = 4  # looks for newcomers between two launches
@@ -27,7 +27,7 @@ def look_at_s(began_s: float, first_s: float, looked_s: float) -> float:
     """Return when to look: first `first_s` after a wait began, then with growing pauses."""
     if looked_s < began_s + first_s:
         return began_s + first_s
-    shortest_s, longest_s = _PAUSE_S
+    shortest_s, longest_s = PAUSE_S
     return looked_s + min(max(_GROWTH * (looked_s - began_s), shortest_s), longest_s)
 
 

@@ -48,6 +48,8 @@ class Retrying:
         self._store, self._timeout_s = store, timeout_s
         self._stop = threading.Event() if stop is None else stop
         self.failed_s = -math.inf  # when a request last failed, by the monotonic clock
+        # by when other processes, whose requests failed at the same time, have repeated them
+        self.settled_s = -math.inf
         self._counts: dict[str, VerbCount] = {}
         self._lock = threading.Lock()
 
@@ -96,6 +98,8 @@ class Retrying:
                 result = request()
             except StoreError:
                 self.failed_s = time.monotonic()
+                longest_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # theirs may be one pause ahead
+                self.settled_s = max(self.settled_s, self.failed_s + longest_s)
                 self._count(verb, VerbCount(1, 1, sent, 0, time.perf_counter() - began))
                 left_s = deadline - time.monotonic()
                 # random, so that replicas do not come back from an outage all at once

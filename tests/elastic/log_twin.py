@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import CODECS, DiLoCoSettings, split_into_fragments
-from lightning_commfree.diloco.codec import decode_all
+from lightning_commfree.diloco.codec import Codec, decode_all
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
-from lightning_commfree.elastic.log import JobLog
+from lightning_commfree.elastic.log import JobLog, LeftError
 from lightning_commfree.elastic.transport import StoreTransport
 from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward
 
@@ -59,6 +59,8 @@ class Replica:
     data: int  # which data it trains on
     job: Job
     act: Callable[[ElasticDiLoCo, int], None] = lambda diloco, step: None  # after each step
+    store: Any = None  # its access to the job's store; None: the store itself
+    killed: bool = False
     events: list[tuple[Any, ...]] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
     error: BaseException | None = None
@@ -67,17 +69,31 @@ class Replica:
     def __post_init__(self) -> None:
         self.module = Net()  # here, because its seed is that of all threads
         self.thread = threading.Thread(target=self._run, daemon=True)
+        self.log: JobLog | None = None
 
     def start(self) -> Replica:
         self.thread.start()
         return self
 
+    def kill(self) -> None:
+        """End it from a thread of its log, as a SIGKILL at a request would."""
+        self.killed = True
+        assert self.log is not None
+        self.log.leave(0.0)
+
+    def poison(self, diloco: ElasticDiLoCo, p: int) -> None:
+        """Fill a fragment with NaN, between two steps."""
+        with torch.no_grad():
+            for local in diloco.fragments[p].local:
+                local.fill_(torch.nan)
+        self.events.append(("poison", p))
+
     def _run(self) -> None:
         job, module = self.job, self.module
         settings = job.settings()
         fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-        log = JobLog(
-            job.store,
+        self.log = log = JobLog(
+            self.store or job.store,
             self.name,
             lambda flight: transport.message_bytes(flight),
             job.min_replicas,
@@ -97,7 +113,7 @@ class Replica:
         optimizer = ADAMW(list(module.parameters()))
         diloco.optimizers = [optimizer]
         try:
-            diloco.begin(job.config, job.max_replicas)
+            assert diloco.begin(job.config, job.max_replicas) is not None, "all slots are taken"
             while diloco.step < job.steps:
                 backward(module, self.data, diloco.inner_steps + 1)
                 with diloco.stepping():
@@ -110,8 +126,9 @@ class Replica:
             self.trace.record(module, diloco)
             self.final = self.trace.local[-1]
         except BaseException as error:  # noqa: BLE001 - the test looks at it
-            self.error = error
-            if isinstance(error, Killed):
+            self.error = Killed() if self.killed and isinstance(error, LeftError) else error
+            if isinstance(self.error, Killed):
+                self.killed = True
                 log.leave(0.0)
         finally:
             transport.close()
@@ -133,6 +150,7 @@ class LogTwin:
     def __init__(self, replica: Replica) -> None:
         self.replica, self.store, settings = replica, replica.job.store, replica.job.settings()
         self.codec, self.mix = CODECS[settings.wire_dtype], settings.mix
+        self.last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
         self.module = Net()
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern
@@ -146,7 +164,9 @@ class LogTwin:
         self.optimizers = [self.make_outer(outer) for outer in self.outer]
         self.inner = ADAMW(list(self.module.parameters()))
         self.since = [0] * len(fragments)
-        self.in_flight: dict[int, int] = {}  # by fragment, for which it has sent a message
+        numels = [sum(outer.numel() for outer in one) for one in self.outer]
+        self.residuals = [torch.zeros(numel) for numel in numels]
+        self.in_flight: dict[int, tuple[int, Tensor]] = {}  # flight, residual before it
         self.steps = self.messages = self.landings = 0
 
     def replay(self) -> LogTwin:
@@ -154,6 +174,8 @@ class LogTwin:
         while events and events[0][0] == "state":
             self.take_state(*events.pop(0)[1:], keep=False)
         while any(event[0] == "at" for event in events):
+            while events[0][0] == "poison":
+                self.poison(*events.pop(0)[1:])
             self.steps += 1
             backward(self.module, self.replica.data, self.steps)
             self.inner.step()
@@ -176,15 +198,24 @@ class LogTwin:
     @torch.no_grad()
     def take_state(self, flight: int, _: int, keep: bool) -> None:
         saved = torch.load(io.BytesIO(self.kept(f"state/{flight}")), weights_only=True)
+        listed = {
+            p: any(one[0] == self.replica.name for one in self.commit(mine))
+            for p, (mine, _) in self.in_flight.items()
+            if mine <= flight
+        }
         for p, one in enumerate(saved["fragments"]):
-            counted = p in self.in_flight and self.is_listed(self.in_flight[p])
+            if p in listed:
+                self.end_launch(p, listed[p])
             before = [outer.detach().clone() for outer in self.outer[p]]
             for outer, value in zip(self.outer[p], one["global_copy"], strict=True):
                 outer.copy_(value.view_as(outer))
             self.optimizers[p].load_state_dict(one["optimizer"])
             for local, outer, old in zip(self.locals(p), self.outer[p], before, strict=True):
-                local.copy_(local + (outer - old) if keep and not counted else outer)
-            if counted:
+                if listed.get(p):
+                    local.copy_(torch.lerp(local, outer, 1.0 - self.mix) if self.mix else outer)
+                else:
+                    local.copy_(local + (outer - old) if keep else outer)
+            if listed.get(p):
                 self.since[p] = self.steps
         self.in_flight.clear()
 
@@ -194,13 +225,19 @@ class LogTwin:
             return
         pairs = zip(self.outer[p], self.locals(p), strict=True)
         delta = torch.cat([(outer - local).flatten() for outer, local in pairs])
-        self.in_flight[p] = flight
-        message = self.kept(f"x/{flight}/{self.replica.name}")
+        residual = self.residuals[p]
+        self.in_flight[p] = flight, residual.clone()
+        if self.codec.error_feedback:
+            delta += residual.mul_(self.codec.error_feedback)
+        payload = torch.empty(self.codec.num_bytes(len(delta)), dtype=torch.uint8)
+        self.codec.encode(delta, out=payload, residual=residual)
+        key = f"x/{flight}/{self.replica.name}"
+        if self.replica.killed and key not in self.store.objects | self.store.deleted:
+            return  # it died before the store had the message
+        message = self.kept(key)
         if message == b"-":
             assert not bool(delta.isfinite().all())
             return
-        payload = torch.empty(self.codec.num_bytes(len(delta)), dtype=torch.uint8)
-        self.codec.encode(delta, out=payload)
         assert message[HEADER_BYTES:][: len(payload)] == payload.numpy().tobytes(), flight
         assert self.header(message)[5] == self.steps - self.since[p], flight
         self.messages += 1
@@ -213,7 +250,7 @@ class LogTwin:
         for outer, gradient in zip(self.outer[p], self.mean(flight, p), strict=True):
             outer.grad = gradient
         self.optimizers[p].step()
-        finite = all(bool(local.isfinite().all()) for local in self.locals(p))
+        finite = listed or all(bool(local.isfinite().all()) for local in self.locals(p))
         for local, outer, old in zip(self.locals(p), self.outer[p], before, strict=True):
             if listed:
                 local.copy_(torch.lerp(local, outer, 1.0 - self.mix) if self.mix else outer)
@@ -221,16 +258,28 @@ class LogTwin:
                 local.copy_(local + (outer - old))
             else:
                 local.copy_(outer)
+        self.end_launch(p, listed)
         if listed or not finite:
             self.since[p] = self.steps
         if not finite:
             self.repair(p)
         self.compare(p, hashed, flight)
 
+    def end_launch(self, p: int, listed: bool) -> None:
+        """If it did not count, the residual is again the one before."""
+        _, before = self.in_flight.pop(p, (0, self.residuals[p]))
+        if not listed:
+            self.residuals[p] = before
+
+    @torch.no_grad()
+    def poison(self, p: int) -> None:
+        for local in self.locals(p):
+            local.fill_(torch.nan)
+
     @torch.no_grad()
     def land_final(self, flight: int, p: int, hashed: int) -> None:
         for outer, local, gradient in zip(
-            self.outer[p], self.locals(p), self.mean(flight, p), strict=True
+            self.outer[p], self.locals(p), self.mean(flight, p, self.last_codec), strict=True
         ):
             outer.copy_(outer - gradient)
             local.copy_(outer)
@@ -240,6 +289,7 @@ class LogTwin:
         """A replica with NaN takes the global copy of all that is not finite."""
         for q, names in enumerate(self.names):
             if q == p or not all(bool(one.isfinite().all()) for one in self.locals(q)):
+                self.residuals[q] = torch.zeros_like(self.residuals[q])
                 for local, outer in zip(self.locals(q), self.outer[q], strict=True):
                     local.copy_(outer)
                 for name in names:
@@ -253,13 +303,16 @@ class LogTwin:
         assert int(digest(flat)) == hashed, f"the global copy after flight {flight} differs"
         self.landings += 1
 
-    def mean(self, flight: int, p: int) -> list[Tensor]:
-        commit = json.loads(self.kept(f"commit/{flight}"))
-        messages = [self.kept(f"x/{flight}/{name}") for name, _, _ in commit]
+    def commit(self, flight: int) -> list[Any]:
+        entries: list[Any] = json.loads(self.kept(f"commit/{flight}"))
+        return entries
+
+    def mean(self, flight: int, p: int, codec: Codec | None = None) -> list[Tensor]:
+        messages = [self.kept(f"x/{flight}/{name}") for name, _, _ in self.commit(flight)]
         weights = [self.header(message)[5] for message in messages]
         if not any(weights):
             weights = [1] * len(weights)
-        rows = [self.decode(message, p) for message in messages]
+        rows = [self.decode(message, p, codec or self.codec) for message in messages]
         rows = [row for row, weight in zip(rows, weights, strict=True) if weight]
         weights = [weight for weight in weights if weight]
         if len({*weights}) == 1:
@@ -274,15 +327,11 @@ class LogTwin:
         parts = total.split([outer.numel() for outer in self.outer[p]])
         return [part.view_as(outer) for part, outer in zip(parts, self.outer[p], strict=True)]
 
-    def is_listed(self, flight: int) -> bool:
-        commit = json.loads(self.kept(f"commit/{flight}"))
-        return self.replica.name in [name for name, _, _ in commit]
-
-    def decode(self, message: bytes, p: int) -> Tensor:
+    def decode(self, message: bytes, p: int, codec: Codec) -> Tensor:
         numel = sum(outer.numel() for outer in self.outer[p])
-        size = self.codec.num_bytes(numel)
+        size = codec.num_bytes(numel)
         payload = torch.frombuffer(bytearray(message[HEADER_BYTES:][:size]), dtype=torch.uint8)
-        return decode_all(self.codec, payload, torch.empty(numel))
+        return decode_all(codec, payload, torch.empty(numel))
 
     @staticmethod
     def header(message: bytes) -> list[int]:

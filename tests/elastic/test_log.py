@@ -159,7 +159,8 @@ def test_two_join_at_once_in_different_slots() -> None:
     assert listed[0] == ["r0"]
     assert {name for names in listed for name in names} == {"r0", "r1", "r2"}
     roster = [json.loads(job.store.objects[key]) for key in job.store.list("roster/")]
-    assert sorted(slot for _, slot in roster) == [0, 1, 2]
+    # one that is not listed at once enters again
+    assert sorted(slot for _, slot in {*map(tuple, roster)}) == [0, 1, 2]
 
 
 def test_a_late_replica_keeps_its_outer_gradient() -> None:
@@ -537,6 +538,7 @@ def test_a_replica_that_was_stopped_looks_before_it_leaves_others_out(log: JobLo
     log.store.create("roster/1", json.dumps(["r1", 1]).encode())
     log._read_roster()
     log._grace_s, log._heard["r1"] = 0.5, 0
+    log._new.clear()
     log._flights[0] = one = _Flight(launched=True, messages={"r0": b"0123456789"})
     one.due_s = time.monotonic() - 10.0
     log.store.create("x/0/r1", b"9876543210")

@@ -19,7 +19,7 @@ CASES = Path(__file__).with_name("object_cases.py")
 
 @pytest.mark.skipif(
     find_spec("obstore") is None or find_spec("moto") is None,
-    reason="needs obstore and moto: `pip install -e '.[store]' 'moto[s3]' flask flask-cors`",
+    reason="needs obstore and moto, which the extra `dev` installs",
 )
 def test_the_cases_pass() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

@@ -65,6 +65,15 @@ def test_a_request_fails_after_its_time_or_at_a_stop(tmp_path: Path) -> None:
         Retrying(faulty, stop=stop).get("a")
 
 
+def test_after_an_outage_other_processes_may_still_pause(tmp_path: Path) -> None:
+    faulty = FaultyStore(FolderStore(tmp_path))
+    faulty.away = True
+    store = Retrying(faulty, timeout_s=0.05)
+    with pytest.raises(StoreError):
+        store.get("a")
+    assert store.failed_s < store.settled_s <= store.failed_s + retrying._LONGEST_PAUSE_S
+
+
 def test_a_listing_may_be_late(tmp_path: Path) -> None:
     store = FaultyStore(FolderStore(tmp_path), late_listing=True)
     store.create("a", b"1")

@@ -48,7 +48,7 @@ class Retrying:
         self._store, self._timeout_s = store, timeout_s
         self._stop = threading.Event() if stop is None else stop
         self.failed_s = -math.inf  # when a request last failed, by the monotonic clock
-        # by when other processes, whose requests failed at the same time, have repeated them
+        # by when other processes have repeated their requests, which fail in an outage as well
         self.settled_s = -math.inf
         self._counts: dict[str, VerbCount] = {}
         self._lock = threading.Lock()
@@ -92,14 +92,17 @@ class Retrying:
 
     def _repeat(self, verb: str, request: Callable[[], Result], sent: int = 0) -> Result:
         deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        failures = 0
         while True:
             began = time.perf_counter()
             try:
                 result = request()
             except StoreError:
                 self.failed_s = time.monotonic()
-                longest_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # theirs may be one pause ahead
-                self.settled_s = max(self.settled_s, self.failed_s + longest_s)
+                if failures:  # a single failure is no outage
+                    longest_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # theirs may be one pause ahead
+                    self.settled_s = max(self.settled_s, self.failed_s + longest_s)
+                failures += 1
                 self._count(verb, VerbCount(1, 1, sent, 0, time.perf_counter() - began))
                 left_s = deadline - time.monotonic()
                 # random, so that replicas do not come back from an outage all at once
@@ -114,9 +117,9 @@ class Retrying:
 
     def _count(self, verb: str, request: VerbCount) -> None:
         with self._lock:
-            count = self._counts.setdefault(verb, VerbCount())
-            count.requests += request.requests
-            count.failures += request.failures
-            count.sent_bytes += request.sent_bytes
-            count.received_bytes += request.received_bytes
-            count.seconds += request.seconds
+            total = self._counts.setdefault(verb, VerbCount())
+            total.requests += request.requests
+            total.failures += request.failures
+            total.sent_bytes += request.sent_bytes
+            total.received_bytes += request.received_bytes
+            total.seconds += request.seconds

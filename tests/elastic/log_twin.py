@@ -197,6 +197,7 @@ class LogTwin:
 
     @torch.no_grad()
     def take_state(self, flight: int, _: int, keep: bool) -> None:
+        keep = keep and int(self.store.objects.get("end", b"-1")) != flight + 1  # it has ended
         saved = torch.load(io.BytesIO(self.kept(f"state/{flight}")), weights_only=True)
         listed = {
             p: any(one[0] == self.replica.name for one in self.commit(mine))
@@ -217,7 +218,6 @@ class LogTwin:
                     local.copy_(local + (outer - old) if keep else outer)
             if listed.get(p):
                 self.since[p] = self.steps
-        self.in_flight.clear()
 
     @torch.no_grad()
     def launch(self, flight: int, p: int, _: int, sent: bool) -> None:
@@ -245,7 +245,6 @@ class LogTwin:
     @torch.no_grad()
     def land(self, flight: int, listed: bool, hashed: int) -> None:
         p = flight % len(self.outer)
-        self.in_flight.pop(p, None)
         before = [outer.detach().clone() for outer in self.outer[p]]
         for outer, gradient in zip(self.outer[p], self.mean(flight, p), strict=True):
             outer.grad = gradient

@@ -58,13 +58,13 @@ def test_a_slow_store_that_fails_costs_no_step() -> None:
     assert sum(count.failures for one in replicas for count in counts(one)) > 10
 
 
-def hearing(name: str, at: int) -> Callable[[ElasticDiLoCo, int], None]:
-    """Return what makes a replica wait, after a step, until it has a message in its next flight."""
+def hearing(job: Job, name: str, at: int) -> Callable[[ElasticDiLoCo, int], None]:
+    """Return what makes a replica wait, after a step, for another one's next message."""
 
     def act(diloco: ElasticDiLoCo, step: int) -> None:
-        log = diloco.transport.log
         if step == at:
-            wait_until(lambda: name in log._flights.get(log.launched, _Flight()).messages)
+            key = f"x/{diloco.transport.log.launched}/{name}"
+            wait_until(lambda: key in job.store.objects)
 
     return act
 
@@ -78,7 +78,7 @@ def test_a_death_and_a_joiner_in_a_slow_store_that_fails() -> None:
     changes = {**MANY, "wire_dtype": "bf16"}
     job = Job(MemoryStore(), 80, changes, grace_s=0.5, min_replicas=2, step_s=0.005)
 
-    wait = hearing("again", 50)
+    wait = hearing(job, "again", 50)
     replicas = [Replica(f"r{i}", i, job, wait, store=faulty(job, i)).start() for i in range(2)]
     replicas.append(Replica("r2", 2, job, killing(30), store=faulty(job, 2)).start())
     replicas[2].thread.join()
@@ -230,7 +230,7 @@ def test_a_store_that_shows_keys_late_costs_no_step() -> None:
     job = Job(MemoryStore(), 60, MANY, grace_s=60.0, step_s=0.005, state_cycles=2, min_replicas=2)
     rules = [Eventual(2) for _ in range(3)]
 
-    replicas = [Replica(f"r{i}", i, job, hearing("r2", 50)) for i in range(2)]
+    replicas = [Replica(f"r{i}", i, job, hearing(job, "r2", 50)) for i in range(2)]
     replicas.append(Replica("r2", 2, job))
     for one, rule in zip(replicas, rules, strict=True):
         one.store = ScriptedStore(job.store, rule)
@@ -407,7 +407,7 @@ def test_a_stop_at_its_own_commit(carried_out: bool, deleted: bool, wire_dtype: 
         if step == 60:
             wait_until(lambda: not deleted or "x/4/r0" in job.store.deleted)
             stop.awake.set()
-        hearing("r1", 90)(diloco, step)
+        hearing(job, "r1", 90)(diloco, step)
 
     replicas = [
         Replica("r0", 0, job, goes_on, store=ScriptedStore(job.store, stop.hold)).start(),

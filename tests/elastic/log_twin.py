@@ -1,8 +1,9 @@
-"""Replicas on a job's log as threads of this process, and the twin that replays each of them.
+"""Ranks of replicas on a job's log as threads of this process, and the twin that replays each rank.
 
 The twin gets the store and what a replica noted (which steps it took, and which flights it launched
 and landed after them). It is written without the package, except for the codecs. It trains the
-replica again, and compares every message and every global copy.
+replica again, and compares every message and every global copy. The ranks of a replica hold copies
+of the model and train them on the same data, so the twin trains one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from lightning_commfree.diloco import CODECS, DiLoCoSettings, split_into_fragmen
 from lightning_commfree.diloco.codec import decode_all
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import JobLog
+from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.transport import StoreTransport
 from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward
+from tests.elastic.thread_channel import Meeting, ThreadChannel
 
 HEADER_BYTES = 7 * 8
 
@@ -46,14 +49,15 @@ class Job:
     state_cycles: int = 4
     by_time: bool = False
     config: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1  # of each replica
 
     def settings(self) -> DiLoCoSettings:
-        return DiLoCoSettings(**{**DEFAULTS, **self.changes})
+        return DiLoCoSettings(**{**DEFAULTS, "replica_size": self.ranks, **self.changes})
 
 
 @dataclass
 class Replica:
-    """One replica, and what it noted."""
+    """One rank of a replica, and what it noted."""
 
     name: str
     data: int  # which data it trains on
@@ -63,6 +67,8 @@ class Replica:
     trace: Trace = field(default_factory=Trace)
     error: BaseException | None = None
     final: State | None = None
+    rank: int = 0
+    meetings: list[Meeting] = field(default_factory=lambda: [Meeting(1) for _ in range(3)])
 
     def __post_init__(self) -> None:
         self.module = Net()  # here, because its seed is that of all threads
@@ -76,6 +82,7 @@ class Replica:
         job, module = self.job, self.module
         settings = job.settings()
         fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
+        within, decisions, uploads = (ThreadChannel(one, self.rank) for one in self.meetings)
         log = JobLog(
             job.store,
             self.name,
@@ -83,6 +90,7 @@ class Replica:
             job.min_replicas,
             job.grace_s,
             job.by_time,
+            ReplicaRanks(decisions, uploads),
         )
         transport = StoreTransport(log, Ledger())
         diloco = ElasticDiLoCo(
@@ -90,6 +98,7 @@ class Replica:
             fragments,
             settings,
             transport,
+            within,
             state_cycles=job.state_cycles,
             note=lambda *event: self.events.append(event),
         )
@@ -117,6 +126,15 @@ class Replica:
             transport.close()
 
 
+def start_ranks(name: str, data: int, job: Job, act: Any = lambda *_: None) -> list[Replica]:
+    """Start all ranks of a replica."""
+    meetings = [Meeting(job.ranks) for _ in range(3)]
+    ranks = [
+        Replica(name, data, job, act, rank=rank, meetings=meetings) for rank in range(job.ranks)
+    ]
+    return [rank.start() for rank in ranks]
+
+
 def play(replicas: Sequence[Replica], limit_s: float = 60.0) -> None:
     """Wait for the end of all replicas that have been started; raise what ended them."""
     end_s = time.monotonic() + limit_s
@@ -128,7 +146,7 @@ def play(replicas: Sequence[Replica], limit_s: float = 60.0) -> None:
 
 
 class LogTwin:
-    """Trains one replica again, from the log and from what it noted."""
+    """Trains one rank of a replica again, from the log and from what it noted."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.store, settings = replica, replica.job.store, replica.job.settings()
@@ -174,12 +192,21 @@ class LogTwin:
 
     @torch.no_grad()
     def take_state(self, flight: int, _: int, keep: bool) -> None:
-        saved = torch.load(io.BytesIO(self.kept(f"state/{flight}")), weights_only=True)
-        for p, one in enumerate(saved["fragments"]):
+        which = json.loads(self.kept("config"))["founder"] if flight < 0 else flight
+        parts = [
+            torch.load(io.BytesIO(self.kept(f"state/{which}", rank)), weights_only=True)
+            for rank in range(self.replica.job.ranks)
+        ]
+        for p in range(len(self.outer)):
+            saved = [part["fragments"][p] for part in parts]
             before = [outer.detach().clone() for outer in self.outer[p]]
-            for outer, value in zip(self.outer[p], one["global_copy"], strict=True):
-                outer.copy_(value.view_as(outer))
-            self.optimizers[p].load_state_dict(one["optimizer"])
+            copies = [part.flatten() for one in saved for part in one["global_copy"]]
+            for outer, value in self.pieces(p, copies):
+                outer.copy_(value)
+            states = [state for one in saved for state in one["optimizer"]["state"].values()]
+            momenta = [state["momentum_buffer"].flatten() for state in states]
+            for outer, value in self.pieces(p, momenta) if momenta else ():
+                self.optimizers[p].state[outer]["momentum_buffer"] = value.clone()
             for local, outer, old in zip(self.locals(p), self.outer[p], before, strict=True):
                 local.copy_(local + (outer - old) if keep else outer)
 
@@ -188,8 +215,8 @@ class LogTwin:
         if not sent:
             return
         pairs = zip(self.outer[p], self.locals(p), strict=True)
-        delta = torch.cat([(outer - local).flatten() for outer, local in pairs])
-        message = self.kept(f"x/{flight}/{self.replica.name}")
+        delta = self.share(torch.cat([(outer - local).flatten() for outer, local in pairs]))
+        message = self.kept(f"x/{flight}/{self.replica.name}", self.replica.rank)
         if message == b"-":
             assert not bool(delta.isfinite().all())
             return
@@ -242,13 +269,29 @@ class LogTwin:
                         del self.inner.state[parameter]
 
     def compare(self, p: int, hashed: int, flight: int) -> None:
-        flat = torch.cat([outer.detach().flatten() for outer in self.outer[p]])
+        flat = self.share(torch.cat([outer.detach().flatten() for outer in self.outer[p]]))
         assert int(digest(flat)) == hashed, f"the global copy after flight {flight} differs"
         self.landings += 1
 
+    def share(self, values: Tensor) -> Tensor:
+        """Return the values that this rank exchanges, padded with zeros."""
+        size = -(-len(values) // self.replica.job.ranks)
+        mine = values[self.replica.rank * size :][:size]
+        return nn.functional.pad(mine, (0, size - len(mine)))
+
+    def pieces(self, p: int, parts: list[Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Join the ranks' values, and split them into those of a fragment's tensors."""
+        sizes = [outer.numel() for outer in self.outer[p]]
+        split = torch.cat(parts)[: sum(sizes)].split(sizes)
+        return [(o, part.view_as(o)) for o, part in zip(self.outer[p], split, strict=True)]
+
     def mean(self, flight: int, p: int) -> list[Tensor]:
+        ranks = range(self.replica.job.ranks)
+        return [part for _, part in self.pieces(p, [self.mean_of(flight, p, r) for r in ranks])]
+
+    def mean_of(self, flight: int, p: int, rank: int) -> Tensor:
         commit = json.loads(self.kept(f"commit/{flight}"))
-        messages = [self.kept(f"x/{flight}/{name}") for name, _, _ in commit]
+        messages = [self.kept(f"x/{flight}/{name}", rank) for name, _, _ in commit]
         weights = [self.header(message)[5] for message in messages]
         if not any(weights):
             weights = [1] * len(weights)
@@ -264,11 +307,10 @@ class LogTwin:
             total = torch.zeros_like(rows[0])
             for row, weight in zip(rows, weights, strict=True):
                 total = total + row * (weight / sum(weights))
-        parts = total.split([outer.numel() for outer in self.outer[p]])
-        return [part.view_as(outer) for part, outer in zip(parts, self.outer[p], strict=True)]
+        return total
 
     def decode(self, message: bytes, p: int) -> Tensor:
-        numel = sum(outer.numel() for outer in self.outer[p])
+        numel = -(-sum(outer.numel() for outer in self.outer[p]) // self.replica.job.ranks)
         size = self.codec.num_bytes(numel)
         payload = torch.frombuffer(bytearray(message[HEADER_BYTES:][:size]), dtype=torch.uint8)
         return decode_all(self.codec, payload, torch.empty(numel))
@@ -280,5 +322,6 @@ class LogTwin:
     def locals(self, p: int) -> list[Tensor]:
         return [self.module.get_parameter(name).detach() for name in self.names[p]]
 
-    def kept(self, key: str) -> bytes:
-        return (self.store.objects | self.store.deleted)[key]
+    def kept(self, key: str, rank: int = 0) -> bytes:
+        suffix = f".{rank}" if rank else ""
+        return (self.store.objects | self.store.deleted)[f"{key}{suffix}"]

@@ -3,7 +3,8 @@
 strategy     the strategy: one Trainer per replica
 algorithm    Streaming DiLoCo on a job's log
 transport    its exchanges
-log          the log in a store (`stores`), as one replica sees it
+log          the log in a store (`stores`), as one rank of a replica sees it
+ranks        what the ranks of a replica share
 decision     when to average an exchange, and whose messages
 lateness     warnings about settings with which replicas come too late
 polling      how often to look at the store

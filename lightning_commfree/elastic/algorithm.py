@@ -39,8 +39,10 @@ from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 from lightning_commfree.elastic.lateness import Lateness
-from lightning_commfree.elastic.log import Member, MissedError
+from lightning_commfree.elastic.log import MissedError
 from lightning_commfree.elastic.transport import NOT_LISTED, StoreTransport
+
+_NO_SLOT = -1
 
 
 class ElasticDiLoCo(StreamingDiLoCo):
@@ -74,8 +76,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.weight_per_step, self.last_step = 1, math.inf
         self.ended = False
         self.state_every, self.note = state_cycles * len(fragments), note
-        self._log = transport.log
-        self._member = Member(self._log.name, 0)
+        self._log, self.ranks, self._slot = transport.log, transport.log.ranks, 0
         self._trained_since = [0] * len(fragments)  # `inner_steps` at the landing that counted last
         self._before: dict[int, Tensor] = {}  # global copies before an outer step
         self._residuals: dict[int, Tensor] = {}  # before the launch, by fragment
@@ -96,25 +97,29 @@ class ElasticDiLoCo(StreamingDiLoCo):
         total = len(self.fragments)
         first = sum(self.schedule.launches_until(p, self.step) for p in range(total))
         self._log.begin(fingerprint, self._state, first)
-        if self._log.end() is None:
-            member = self._log.enroll(max_replicas)
-            if member is None:
+        if self._log.end() < 0:
+            slot = self.ranks.first(lambda: self._enroll(max_replicas))
+            if slot == _NO_SLOT:
                 return None
-            self._member = member
+            self._slot = slot
         self._continue_from(*self._log.newest_state(), keep=False)
         if not self.ended:
             self._log.start(self._log.launched)
-        return self._member.slot
+        return self._slot
+
+    def _enroll(self, max_replicas: int) -> int:
+        member = self._log.enroll(max_replicas)
+        return _NO_SLOT if member is None else member.slot
 
     @property
     def is_first(self) -> bool:
         """Whether this replica has the smallest slot in the latest commit that it has landed.
 
-        Before the first landing, of the replicas in the roster instead.
+        Before the first landing, the smallest slot of all, which is always taken first.
         """
-        slots = self.view.members if self.transport.has_landed else self._log.slots()
-        listed = not self.transport.has_landed or self.view.rank != NOT_LISTED
-        return listed and self._member.slot == min(slots, default=0)
+        if not self.transport.has_landed:
+            return self._slot == 0
+        return self.view.rank != NOT_LISTED and self._slot == min(self.view.members)
 
     @override
     @contextmanager
@@ -133,9 +138,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
         position = self.step + 1
         self.inner_steps += 1
         self._advance()
-        while self._may_skip and self._log.is_behind(self._was_late):
+        while self._may_skip and self.ranks.first(self._is_behind):
             # what it has sent must land first: it may have counted
-            if not self._sent and self._log.is_far_behind(2 * len(self.fragments)):
+            if not self._sent and self.ranks.first(self._is_far_behind):
                 self._continue_from(*self._log.newest_state(), keep=True)
             else:
                 self._advance()
@@ -146,10 +151,12 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def _may_skip(self) -> bool:
         return self.step < self.last_step and not self.requests.stops and not self.ended
 
-    @property
-    def _was_late(self) -> bool:
+    def _is_behind(self) -> bool:
         is_listed = not self.transport.has_landed or self.view.rank != NOT_LISTED
-        return self.transport.follows or not is_listed
+        return self._log.is_behind(self.transport.follows or not is_listed)
+
+    def _is_far_behind(self) -> bool:
+        return self._log.is_far_behind(2 * len(self.fragments))
 
     def _advance(self) -> None:
         try:
@@ -187,7 +194,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def merge(self, p: int, abstained: bool, frozen: Frozen = NONE_FROZEN) -> None:
         fragment, listed = self.fragments[p], self.view.rank != NOT_LISTED
         before = self._before.pop(p, None)
-        is_finite = listed or bool(fragment.local_values().isfinite().all())
+        is_finite = listed or all(self.ranks.gather(bool(fragment.local_values().isfinite().all())))
         if not is_finite and self.settings.nonfinite == "raise":
             raise RuntimeError(
                 f"This replica's values of fragment {p} are not finite ({NONFINITE_VALUES}) after"
@@ -248,8 +255,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since = [self.inner_steps] * total
         # without being listed, this replica may be the only one that is left
         if not self.ended and self.view.rank in (0, NOT_LISTED):
-            state, end = self._state(), self._log.launched
-            self._log.later(lambda: self._log.write_end(end, state))
+            self._log.write_state(self._log.launched - 1, self._state(), is_final=True)
 
     @override
     def wait_in_flight(self) -> None:
@@ -277,10 +283,13 @@ class ElasticDiLoCo(StreamingDiLoCo):
         )
 
     def model_hash(self) -> str:
-        """Hash the parameters' names, shapes and dtypes, and the values of frozen parameters."""
+        """Hash the parameters' names, shapes and dtypes, and the values of frozen parameters.
+
+        Collective within the replica, whose ranks may hold shards.
+        """
         named = [(n, [*p.shape], str(p.dtype)) for n, p in self._module.named_parameters()]
-        text = repr((named, self._frozen_digests))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        own = _hash(repr((named, self._frozen_digests)))
+        return f"{_hash(repr(self.ranks.gather(own))):x}"
 
     @override
     def startup_messages(self, steps: int | None) -> list[Message]:
@@ -305,9 +314,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return file.getvalue()
 
     def _write_state(self, flight: int) -> None:
-        state, log = self._state(), self._log
-        log.later(lambda: log.store.create(f"state/{flight}", state))
-        log.later(lambda: log.point_to(flight))
+        log = self._log
+        log.write_state(flight, self._state())
         log.later(lambda: log.delete_before(flight - self.state_every, self.state_every))
 
     def _continue_from(self, flight: int, state: bytes, keep: bool) -> None:
@@ -343,3 +351,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         launched = sum(self.schedule.launches_until(q, self.step) for q in range(total))
         for other in range(flight + 1, launched):  # in flight at that step
             self.flights[other % total] = self.transport.follow(other % total)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")  # fits into an int64

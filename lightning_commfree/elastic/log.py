@@ -1,12 +1,13 @@
-"""An elastic job as a log in a store, as one replica sees it.
+"""An elastic job as a log in a store, as one rank of a replica sees it.
 
-    config        settings of the job, and its first flight; the first replica creates it
+    config        settings of the job, its first flight, and the replica that created it
     roster/N      the N-th replica that came, from 0: its name and slot, or a question (`enroll`)
     here/N/NAME   the answer of replica NAME to the question roster/N
     x/F/NAME      message of replica NAME in flight F; `ABSTAINS` or `LEAVES` if it takes no part
     commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
     go/F          flight F has been launched by some replica; only with `by_time`
-    state/F       outer state after flight F; the initial one has the number before the first flight
+    state/F       outer state after flight F
+    state/NAME    outer state with which the job begins, of the replica that created `config`
     head          number of a recent state; overwritten, and may be stale
     end           number of flights of the job, once a replica has landed all of them; the state
                   of the last one has the final weights
@@ -14,6 +15,11 @@
 Commits are never deleted: a replica that slept for an hour must not be able to create one again. A
 message is deleted only after `head` has moved beyond its flight, so a listed message that does not
 exist means either that it was deleted, if `head` says so, or that the store is slow.
+
+In a replica of several ranks, each of them has its own part of messages and states: rank R > 0 adds
+".R" to their keys. Rank 0 creates its part when all others exist, so who finds it finds all. Its
+part of a message ends with the digests of the others, for the commit. Rank 0 decides for the whole
+replica (`elastic.ranks`), while the others only read their parts of what it has decided.
 
 Two threads talk to the store: one creates messages and states in order, the other one looks for
 what others created. Training waits only in `JobLog.landed`.
@@ -31,7 +37,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import NamedTuple, TypeVar
 
 from lightning_commfree.elastic.decision import (
@@ -45,6 +50,7 @@ from lightning_commfree.elastic.decision import (
     decide,
 )
 from lightning_commfree.elastic.polling import PAUSE_S, first_look_s, look_at_s, watch_pause_s
+from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.stores.retrying import Retrying, VerbCount
 from lightning_commfree.stores.store import Store, StoreError
 
@@ -62,14 +68,15 @@ _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer
 _ASKS = -1  # in place of a slot: this entry of the roster is a question
 _TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
 _SAY_S = 20.0  # how often to say why training waits
+_DIGITS = 32  # hexadecimal digits of a digest
 
 
 class Entry(NamedTuple):
-    """A message in a commit."""
+    """A replica in a commit."""
 
     name: str
-    size: int  # bytes
-    digest: str
+    size: int  # bytes of the message of its rank 0
+    digest: str  # of the messages of all its ranks, joined
 
 
 class Member(NamedTuple):
@@ -108,7 +115,10 @@ class _Flight:
 
 
 class JobLog:
-    """One replica's access to the log. Its methods are for the training thread."""
+    """One rank's access to the log. Its methods are for the training thread.
+
+    `begin`, `end`, `newest_state` and `landed` are collective within the replica.
+    """
 
     def __init__(
         self,
@@ -118,10 +128,15 @@ class JobLog:
         min_replicas: int = 1,
         grace_s: float | None = None,  # None: 1 s and twice the mean time of a request
         by_time: bool = False,
+        ranks: ReplicaRanks | None = None,  # None: the replica has a single rank
     ) -> None:
         self._stop = threading.Event()  # ends pauses between tries of a request
         self.store, self.name = Retrying(store, stop=self._stop), name
         self._sizes, self._min, self._grace_s, self._by_time = sizes, min_replicas, grace_s, by_time
+        self.ranks = ranks or ReplicaRanks()
+        self._suffix = f".{self.ranks.rank}" if self.ranks.rank else ""
+        # bytes that follow the message itself: on rank 0, the digests of the others' messages
+        self._appended = 0 if self._suffix else _DIGITS * (self.ranks.size - 1)
         self.launched = 0  # number of the next flight to launch
         self.last_round = math.inf  # number of the first flight of the last round, once it is known
         self.roster: list[Member] = []
@@ -132,7 +147,7 @@ class JobLog:
         self._others_launched = -1  # latest flight that another replica is known to have launched
         self._latest: frozenset[str] = frozenset()  # replicas in the latest commit
         self._left: set[str] = set()  # replicas that said so
-        self._first = 0  # number of the job's first flight
+        self._first, self._founder = 0, name  # the job's first flight, and who created it
         self._latest_flight = -1
         self._heard: dict[str, int] = {}  # by replica, its latest flight, or when it came
         self._watched_s = self._asked_go_s = -math.inf
@@ -165,15 +180,22 @@ class JobLog:
         Raises:
             ValueError: the job has other settings.
         """
-        if self.store.get("config") is None:
-            # before the settings: who finds settings finds a state
-            self.store.create(f"state/{first - 1}", state())
-            mine = json.dumps({"first": first, "settings": dict(config)}, sort_keys=True)
-            self.store.create("config", mine.encode())
+        own = f"state/{self.name}{self._suffix}"
+        if self.ranks.first(lambda: self.store.get("config") is None):
+            # before the settings: who finds settings finds the states of all ranks
+            self.store.create(own, state())
+            self.ranks.gather(0)
+            if self.ranks.rank == 0:
+                mine = {"first": first, "founder": self.name, "settings": dict(config)}
+                self.store.create("config", json.dumps(mine, sort_keys=True).encode())
+            self.ranks.gather(0)
         while (data := self.store.get("config")) is None:
             self._pause()
         theirs = json.loads(data)
-        self._first, known = int(theirs["first"]), dict[str, str](theirs["settings"])
+        self._first, self._founder = int(theirs["first"]), str(theirs["founder"])
+        if self._founder != self.name:
+            self.store.delete(own)
+        known = dict[str, str](theirs["settings"])
         differ = [
             f"`{key}` is {config.get(key, 'absent')} here and {known.get(key, 'absent')} there"
             for key in sorted({*known, *config})
@@ -189,7 +211,8 @@ class JobLog:
         """Enter the roster with a free slot, and return the entry; None if no slot is free now.
 
         If all slots have an owner, ask who is still there: a question in the roster. An owner that
-        does not answer loses its slot. If it comes back, two replicas train on one share.
+        does not answer loses its slot. If it comes back, two replicas train on one share. Only
+        rank 0 may call this.
         """
         asked: int | None = None  # number of the question
         while True:
@@ -230,31 +253,37 @@ class JobLog:
         if self._stop.wait(PAUSE_S[0]):
             raise LeftError(_TERMINATED)
 
-    def slots(self) -> set[int]:
-        """Return the slots that have had an owner."""
-        return {one.slot for one in self.roster if one.slot != _ASKS}
-
-    def end(self) -> int | None:
-        """Return the number of flights of a job that has ended, otherwise None."""
-        end = self._get("end")
-        return None if end is None else int(end)
+    def end(self) -> int:
+        """Return the number of flights of a job that has ended, otherwise -1."""
+        return self.ranks.first(lambda: int(self._get("end") or -1))
 
     def newest_state(self) -> tuple[int, bytes]:
-        """Return the number of the newest state, and the state."""
+        """Return the number of the newest state, and this rank's part of it."""
         while True:
-            head, end = self._get("head"), self.end()
-            flight = self._first - 1 if head is None else int(head)
-            if end is not None:
-                flight = end - 1
-            if (data := self._get(f"state/{flight}")) is not None:
+            flight = self.ranks.first(self._newest)
+            which = flight if flight >= self._first else self._founder
+            data = self._get(f"state/{which}{self._suffix}")
+            if all(self.ranks.gather(data is not None)) and data is not None:
                 return flight, data
             self._pause()
 
-    def write_end(self, end: int, state: bytes) -> None:
-        """Create the state with the final weights, and end the job."""
-        self.store.create(f"state/{end - 1}", state)
-        self.store.create("end", str(end).encode())
-        self.store.overwrite("head", str(end - 1).encode())
+    def _newest(self) -> int:
+        if (end := self._get("end")) is not None:
+            return int(end) - 1
+        return int(self._get("head") or self._first - 1)
+
+    def write_state(self, flight: int, state: bytes, is_final: bool = False) -> None:
+        """Create the state after a flight; the final one ends the job."""
+
+        def write() -> None:
+            self._create(f"state/{flight}", state)
+            if self.ranks.rank == 0 and is_final:
+                self.store.create("end", str(flight + 1).encode())
+            if self.ranks.rank == 0:
+                self._point_to(flight)
+            self.ranks.meet()  # no rank may delete anything before that
+
+        self.later(write)
 
     def start(self, launched: int) -> None:
         """Start the threads; the next flight to launch has the number `launched`."""
@@ -280,15 +309,18 @@ class JobLog:
         return flight
 
     def send(self, flight: int, make: Callable[[], bytes]) -> None:
-        """Create this replica's message in a flight; `make` runs on the thread that creates it."""
-        name, message = f"x/{flight}/{self.name}", cache(make)
-        self.later(lambda: self.store.create(name, message()))
-        self.later(lambda: self._hear(flight, {self.name: message()}))
+        """Create this rank's message in a flight; `make` runs on the thread that creates it."""
+
+        def send() -> None:
+            message = self._create(f"x/{flight}/{self.name}", make(), lists=True)
+            self._hear(flight, {self.name: message})
+
+        self.later(send)
 
     def say_leaving(self) -> None:
         """Tell the others not to wait for this replica, from its next flight on."""
-        name = f"x/{self.launched}/{self.name}"
-        self.later(lambda: self.store.create(name, LEAVES))
+        key = f"x/{self.launched}/{self.name}{self._suffix}"
+        self.later(lambda: self.store.create(key, LEAVES))
 
     def landed(self, flight: int) -> Landed:
         """Wait for a flight's commit, and return its messages.
@@ -316,11 +348,17 @@ class JobLog:
                 _log.warning("%s", self._why_waiting(flight, one))
         with self._lock:
             del self._flights[flight]
-        if one.missed or one.commit is None:
+        missed = one.missed or one.commit is None
+        if any(self.ranks.gather(missed)):
             raise MissedError
+        assert one.commit is not None
         by_name = {member.name: member for member in self.roster}
         names = [entry.name for entry in one.commit]
-        return Landed([by_name[name] for name in names], [one.messages[name] for name in names])
+        messages = [one.messages[name] for name in names]
+        return Landed(
+            [by_name[name] for name in names],
+            [message[: len(message) - self._appended] for message in messages],
+        )
 
     def _why_waiting(self, flight: int, one: _Flight) -> str:
         waited_s = time.monotonic() - (one.due_s or 0.0)
@@ -372,7 +410,7 @@ class JobLog:
             self._pause()
         return self.name in [Entry(*entry).name for entry in json.loads(data)]
 
-    def point_to(self, flight: int) -> None:
+    def _point_to(self, flight: int) -> None:
         """Overwrite `head`, unless it is newer: who was stopped must not turn it back."""
         head = self.store.get("head")
         if head is None or int(head) < flight:
@@ -390,10 +428,10 @@ class JobLog:
         """
         for flight in range(max(newest - every, -1) + 1, newest + 1):
             for name in {member.name for member in self.roster}:
-                self.store.delete(f"x/{flight}/{name}")
+                self.store.delete(f"x/{flight}/{name}{self._suffix}")
             self.store.delete(f"go/{flight}")
         if newest >= 0:
-            self.store.delete(f"state/{newest}")
+            self.store.delete(f"state/{newest}{self._suffix}")
 
     def continue_at(self, flight: int) -> None:
         """Forget all flights that have not landed; `flight` is the next one to launch."""
@@ -418,6 +456,7 @@ class JobLog:
             self._closed = True  # the first thread has done its jobs
             self._stop.set()
             self._wake.set()
+        self.ranks.close()
 
     # -- the threads
 
@@ -529,7 +568,7 @@ class JobLog:
             late_s = one.looked_s - max(one.due_s, self.store.settled_s)
         with self._lock:
             counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
-        return Heard(one.launched, counts, commit, late_s)
+        return Heard(one.launched and self.ranks.rank == 0, counts, commit, late_s)
 
     def _rules(self, flight: int) -> Rules:
         gets = self.store.counts().get("get", VerbCount())
@@ -599,10 +638,25 @@ class JobLog:
                 raise LeftError(_TERMINATED) from None
             raise
 
+    def _create(self, key: str, data: bytes, lists: bool = False) -> bytes:
+        """Create this rank's part of an object, rank 0 last, and return it.
+
+        With `lists`, rank 0's part ends with the digests of the others.
+        """
+        if self._suffix:
+            self.store.create(f"{key}{self._suffix}", data)
+        mine = _digest(data).encode() if lists and self._suffix else bytes(_DIGITS)
+        digests = self.ranks.meet(mine)
+        if not self._suffix:
+            data += digests if lists and data != ABSTAINS else b""
+            self.store.create(key, data)
+        return data
+
     def _look_for(self, flight: int, names: Iterable[str]) -> None:
-        sizes = self._sizes(flight)
+        sizes = [size + self._appended for size in self._sizes(flight)]
         for name in names:
-            data = None if name == self.name else self.store.get(f"x/{flight}/{name}")
+            key = f"x/{flight}/{name}{self._suffix}"
+            data = None if name == self.name else self.store.get(key)
             if data is not None and len(data) not in (*sizes, len(ABSTAINS)):
                 _log.warning("Message of %s in exchange %d has %d bytes", name, flight, len(data))
                 data = ABSTAINS  # a message that cannot be decoded would stop all
@@ -611,16 +665,16 @@ class JobLog:
 
     def _read_messages(self, flight: int, one: _Flight, names: Iterable[str]) -> None:
         """Read messages in a commit, as far as the store shows them."""
-        entries = {entry.name: entry for entry in one.commit or ()}
+        digests, start = {e.name: e.digest for e in one.commit or ()}, _DIGITS * self.ranks.rank
         for name in names:
-            data = self.store.get(f"x/{flight}/{name}")
+            data = self.store.get(f"x/{flight}/{name}{self._suffix}")
             if data is None:
                 head = self.store.get("head")
                 if head is not None and int(head) > flight:  # deleted
                     one.missed = True
                     one.landed.set()
                 return
-            if len(data) != entries[name].size or _digest(data) != entries[name].digest:
+            if _digest(data) != digests[name][start:][:_DIGITS]:
                 raise ValueError(
                     f"The message of {name} in exchange {flight} is damaged in"
                     f" {self.store.address}."
@@ -630,11 +684,15 @@ class JobLog:
     def _commit(self, flight: int, one: _Flight, names: Iterable[str]) -> None:
         with self._lock:
             found = dict(one.messages)
-        entries = [Entry(name, len(found[name]), _digest(found[name])) for name in names]
+        entries = [self._entry(name, found[name]) for name in names]
         if self.store.create(f"commit/{flight}", json.dumps(entries).encode()):
             self._take_commit(flight, one, entries)
         else:
             self._read_commit(flight, one)
+
+    def _entry(self, name: str, message: bytes) -> Entry:
+        others = message[len(message) - self._appended :].decode()
+        return Entry(name, len(message), _digest(message) + others)
 
     def _read_commit(self, flight: int, one: _Flight) -> None:
         data = self.store.get(f"commit/{flight}")
@@ -662,4 +720,4 @@ class JobLog:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+    return hashlib.sha256(data).hexdigest()[:_DIGITS]

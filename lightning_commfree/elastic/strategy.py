@@ -13,7 +13,7 @@ replicas share a store, which contains the job's log (`elastic.log`):
   the smallest slot in the latest commit. If the fit depends on a monitored metric, every replica
   validates. All replicas use the same weights, so they get the same result.
 - *Stopping.* `trainer.should_stop` on one replica stops all replicas after the same step. SIGTERM
-  stops only the replica that receives it.
+  stops only the replica that receives it, on all its ranks after the same step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import re
 import secrets
 import socket
 import time
+from copy import copy
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,16 +32,19 @@ from urllib.parse import urlsplit
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.settings import check_choice, check_count
 from lightning_commfree.diloco import default_outer_optimizer, split_into_fragments
 from lightning_commfree.diloco.strategy import StreamingDiLoCoStrategy
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import JobLog
+from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.transport import StoreTransport
 from lightning_commfree.fit.checks import (
     REFUSED_IF_LOCAL,
     refuse_callbacks,
     refuse_manual,
+    refuse_max_norm,
 )
 from lightning_commfree.fit.clock import Clock
 from lightning_commfree.fit.local_weights import LocalWeightsSession
@@ -106,7 +110,15 @@ class ElasticSession(LocalWeightsSession):
         if diloco.step >= diloco.last_step and diloco.step != trainer.max_steps:
             # `max_epochs`: a replica that has skipped steps still has batches
             self._stopping.agree_after_step()
+        sigterm = self._stopping.sigterm  # a replica of one rank leaves it to Lightning
+        flags = diloco.ranks.gather(sigterm.requested + 2 * sigterm.requeue_requested)
+        if any(flags):
+            sigterm.agree(requeues=any(flag & 2 for flag in flags))
         super().after_step()
+
+    @override
+    def stops_after(self) -> int | None:
+        return FitSession.stops_after(self)
 
 
 class _ElasticStopping(Stopping):
@@ -114,8 +126,9 @@ class _ElasticStopping(Stopping):
 
     def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:
         super().__init__(trainer, ranks, clock, patches)
-        self._several = True
-        self._follow_loops(patches)
+        if not self._several:
+            self._several = True
+            self._follow_loops(patches)
 
     @property
     @override
@@ -139,7 +152,9 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     a folder, a TCPStore (`commfree-store serve`) or a bucket. No replica connects to another one.
     If a replica dies, the others continue after a short wait (`grace`) and lose no steps. A
     restarted replica joins again: it reads the outer weights from the store, and takes part in the
-    next exchange. A job that dies as a whole continues from the store. See `docs/elastic.md`.
+    next exchange. A job that dies as a whole continues from the store. A replica may have several
+    ranks (`replica_size`), which connect to each other; it ends if one of them dies. See
+    `docs/elastic.md`.
 
     All replicas need the same model, settings, `max_steps` and `max_epochs`. They may have
     different batch sizes: a replica's outer gradient is weighted by the number of samples it was
@@ -163,9 +178,9 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             "time": only the fastest replica takes all of these steps. The other replicas take part
             in the exchange after their current step, with the steps they have taken, and skip the
             remaining steps.
-        **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be 1, and
-            `evaluate` must be "outer". The default outer learning rate is 0.4, regardless of the
-            number of replicas.
+        **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
+            ranks of this Trainer, and `evaluate` must be "outer". The default outer learning rate
+            is 0.4, regardless of the number of replicas.
 
     Attributes:
         slot: this replica's slot; 0 until a fit has begun.
@@ -205,12 +220,6 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 " could never begin."
             )
         check_choice("sync", sync, ("steps", "time"))
-        if self.settings.replica_size > 1:
-            raise ValueError(
-                f"`ElasticDiLoCoStrategy` does not support `replica_size="
-                f"{self.settings.replica_size}` yet: start a Trainer with one rank for each device,"
-                " or use `StreamingDiLoCoStrategy`."
-            )
         if self.settings.evaluate != "outer":
             raise ValueError(
                 f"`evaluate={self.settings.evaluate!r}` needs all replicas for validation, but"
@@ -236,24 +245,31 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if not self.module.trainer.training:  # every replica validates on all data
             return super().distributed_sampler_kwargs
-        return {"num_replicas": self._max_replicas, "rank": self.slot}
+        within = super().distributed_sampler_kwargs
+        size = within["num_replicas"]
+        return {
+            "num_replicas": self._max_replicas * size,
+            "rank": self.slot * size + within["rank"],
+        }
 
     # -- the hooks of a fit
 
     @override
     def setup_environment(self) -> None:
-        if self.world_size != 1:
+        if self.world_size != (size := self.settings.replica_size):
             raise ValueError(
-                f"This Trainer has {self.world_size} ranks, but an elastic replica has one. Each"
+                f"This Trainer has {self.world_size} ranks, but `replica_size={size}`. Each elastic"
                 " replica has its own Trainer: start the script once per replica, with"
-                " `Trainer(devices=1)`."
+                f" `Trainer(devices={size})`."
             )
         super().setup_environment()
 
     @override
     def setup_distributed(self) -> None:
-        # no process group: it would listen on a port, and a single rank needs none
-        self.set_world_ranks()
+        if self.world_size > 1:
+            super().setup_distributed()
+        else:  # no process group: it would listen on a port, and a single rank needs none
+            self.set_world_ranks()
 
     @override
     def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
@@ -269,6 +285,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         name, settings = type(self).__name__, self.settings
         refuse_callbacks(trainer, name, REFUSED_IF_LOCAL)
         refuse_manual(name, self.module, "a joiner could not find its position in the data")
+        if self.inside.size > 1:
+            refuse_max_norm(name, self.module)
         by_time = self._sync == "time"
         if by_time and (trainer.max_steps == -1 or trainer.max_epochs not in (None, -1)):
             raise ValueError(
@@ -281,14 +299,15 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         )
         store = open_store(self.store)
         probe(Retrying(store, self.ranks.timeout.total_seconds()))
+        host = re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())
         log = JobLog(
             store,
-            f"{re.sub('[^A-Za-z0-9-]', '-', socket.gethostname())}-{os.getpid()}"
-            f"-{secrets.token_hex(4)}",
+            self.broadcast(f"{host}-{os.getpid()}-{secrets.token_hex(4)}"),
             lambda flight: transport.message_bytes(flight),
             self._min_replicas,
             self._grace_s,
-            by_time,
+            by_time and self.global_rank == 0,
+            self._replica_ranks(),
         )
         transport = StoreTransport(log, self.ledger)
         self._diloco = diloco = ElasticDiLoCo(
@@ -350,7 +369,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             continue_at(trainer, diloco.step)
         batch_sizes = {getattr(one, "batch_size", None) for one in training_loaders(trainer)}
         if len(batch_sizes) == 1 and isinstance(size := batch_sizes.pop(), int):
-            diloco.weight_per_step = size * trainer.accumulate_grad_batches
+            shares = super().distributed_sampler_kwargs["num_replicas"]
+            diloco.weight_per_step = size * trainer.accumulate_grad_batches * shares
         super().on_train_start()
         steps = trainer.max_steps - trainer.global_step if trainer.max_steps != -1 else None
         if trainer.max_epochs not in (None, -1):
@@ -386,6 +406,20 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             log.leave(_LEAVE_S)
         if isinstance(exception, SIGTERMException):
             exception.code = _TERMINATED
+
+    def _replica_ranks(self) -> ReplicaRanks:
+        if self.world_size == 1:
+            return ReplicaRanks()
+        decisions = copy(self.channels.world)
+        decisions.ledger = self.group_ledger  # nothing goes to other replicas
+        uploads = Channel.open(
+            [decisions.ranks],
+            self.global_rank,
+            self.group_ledger,
+            timeout=self.ranks.timeout,
+            parent=self.channels.world,
+        )
+        return ReplicaRanks(decisions, uploads)
 
     def _save_if_first(self, save: Any, *args: Any, **kwargs: Any) -> None:
         if self.is_first:

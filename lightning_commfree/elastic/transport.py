@@ -1,7 +1,8 @@
 """Exchange fragments through a job's log (`elastic.log`).
 
-A replica creates one message per flight, whatever the number of replicas, and reads the messages of
-the others that the flight's commit lists. It decodes them as on the gather route.
+A rank creates one message per flight, whatever the number of replicas, and reads the messages of
+the same rank in the other replicas that the flight's commit lists. It decodes them as on the gather
+route.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class StoreTransport(Transport):
         codec = self._codecs[residual is not None]
         exchange = self._exchange(p, codec, self.view)
         flight = self.flights[p] = self.log.launch()
-        self.follows = self.log.is_decided(flight)
+        self.follows = bool(self.log.ranks.first(lambda: self.log.is_decided(flight)))
         if not self.follows:
             staged = self.background.staging.stage(
                 lambda: exchange.write(values, header, residual), header.on_device(values)

@@ -1,4 +1,4 @@
-"""Trainers of an elastic job in forked processes, one per replica, with a store in a folder."""
+"""Trainers of an elastic job in forked processes, one per rank, with a store in a folder."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commfree import ElasticDiLoCoStrategy
 from lightning_commfree.host import pl
-from tests.diloco.training import State, state_of
+from lightning_commfree.model.shards import local_tensor
+from tests.diloco.training import State
 from tests.fit.models import Tiny, quiet_trainer
+from tests.world import TIMEOUT, become_rank, free_port
 
 FORK = multiprocessing.get_context("fork")
 ROWS = 240
@@ -106,17 +108,22 @@ def fit(
     pace: Pace,
     ckpt_path: str | None = None,
     loaders: Callable[[], Sequence[Any]] = lambda: [data()],
+    make: Callable[[], pl.LightningModule] = Indexed,
     **trainer_kwargs: Any,
 ) -> Fit:
-    module = Indexed()
+    module = make()
     callbacks = [pace, *trainer_kwargs.pop("callbacks", ())]
-    trainer = quiet_trainer(strategy=strategy, devices=1, callbacks=callbacks, **trainer_kwargs)
+    devices = strategy.settings.replica_size
+    trainer = quiet_trainer(
+        strategy=strategy, devices=devices, callbacks=callbacks, **trainer_kwargs
+    )
     found = Fit()
     try:
         trainer.fit(module, *loaders(), ckpt_path=ckpt_path)
     except Exception:  # noqa: BLE001 - the parent looks at it
         found.error = traceback.format_exc()
-    found.slot, found.state, found.seen = strategy.slot, state_of(module), module.seen
+    found.state = {name: local_tensor(p).clone() for name, p in module.named_parameters()}
+    found.slot, found.seen = strategy.slot, getattr(module, "seen", [])
     found.waited_s = strategy.ledger.seconds_waited
     found.validations, found.steps = pace.validations, trainer.global_step
     with suppress(Exception):
@@ -124,8 +131,12 @@ def fit(
     return found
 
 
-def _play(play: Callable[[str], Fit], name: str, folder: Path) -> None:
+def _play(
+    play: Callable[[str], Fit], replica: str, name: str, folder: Path, world: tuple[int, int, int]
+) -> None:
     torch.set_num_threads(1)
+    if world[1] > 1:
+        become_rank(*world, TIMEOUT)
     with (folder / f"output_{name}").open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -133,25 +144,33 @@ def _play(play: Callable[[str], Fit], name: str, folder: Path) -> None:
         warnings.showwarning = lambda message, *_: print(message)  # pytest records them
         for logger in ("lightning.pytorch", "lightning_utilities.core.rank_zero", ""):
             logging.getLogger(logger).handlers = [logging.StreamHandler(output)]
-        found = play(name)  # after SIGTERM, this raises SystemExit
+        found = play(replica)  # after SIGTERM, this raises SystemExit
     torch.save(found, folder / f"writing_{name}")
     (folder / f"writing_{name}").rename(folder / f"fit_{name}")
     os._exit(0)
 
 
 class Fits:
-    """The processes of a job; `play(name)` fits a replica."""
+    """The processes of a job; `play(name)` fits a replica.
 
-    def __init__(self, play: Callable[[str], Fit], folder: Path, names: str = "") -> None:
-        self.play, self.folder = play, folder
+    The processes of a replica of several ranks are called "a0", "a1", ...
+    """
+
+    def __init__(
+        self, play: Callable[[str], Fit], folder: Path, names: str = "", ranks: int = 1
+    ) -> None:
+        self.play, self.folder, self.ranks = play, folder, ranks
         self.processes: dict[str, Any] = {}
         for name in names:
             self.start(name)
 
     def start(self, name: str) -> None:
-        arguments = self.play, name, self.folder
-        self.processes[name] = FORK.Process(target=_play, args=arguments, daemon=True)
-        self.processes[name].start()
+        port = free_port()
+        for rank in range(self.ranks):
+            own = f"{name}{rank}" if self.ranks > 1 else name
+            arguments = self.play, name, own, self.folder, (rank, self.ranks, port)
+            self.processes[own] = FORK.Process(target=_play, args=arguments, daemon=True)
+            self.processes[own].start()
 
     def wait(self, name: str, limit_s: float = 30.0) -> int:
         """Wait for the end of a replica, and return its exit code."""

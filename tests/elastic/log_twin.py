@@ -1,8 +1,9 @@
-"""Replicas on a job's log as threads of this process, and the twin that replays each of them.
+"""Ranks of replicas on a job's log as threads of this process, and the twin that replays each rank.
 
 The twin gets the store and what a replica noted (which steps it took, and which flights it launched
 and landed after them). It is written without the package, except for the codecs. It trains the
-replica again, and compares every message and every global copy.
+replica again, and compares every message and every global copy. The ranks of a replica hold copies
+of the model and train them on the same data, so the twin trains one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from lightning_commfree.diloco import CODECS, DiLoCoSettings, split_into_fragmen
 from lightning_commfree.diloco.codec import Codec, decode_all
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import JobLog, LeftError
+from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.transport import StoreTransport
 from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward
+from tests.elastic.thread_channel import Meeting, ThreadChannel
 
 HEADER_BYTES = 7 * 8
 
@@ -46,14 +49,15 @@ class Job:
     state_cycles: int = 4
     by_time: bool = False
     config: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1  # of each replica
 
     def settings(self) -> DiLoCoSettings:
-        return DiLoCoSettings(**{**DEFAULTS, **self.changes})
+        return DiLoCoSettings(**{**DEFAULTS, "replica_size": self.ranks, **self.changes})
 
 
 @dataclass
 class Replica:
-    """One replica, and what it noted."""
+    """One rank of a replica, and what it noted."""
 
     name: str
     data: int  # which data it trains on
@@ -65,6 +69,8 @@ class Replica:
     trace: Trace = field(default_factory=Trace)
     error: BaseException | None = None
     final: State | None = None
+    rank: int = 0
+    meetings: list[Meeting] = field(default_factory=lambda: [Meeting(1) for _ in range(3)])
 
     def __post_init__(self) -> None:
         self.module = Net()  # here, because its seed is that of all threads
@@ -92,6 +98,7 @@ class Replica:
         job, module = self.job, self.module
         settings = job.settings()
         fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
+        within, decisions, uploads = (ThreadChannel(one, self.rank) for one in self.meetings)
         self.log = log = JobLog(
             self.store or job.store,
             self.name,
@@ -99,6 +106,7 @@ class Replica:
             job.min_replicas,
             job.grace_s,
             job.by_time,
+            ReplicaRanks(decisions, uploads),
         )
         transport = StoreTransport(log, Ledger())
         diloco = ElasticDiLoCo(
@@ -106,6 +114,7 @@ class Replica:
             fragments,
             settings,
             transport,
+            within,
             state_cycles=job.state_cycles,
             note=lambda *event: self.events.append(event),
         )
@@ -134,6 +143,15 @@ class Replica:
             transport.close()
 
 
+def start_ranks(name: str, data: int, job: Job, act: Any = lambda *_: None) -> list[Replica]:
+    """Start all ranks of a replica."""
+    meetings = [Meeting(job.ranks) for _ in range(3)]
+    ranks = [
+        Replica(name, data, job, act, rank=rank, meetings=meetings) for rank in range(job.ranks)
+    ]
+    return [rank.start() for rank in ranks]
+
+
 def play(replicas: Sequence[Replica], limit_s: float = 60.0) -> None:
     """Wait for the end of all replicas that have been started; raise what ended them."""
     end_s = time.monotonic() + limit_s
@@ -145,7 +163,7 @@ def play(replicas: Sequence[Replica], limit_s: float = 60.0) -> None:
 
 
 class LogTwin:
-    """Trains one replica again, from the log and from what it noted."""
+    """Trains one rank of a replica again, from the log and from what it noted."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.store, settings = replica, replica.job.store, replica.job.settings()
@@ -164,7 +182,8 @@ class LogTwin:
         self.optimizers = [self.make_outer(outer) for outer in self.outer]
         self.inner = ADAMW(list(self.module.parameters()))
         self.since = [0] * len(fragments)
-        numels = [sum(outer.numel() for outer in one) for one in self.outer]
+        ranks = self.replica.job.ranks
+        numels = [-(-sum(outer.numel() for outer in one) // ranks) for one in self.outer]
         self.residuals = [torch.zeros(numel) for numel in numels]
         self.in_flight: dict[int, tuple[int, Tensor]] = {}  # flight, residual before it
         self.steps = self.messages = self.landings = 0
@@ -198,19 +217,28 @@ class LogTwin:
     @torch.no_grad()
     def take_state(self, flight: int, _: int, keep: bool) -> None:
         keep = keep and int(self.store.objects.get("end", b"-1")) != flight + 1  # it has ended
-        saved = torch.load(io.BytesIO(self.kept(f"state/{flight}")), weights_only=True)
+        which = json.loads(self.kept("config"))["founder"] if flight < 0 else flight
+        parts = [
+            torch.load(io.BytesIO(self.kept(f"state/{which}", rank)), weights_only=True)
+            for rank in range(self.replica.job.ranks)
+        ]
         listed = {
             p: any(one[0] == self.replica.name for one in self.commit(mine))
             for p, (mine, _) in self.in_flight.items()
             if mine <= flight
         }
-        for p, one in enumerate(saved["fragments"]):
+        for p in range(len(self.outer)):
             if p in listed:
                 self.end_launch(p, listed[p])
+            saved = [part["fragments"][p] for part in parts]
             before = [outer.detach().clone() for outer in self.outer[p]]
-            for outer, value in zip(self.outer[p], one["global_copy"], strict=True):
-                outer.copy_(value.view_as(outer))
-            self.optimizers[p].load_state_dict(one["optimizer"])
+            copies = [part.flatten() for one in saved for part in one["global_copy"]]
+            for outer, value in self.pieces(p, copies):
+                outer.copy_(value)
+            states = [state for one in saved for state in one["optimizer"]["state"].values()]
+            momenta = [state["momentum_buffer"].flatten() for state in states]
+            for outer, value in self.pieces(p, momenta) if momenta else ():
+                self.optimizers[p].state[outer]["momentum_buffer"] = value.clone()
             for local, outer, old in zip(self.locals(p), self.outer[p], before, strict=True):
                 if listed.get(p):
                     local.copy_(torch.lerp(local, outer, 1.0 - self.mix) if self.mix else outer)
@@ -224,7 +252,7 @@ class LogTwin:
         if not sent:
             return
         pairs = zip(self.outer[p], self.locals(p), strict=True)
-        delta = torch.cat([(outer - local).flatten() for outer, local in pairs])
+        delta = self.share(torch.cat([(outer - local).flatten() for outer, local in pairs]))
         residual = self.residuals[p]
         self.in_flight[p] = flight, residual.clone()
         if self.codec.error_feedback:
@@ -234,7 +262,7 @@ class LogTwin:
         key = f"x/{flight}/{self.replica.name}"
         if self.replica.killed and key not in self.store.objects | self.store.deleted:
             return  # it died before the store had the message
-        message = self.kept(key)
+        message = self.kept(key, self.replica.rank)
         if message == b"-":
             assert not bool(delta.isfinite().all())
             return
@@ -298,7 +326,7 @@ class LogTwin:
                         del self.inner.state[parameter]
 
     def compare(self, p: int, hashed: int, flight: int) -> None:
-        flat = torch.cat([outer.detach().flatten() for outer in self.outer[p]])
+        flat = self.share(torch.cat([outer.detach().flatten() for outer in self.outer[p]]))
         assert int(digest(flat)) == hashed, f"the global copy after flight {flight} differs"
         self.landings += 1
 
@@ -306,8 +334,25 @@ class LogTwin:
         entries: list[Any] = json.loads(self.kept(f"commit/{flight}"))
         return entries
 
+    def share(self, values: Tensor) -> Tensor:
+        """Return the values that this rank exchanges, padded with zeros."""
+        size = -(-len(values) // self.replica.job.ranks)
+        mine = values[self.replica.rank * size :][:size]
+        return nn.functional.pad(mine, (0, size - len(mine)))
+
+    def pieces(self, p: int, parts: list[Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
+        """Join the ranks' values, and split them into those of a fragment's tensors."""
+        sizes = [outer.numel() for outer in self.outer[p]]
+        split = torch.cat(parts)[: sum(sizes)].split(sizes)
+        return [(o, part.view_as(o)) for o, part in zip(self.outer[p], split, strict=True)]
+
     def mean(self, flight: int, p: int, codec: Codec | None = None) -> list[Tensor]:
-        messages = [self.kept(f"x/{flight}/{name}") for name, _, _ in self.commit(flight)]
+        means = [self.mean_of(flight, p, rank, codec) for rank in range(self.replica.job.ranks)]
+        return [part for _, part in self.pieces(p, means)]
+
+    def mean_of(self, flight: int, p: int, rank: int, codec: Codec | None = None) -> Tensor:
+        names = [name for name, _, _ in self.commit(flight)]
+        messages = [self.kept(f"x/{flight}/{name}", rank) for name in names]
         weights = [self.header(message)[5] for message in messages]
         if not any(weights):
             weights = [1] * len(weights)
@@ -323,11 +368,10 @@ class LogTwin:
             total = torch.zeros_like(rows[0])
             for row, weight in zip(rows, weights, strict=True):
                 total = total + row * (weight / sum(weights))
-        parts = total.split([outer.numel() for outer in self.outer[p]])
-        return [part.view_as(outer) for part, outer in zip(parts, self.outer[p], strict=True)]
+        return total
 
     def decode(self, message: bytes, p: int, codec: Codec) -> Tensor:
-        numel = sum(outer.numel() for outer in self.outer[p])
+        numel = -(-sum(outer.numel() for outer in self.outer[p]) // self.replica.job.ranks)
         size = codec.num_bytes(numel)
         payload = torch.frombuffer(bytearray(message[HEADER_BYTES:][:size]), dtype=torch.uint8)
         return decode_all(codec, payload, torch.empty(numel))
@@ -339,5 +383,6 @@ class LogTwin:
     def locals(self, p: int) -> list[Tensor]:
         return [self.module.get_parameter(name).detach() for name in self.names[p]]
 
-    def kept(self, key: str) -> bytes:
-        return (self.store.objects | self.store.deleted)[key]
+    def kept(self, key: str, rank: int = 0) -> bytes:
+        suffix = f".{rank}" if rank else ""
+        return (self.store.objects | self.store.deleted)[f"{key}{suffix}"]

@@ -463,7 +463,6 @@ def test_no_replica_listens(tmp_path: Path, store: Path) -> None:
         ({"min_replicas": 9}, "`min_replicas=9` is above `max_replicas=8`"),
         ({"grace": -1}, "`grace=-1` must be 'auto' or a number of seconds"),
         ({"grace": "short"}, "`grace='short'` must be 'auto' or a number of seconds"),
-        ({"replica_size": 2}, "does not support `replica_size=2` yet"),
         ({"sync": "never"}, "`sync='never'` is not valid"),
         ({"evaluate": "mean"}, "`evaluate='mean'` needs all replicas for validation"),
     ],
@@ -479,9 +478,9 @@ def test_it_is_registered_under_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
         assert isinstance(StrategyRegistry.get(name), ElasticDiLoCoStrategy)
 
 
-def test_a_trainer_with_several_ranks_is_refused() -> None:
+def test_a_trainer_with_another_number_of_ranks_is_refused() -> None:
     trainer = quiet_trainer(strategy=ElasticDiLoCoStrategy(URL), devices=2, max_steps=1)
-    with pytest.raises(ValueError, match="This Trainer has 2 ranks, but an elastic replica has"):
+    with pytest.raises(ValueError, match="This Trainer has 2 ranks, but `replica_size=1`"):
         trainer.strategy.setup_environment()
 
 

@@ -64,7 +64,8 @@ LEAVES = b"."  # message of a replica that leaves the job
 _SILENT_FLIGHTS = 10
 _LAST_GRACES = 10  # graces for which the last round waits
 _RECENT = 4  # flights from whose times the next one's is guessed
-_ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer
+_ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer, ...
+_DEAD_S = 1.5  # ... if it is not in the latest commit any more
 _ASKS = -1  # in place of a slot: this entry of the roster is a question
 _TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
 _SAY_S = 20.0  # how often to say why training waits
@@ -126,7 +127,7 @@ class JobLog:
         name: str,
         sizes: Callable[[int], Collection[int]],  # bytes that a message in a flight may have
         min_replicas: int = 1,
-        grace_s: float | None = None,  # None: 1 s and twice the mean time of a request
+        grace_s: float | None = None,  # None: 0.5 s and twice the mean time of a request
         by_time: bool = False,
         ranks: ReplicaRanks | None = None,  # None: the replica has a single rank
     ) -> None:
@@ -238,15 +239,29 @@ class JobLog:
         `owners` are entries in the roster, by slot. In an outage, a look takes as long as it lasts,
         and the owners still have the time of the other looks.
         """
-        silent = {slot: entry for slot, entry in owners.items() if entry < asked}
-        for _ in range(math.ceil(_ANSWER_S / PAUSE_S[1])):
+        silent = {n: self.roster[n].name for n in owners.values() if n < asked}
+        gone = self._dropped_out()
+        for look in range(1, math.ceil(_ANSWER_S / PAUSE_S[1]) + 1):
             self._stop.wait(PAUSE_S[1])
-            for slot, entry in list(silent.items()):
-                if self.store.get(f"here/{asked}/{self.roster[entry].name}") is not None:
-                    del silent[slot]
-            if not silent:
+            for entry, name in list(silent.items()):
+                if self.store.get(f"here/{asked}/{name}") is not None:
+                    del silent[entry]
+            # who has dropped out is probably dead: its slot need not wait for the others' answers
+            dead = [n for n, name in silent.items() if name in gone]
+            if not silent or (dead and look * PAUSE_S[1] >= _DEAD_S):
+                silent = {n: silent[n] for n in dead}
                 break
-        return list(silent)
+        return [slot for slot, entry in owners.items() if entry in silent]
+
+    def _dropped_out(self) -> frozenset[str]:
+        """Return the replicas that recent commits list, but not the latest one."""
+        flight = max(int(self._get("head") or self._first) - _SILENT_FLIGHTS, self._first)
+        every: frozenset[str] = frozenset()
+        latest = every
+        while (data := self._get(f"commit/{flight}")) is not None:
+            latest = frozenset(Entry(*entry).name for entry in json.loads(data))
+            every, flight = every | latest, flight + 1
+        return every - latest
 
     def _pause(self) -> None:
         """Wait for what another replica has created and this one does not see yet."""
@@ -572,7 +587,7 @@ class JobLog:
 
     def _rules(self, flight: int) -> Rules:
         gets = self.store.counts().get("get", VerbCount())
-        auto_s = 1.0 + 2 * gets.seconds / max(gets.requests, 1)
+        auto_s = 0.5 + 2 * gets.seconds / max(gets.requests, 1)
         grace_s = auto_s if self._grace_s is None else self._grace_s
         # what is not sent in the last round is lost: no flight follows
         return Rules(_LAST_GRACES * grace_s if flight >= self.last_round else grace_s, self._min)

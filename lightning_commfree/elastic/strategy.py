@@ -166,7 +166,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             variable COMMFREE_STORE is used.
         grace: seconds for which training waits, when a fragment is due to land, for replicas that
             have not sent it yet. A replica that comes later loses nothing: its steps count in the
-            fragment's next exchange. "auto": 1 s, and twice the mean time of a request. At the end
+            fragment's next exchange. "auto": 0.5 s, and twice the mean time of a request. At the end
             of the fit, 10 times as long, because no exchange follows.
         min_replicas: minimum number of replicas. If there are fewer, all of them wait when the
             next fragment is due to land. Those that start first do not wait for others otherwise:

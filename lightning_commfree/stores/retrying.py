@@ -48,8 +48,9 @@ class Retrying:
         self._store, self._timeout_s = store, timeout_s
         self._stop = threading.Event() if stop is None else stop
         self.failed_s = -math.inf  # when a request last failed, by the monotonic clock
-        # by when other processes have repeated their requests, which fail in an outage as well
-        self.settled_s = -math.inf
+        # for how long the store was away in all: from a request that failed until other processes,
+        # whose requests failed at the same time, have repeated them
+        self.away_s, self._back_s = 0.0, -math.inf
         self._counts: dict[str, VerbCount] = {}
         self._lock = threading.Lock()
 
@@ -91,18 +92,15 @@ class Retrying:
         self._repeat("overwrite", lambda: self._store.overwrite(key, data), len(data))
 
     def _repeat(self, verb: str, request: Callable[[], Result], sent: int = 0) -> Result:
-        deadline, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
-        failures = 0
+        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        deadline = began_s + self._timeout_s
         while True:
             began = time.perf_counter()
             try:
                 result = request()
             except StoreError:
-                self.failed_s = time.monotonic()
-                if failures:  # a single failure is no outage
-                    longest_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # theirs may be one pause ahead
-                    self.settled_s = max(self.settled_s, self.failed_s + longest_s)
-                failures += 1
+                # their pause may be the next longer one
+                self._note_away(began_s, min(2 * pause_s, _LONGEST_PAUSE_S))
                 self._count(verb, VerbCount(1, 1, sent, 0, time.perf_counter() - began))
                 left_s = deadline - time.monotonic()
                 # random, so that replicas do not come back from an outage all at once
@@ -115,11 +113,18 @@ class Retrying:
                 self._count(verb, VerbCount(1, 0, sent, received, time.perf_counter() - began))
                 return result
 
+    def _note_away(self, began_s: float, pause_s: float) -> None:
+        with self._lock:
+            self.failed_s = time.monotonic()
+            back_s = self.failed_s + pause_s
+            self.away_s += max(back_s - max(began_s, self._back_s), 0.0)
+            self._back_s = max(back_s, self._back_s)
+
     def _count(self, verb: str, request: VerbCount) -> None:
         with self._lock:
-            total = self._counts.setdefault(verb, VerbCount())
-            total.requests += request.requests
-            total.failures += request.failures
-            total.sent_bytes += request.sent_bytes
-            total.received_bytes += request.received_bytes
-            total.seconds += request.seconds
+            count = self._counts.setdefault(verb, VerbCount())
+            count.requests += request.requests
+            count.failures += request.failures
+            count.sent_bytes += request.sent_bytes
+            count.received_bytes += request.received_bytes
+            count.seconds += request.seconds

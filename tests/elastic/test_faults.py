@@ -268,7 +268,7 @@ def test_a_listed_message_that_is_not_visible_yet_is_awaited(log: JobLog) -> Non
 
 def test_a_replica_that_was_stopped_does_not_turn_the_head_back(log: JobLog) -> None:
     for flight in (7, 3, 11):
-        log.point_to(flight)
+        log._point_to(flight)
         log.store.create(f"state/{flight}", b"%d" % flight)
         assert log.newest_state()[0] == max(7, flight)
 

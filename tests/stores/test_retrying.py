@@ -71,7 +71,12 @@ def test_after_an_outage_other_processes_may_still_pause(tmp_path: Path) -> None
     store = Retrying(faulty, timeout_s=0.05)
     with pytest.raises(StoreError):
         store.get("a")
-    assert store.failed_s < store.settled_s <= store.failed_s + retrying._LONGEST_PAUSE_S
+    assert store.failed_s < store._back_s <= store.failed_s + retrying._LONGEST_PAUSE_S
+    assert store.away_s >= 0.05
+    back_s, away_s = store._back_s, store.away_s
+    with pytest.raises(StoreError):
+        store.get("a")  # the time that both count is counted once
+    assert store.away_s - away_s <= store._back_s - back_s + 1e-6
 
 
 def test_a_listing_may_be_late(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class _Flight:
     messages: dict[str, bytes] = field(default_factory=dict)  # by replica
     commit: list[Entry] | None = None
     due_s: float | None = None  # when training began to wait
+    away_s: float = 0.0  # for how long the store had been away by then
     looked_s: float = -math.inf  # when the latest look for others' messages began
     asked_s: float = -math.inf  # when the latest request about it ended
     landed: threading.Event = field(default_factory=threading.Event)
@@ -346,7 +347,7 @@ class JobLog:
         """
         with self._lock:
             one = self._flights[flight]
-            one.due_s = time.monotonic()
+            one.due_s, one.away_s = time.monotonic(), self.store.away_s
         self._wake.set()
         say_s = one.due_s + _SAY_S
         while True:
@@ -578,9 +579,8 @@ class JobLog:
         if one.due_s is not None:
             # Until the latest look, not until now: a process that was stopped, or whose requests
             # take longer than the grace, must look once more before it leaves others out. And a
-            # store that did not answer tells nothing about the other replicas, which come back
-            # from the outage at other times.
-            late_s = one.looked_s - max(one.due_s, self.store.settled_s)
+            # store that did not answer tells nothing about the other replicas.
+            late_s = one.looked_s - one.due_s - (self.store.away_s - one.away_s)
         with self._lock:
             counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
         return Heard(one.launched and self.ranks.rank == 0, counts, commit, late_s)

@@ -166,8 +166,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             variable COMMFREE_STORE is used.
         grace: seconds for which training waits, when a fragment is due to land, for replicas that
             have not sent it yet. A replica that comes later loses nothing: its steps count in the
-            fragment's next exchange. "auto": 0.5 s, and twice the mean time of a request. At the end
-            of the fit, 10 times as long, because no exchange follows.
+            fragment's next exchange. "auto": 0.5 s, and twice the mean time of a request. In the
+            last round of a fit, 10 times as long, because no exchange follows.
         min_replicas: minimum number of replicas. If there are fewer, all of them wait when the
             next fragment is due to land. Those that start first do not wait for others otherwise:
             the first exchanges may be those of one replica, and the others join.

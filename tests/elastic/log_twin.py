@@ -195,14 +195,19 @@ class LogTwin:
         while any(event[0] == "at" for event in events):
             while events[0][0] == "poison":
                 self.poison(*events.pop(0)[1:])
-            self.steps += 1
-            backward(self.module, self.replica.data, self.steps)
-            self.inner.step()
+            self.train()
             while (event := events.pop(0))[0] != "at":
                 self.follow(*event)
+        if any(event[0] == "launch" for event in events):  # it died in the middle of a step
+            self.train()
         for event in events:  # the end of the fit, or of the replica
             self.follow(*event)
         return self
+
+    def train(self) -> None:
+        self.steps += 1
+        backward(self.module, self.replica.data, self.steps)
+        self.inner.step()
 
     def follow(self, what: str, *about: Any) -> None:
         if what == "state":

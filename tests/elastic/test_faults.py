@@ -188,17 +188,17 @@ def log() -> Iterator[JobLog]:
     one.close()
 
 
-def test_after_an_outage_the_grace_begins_when_the_others_have_asked_again(log: JobLog) -> None:
-    """Their pause may be as long as the outage was."""
+def test_the_time_in_which_the_store_was_away_is_not_part_of_the_grace(log: JobLog) -> None:
+    """But a request that fails now and then does not make it begin again."""
     log.store.create("roster/1", b'["r1", 1]')
     log._read_roster()
     log._new.clear()  # it was heard from
     log._flights[0] = one = _Flight(launched=True, messages={"r0": b"0123456789"})
     now_s = time.monotonic()
-    one.due_s, log.store.failed_s, log.store.settled_s = now_s - 100.0, now_s - 10.0, now_s + 60.0
+    one.due_s, one.away_s, log.store.away_s = now_s - 100.0, 50.0, 250.0
     log._advance(0, one)
     assert one.commit is None
-    log.store.settled_s = now_s - 1.0
+    log.store.away_s, log.store.failed_s = 140.0, now_s
     log._advance(0, one)
     assert [entry.name for entry in one.commit or ()] == ["r0"]
 
@@ -207,19 +207,20 @@ def test_a_newcomer_does_not_take_a_slot_because_its_owner_cannot_answer_in_an_o
     log: JobLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_module, "_ANSWER_S", 3.0)
-    failures = 0
+    looks = 0  # of the newcomer; the owner's answer comes a little later than the first one
 
     def away(verb: str, key: str, request: Callable[[], Any]) -> Any:
-        nonlocal failures
-        if key.startswith("here/") and failures < 5:
-            failures += verb == "get"  # those of the newcomer
-            raise refused(verb)
+        nonlocal looks
+        if key.startswith("here/"):
+            looks += verb == "get"
+            if looks <= 5 or (verb == "create" and looks < 8):
+                raise refused(verb)
         return request()
 
     log.store._store = ScriptedStore(log.store._store, away)
     log.start(0)
     assert JobLog(log.store, "r1", lambda flight: (10,)).enroll(1) is None
-    assert failures == 5
+    assert looks >= 8
 
 
 # -- a store that shows late what others created
@@ -244,6 +245,20 @@ def test_a_store_that_shows_keys_late_costs_no_step() -> None:
     assert min(rule.hidden for rule in rules) > 20
 
 
+def test_settings_that_another_founder_created_are_awaited(log: JobLog) -> None:
+    looks = 0
+
+    def late(verb: str, key: str, request: Callable[[], Any]) -> Any:
+        nonlocal looks
+        looks += (verb, key) == ("get", "config")
+        return None if (verb, key) == ("get", "config") and looks < 4 else request()
+
+    other = JobLog(ScriptedStore(log.store, late), "r1", lambda flight: (10,))
+    other.begin({}, lambda: b"another state")
+    assert looks == 4
+    assert other.newest_state() == (-1, b"state")
+
+
 def test_a_listed_message_that_is_not_visible_yet_is_awaited(log: JobLog) -> None:
     looks = 0
 
@@ -258,8 +273,7 @@ def test_a_listed_message_that_is_not_visible_yet_is_awaited(log: JobLog) -> Non
     log.store._store = ScriptedStore(log.store._store, late)
     log.store.create("roster/1", b'["r1", 1]')
     log.store.create("x/0/r1", message)
-    entry = f'["r1", 10, "{log_module._digest(message)}"]'
-    log.store.create("commit/0", f"[{entry}]".encode())
+    log.store.create("commit/0", f"[{entry_of(message, 'r1')}]".encode())
     log.start(0)
     landed = log.landed(log.launch())
     assert landed.messages == [message]
@@ -367,14 +381,14 @@ def test_a_job_killed_in_a_flight_counts_the_messages_of_the_dead() -> None:
 
 
 class Stop:
-    """Rule: a replica stops at its commit of flight 4, as by SIGSTOP, until it is `awake`."""
+    """Rule: r1 stops at a request of flight 4, as by SIGSTOP, until it is `awake`."""
 
-    def __init__(self, carried_out: bool) -> None:
-        self.carried_out = carried_out
+    def __init__(self, verb: str, key: str, carried_out: bool, objects: dict[str, bytes]) -> None:
+        self.at, self.carried_out, self.objects = (verb, key), carried_out, objects
         self.stopped, self.awake = threading.Event(), threading.Event()
 
     def __call__(self, verb: str, key: str, request: Callable[[], Any]) -> Any:
-        if (verb, key) != ("create", "commit/4"):
+        if (verb, key) != self.at or "x/4/r1" not in self.objects:
             self.sleep()
             return request()
         found = request() if self.carried_out else None
@@ -387,21 +401,31 @@ class Stop:
             self.awake.wait(30)
 
     def hold(self, verb: str, key: str, request: Callable[[], Any]) -> Any:
-        """Rule for the other replica: it creates that commit later."""
+        """Rule for r0: its message comes after r1's, and its commit after r1's stop."""
+        if (verb, key) == ("create", "x/4/r0"):
+            wait_until(lambda: "x/4/r1" in self.objects)
         if (verb, key) == ("create", "commit/4"):
             self.stopped.wait(30)
         return request()
 
 
 @pytest.mark.parametrize(
-    ("carried_out", "deleted", "wire_dtype"),
-    [(False, False, "int2"), (True, False, "fp32"), (False, True, "fp4"), (True, True, "int2")],
+    ("verb", "key", "carried_out", "deleted", "wire_dtype"),
+    [
+        ("create", "commit/4", False, False, "int2"),
+        ("create", "commit/4", True, False, "fp32"),
+        ("create", "commit/4", False, True, "fp4"),
+        ("create", "commit/4", True, True, "bf16"),
+        ("get", "x/4/r0", False, True, "int2"),  # others have counted its message
+    ],
 )
-def test_a_stop_at_its_own_commit(carried_out: bool, deleted: bool, wire_dtype: str) -> None:
-    """Before or after the store has it, until the others have gone on or deleted messages."""
+def test_a_stop_in_a_flight(
+    verb: str, key: str, carried_out: bool, deleted: bool, wire_dtype: str
+) -> None:
+    """Until the others have gone on or have deleted messages."""
     job = Job(MemoryStore(), 120, {**MANY, "wire_dtype": wire_dtype}, grace_s=0.3, step_s=0.004)
     job.min_replicas, job.state_cycles = 2, 1 if deleted else 8
-    stop = Stop(carried_out)
+    stop = Stop(verb, key, carried_out, job.store.objects)
 
     def goes_on(diloco: ElasticDiLoCo, step: int) -> None:
         if step == 60:
@@ -424,23 +448,53 @@ def test_a_stop_at_its_own_commit(carried_out: bool, deleted: bool, wire_dtype: 
     assert bool(states) == deleted
 
 
-def test_a_slower_replica_that_was_left_out_once_is_awaited_again() -> None:
-    job = Job(MemoryStore(), 200, {**MANY, "overlap_steps": 1}, grace_s=0.5, step_s=0.002)
+def test_a_slower_replica_that_was_left_out_is_awaited_again() -> None:
+    job = Job(MemoryStore(), 300, {**MANY, "overlap_steps": 1}, grace_s=0.5, step_s=0.002)
 
     def slower(diloco: ElasticDiLoCo, step: int) -> None:
         if step == 20:
             wait_until(lambda: listed_in(job.store)[5:].count(["r0"]) >= 12)
         time.sleep(0.004)
 
-    def slow_at_the_end(diloco: ElasticDiLoCo, step: int) -> None:
-        time.sleep(0.02 * (step > 100 and "r1" not in listed_in(job.store)[-1]))
-
-    replicas = [Replica("r0", 0, job, slow_at_the_end), Replica("r1", 1, job, slower)]
-    for one in replicas:
-        one.start()
+    replicas = [Replica("r0", 0, job).start(), Replica("r1", 1, job, slower).start()]
     play(replicas)
     assert_equal_the_twin(replicas)
     assert any("r1" in names for names in listed_in(job.store)[20:])
+
+
+def entry_of(message: bytes, name: str) -> str:
+    return f'["{name}", {len(message)}, "{log_module._digest(message)}"]'
+
+
+def test_a_replica_whose_messages_come_too_late_enters_again_from_time_to_time(log: JobLog) -> None:
+    message = b"9876543210"
+    log.store.create("roster/1", b'["r1", 1]')
+    for flight in range(13):
+        log.store.create(f"x/{flight}/r1", message)
+        log.store.create(f"commit/{flight}", f"[{entry_of(message, 'r1')}]".encode())
+    log.start(0)
+    entries = []
+    for _ in range(13):
+        flight = log.launch()
+        log.send(flight, lambda: b"0123456789")
+        log.landed(flight)
+        log.later(lambda: entries.append(len(log.store.list("roster/"))))
+    log.close()
+    assert entries == [3] * 10 + [4] * 3
+    assert log.store.get("roster/2") == log.store.get("roster/3") == b'["r0", 0]'
+
+
+def test_nobody_waits_for_a_newcomer_before_its_first_message(log: JobLog) -> None:
+    log.store.create("roster/1", b'["r1", 1]')
+    log._read_roster()
+    assert log._group(0) == ({"r0"}, {"r0", "r1"})
+    log._hear(0, {"r1": b"9876543210"})
+    assert log._group(1).expected == {"r0", "r1"}
+    log.launched = 50
+    assert log._group(50).possible == {"r0"}, "it is silent"
+    log.store.create("roster/2", b'["r1", 1]')
+    log._read_roster()
+    assert log._group(50).expected == {"r0", "r1"}
 
 
 # -- races

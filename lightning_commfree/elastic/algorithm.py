@@ -80,6 +80,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since = [0] * len(fragments)  # `inner_steps` at the landing that counted last
         self._before: dict[int, Tensor] = {}  # global copies before an outer step
         self._residuals: dict[int, Tensor] = {}  # before the launch, by fragment
+        self._is_late = False  # whether the latest landing did not count its message
         self._sent: set[int] = set()  # fragments in flight for which this replica sent a message
         self._lateness = Lateness(len(fragments), settings.overlap_steps)
         super().__init__(module, fragments, settings, transport, within, requests)
@@ -152,8 +153,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self.step < self.last_step and not self.requests.stops and not self.ended
 
     def _is_behind(self) -> bool:
-        is_listed = not self.transport.has_landed or self.view.rank != NOT_LISTED
-        return self._log.is_behind(self.transport.follows or not is_listed)
+        return self._log.is_behind(self.transport.follows or self._is_late)
 
     def _is_far_behind(self) -> bool:
         return self._log.is_far_behind(2 * len(self.fragments))
@@ -202,6 +202,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 " check this replica's batches; with `nonfinite='abstain'` it would continue from"
                 " the global copy."
             )
+        self._is_late = is_finite and not listed
         if p in self._sent and is_finite:
             self._lateness.listed(listed)
         if not listed and is_finite:

@@ -448,40 +448,23 @@ def test_a_stop_in_a_flight(
     assert bool(states) == deleted
 
 
-def test_a_slower_replica_that_was_left_out_is_awaited_again() -> None:
-    job = Job(MemoryStore(), 300, {**MANY, "overlap_steps": 1}, grace_s=0.5, step_s=0.002)
+def test_a_slower_replica_that_was_left_out_comes_back() -> None:
+    """It begins its exchanges when the others do, and skips the steps for which it is too slow."""
+    job = Job(MemoryStore(), 300, MANY, grace_s=0.5, step_s=0.01)
 
     def slower(diloco: ElasticDiLoCo, step: int) -> None:
         if step == 20:
             wait_until(lambda: listed_in(job.store)[5:].count(["r0"]) >= 12)
-        time.sleep(0.004)
+        time.sleep(0.02)
 
     replicas = [Replica("r0", 0, job).start(), Replica("r1", 1, job, slower).start()]
     play(replicas)
     assert_equal_the_twin(replicas)
-    assert any("r1" in names for names in listed_in(job.store)[20:])
+    assert sum("r1" in names for names in listed_in(job.store)[20:]) > 20
 
 
 def entry_of(message: bytes, name: str) -> str:
     return f'["{name}", {len(message)}, "{log_module._digest(message)}"]'
-
-
-def test_a_replica_whose_messages_come_too_late_enters_again_from_time_to_time(log: JobLog) -> None:
-    message = b"9876543210"
-    log.store.create("roster/1", b'["r1", 1]')
-    for flight in range(13):
-        log.store.create(f"x/{flight}/r1", message)
-        log.store.create(f"commit/{flight}", f"[{entry_of(message, 'r1')}]".encode())
-    log.start(0)
-    entries = []
-    for _ in range(13):
-        flight = log.launch()
-        log.send(flight, lambda: b"0123456789")
-        log.landed(flight)
-        log.later(lambda: entries.append(len(log.store.list("roster/"))))
-    log.close()
-    assert entries == [3] * 10 + [4] * 3
-    assert log.store.get("roster/2") == log.store.get("roster/3") == b'["r0", 0]'
 
 
 def test_nobody_waits_for_a_newcomer_before_its_first_message(log: JobLog) -> None:
@@ -490,11 +473,8 @@ def test_nobody_waits_for_a_newcomer_before_its_first_message(log: JobLog) -> No
     assert log._group(0) == ({"r0"}, {"r0", "r1"})
     log._hear(0, {"r1": b"9876543210"})
     assert log._group(1).expected == {"r0", "r1"}
-    log.launched = 50
-    assert log._group(50).possible == {"r0"}, "it is silent"
-    log.store.create("roster/2", b'["r1", 1]')
-    log._read_roster()
-    assert log._group(50).expected == {"r0", "r1"}
+    assert log._group(51).possible == {"r0"}, "it is silent"
+    assert log._group(60).possible == {"r0", "r1"}, "it may be back"
 
 
 # -- races

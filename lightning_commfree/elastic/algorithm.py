@@ -202,8 +202,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 " check this replica's batches; with `nonfinite='abstain'` it would continue from"
                 " the global copy."
             )
-        self._is_late = is_finite and not listed
-        if p in self._sent and is_finite:
+        self._is_late = not listed and not self.transport.abstained
+        if p in self._sent and not self.transport.abstained:
             self._lateness.listed(listed)
         if not listed and is_finite:
             assert before is not None

@@ -92,6 +92,7 @@ class Landed(NamedTuple):
 
     members: list[Member]
     messages: list[bytes]
+    abstained: bool  # this replica
 
 
 class LeftError(SystemExit):
@@ -374,6 +375,7 @@ class JobLog:
         return Landed(
             [by_name[name] for name in names],
             [message[: len(message) - self._appended] for message in messages],
+            one.messages.get(self.name) == ABSTAINS,
         )
 
     def _why_waiting(self, flight: int, one: _Flight) -> str:

@@ -42,13 +42,14 @@ class StoreTransport(Transport):
         log: this replica's access to the log.
         flights: number of the flight in which each fragment was last launched.
         follows: whether the latest launch sent no message, because its flight was decided already.
+        abstained: whether this replica had no finite values for the latest flight.
     """
 
     def __init__(self, log: JobLog, ledger: Ledger) -> None:
         self.log, self._ledger = log, ledger
         self.view, self.background = View(-1, (0,), Channel([0], 0, ledger)), Background(ledger)
         self.flights: dict[int, int] = {}
-        self.follows = False
+        self.follows = self.abstained = False
         self._codecs: dict[bool, Codec] = {}  # by whether there is a residual
         self._sizes: Sizes = ()
 
@@ -124,6 +125,7 @@ class StoreTransport(Transport):
                 " to average. Start another job from an earlier checkpoint, with a lower learning"
                 " rate."
             )
+        self.abstained = landed.abstained
         names = [member.name for member in landed.members]
         channel = Channel([0], 0, self._ledger)  # nothing is sent on it
         channel.rank = names.index(self.log.name) if self.log.name in names else NOT_LISTED

@@ -96,8 +96,14 @@ def killing(at: int) -> Any:
 
 def test_a_kill_costs_one_grace_and_a_restart_joins() -> None:
     job = Job(MemoryStore(), 160, FEW, step_s=0.02, min_replicas=2)
-    waits = waiting(60, job.store, "r2-again")
-    replicas = [Replica(f"r{i}", i, job, waits).start() for i in (0, 1)]
+
+    def wait(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == 8:  # flight 0 has been launched
+            wait_until(lambda: "x/0/r2" in job.store.objects)
+        if step == 60:
+            wait_until(lambda: any(key.endswith("/r2-again") for key in job.store.list("x/")))
+
+    replicas = [Replica(f"r{i}", i, job, wait).start() for i in (0, 1)]
     replicas.append(Replica("r2", 2, job, killing(20)).start())
     replicas[2].thread.join()
     # a restart within the grace would be listed in the flight that r2 has missed

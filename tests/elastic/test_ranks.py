@@ -68,10 +68,12 @@ def test_without_failures_it_equals_streaming_diloco(ranks: int, changes: dict[s
 @pytest.mark.parametrize("wire_dtype", ["fp4", "int8"])
 def test_a_kill_costs_one_grace_and_a_restart_joins(wire_dtype: str) -> None:
     changes = FEW | {"wire_dtype": wire_dtype}
-    job = Job(MemoryStore(), 160, changes, 2.0, step_s=0.02, min_replicas=2, ranks=2)
+    job = Job(MemoryStore(), 160, changes, 0.5, step_s=0.02, min_replicas=2, ranks=2)
     store = job.store
 
     def wait(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == 8:  # flight 0 has been launched
+            wait_until(lambda: "x/0/r2" in store.objects)
         if step == 60:
             wait_until(lambda: any(key.endswith("/r2-again") for key in store.list("x/")))
 

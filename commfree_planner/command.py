@@ -20,6 +20,7 @@ from commfree_planner.choice import Choice, choose
 from commfree_planner.inside import inside_line
 from commfree_planner.methods import Method, methods
 from commfree_planner.model import Model
+from commfree_planner.pace import auto_line
 from commfree_planner.training import Training
 
 _WIDTH = 80  # columns of a standard terminal
@@ -131,6 +132,7 @@ def _lines(
     )
     for reason in advice.reasons:
         yield from _folded(f"- {reason}", "  ")
+    yield from _folded(auto_line(training, gbit_per_s))
 
 
 def _reached(training: Training, compared: Sequence[Method], gbit_per_s: float) -> list[list[str]]:

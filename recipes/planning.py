@@ -29,6 +29,7 @@ from commfree_planner import (
     methods,
 )
 from commfree_planner.advice import plain
+from commfree_planner.pace import auto_line
 from lightning_commfree.comm.text import counted, human_bytes
 from lightning_commfree.diloco import CODECS
 from recipes.training.language_model import LanguageModel, built_from_config
@@ -81,6 +82,7 @@ def plan(config: Config, console: Console) -> Advice:
         console.print(Text(inside_line(training, config["replica_size"])))
     console.print(Text("\n".join(choice_lines(choice))))
     console.print(Text("\n".join(advice_lines(advice, config["advice_target"]))))
+    console.print(Text(auto_line(training, gbit_per_s)))
     path = Path(config["run_dir"]) / FIGURE
     draw_training(training, compared, gbit_per_s, path)
     console.print(Text(f"figure: {path}"), soft_wrap=True)

@@ -172,13 +172,14 @@ class NetLab:
     ) -> None:
         self._cleanup.close()
 
-    def set_rate(self, rate: str | None) -> None:
-        """Change the rate of every link; running jobs are not interrupted."""
+    def set_rate(self, rate: str | None, nodes: Sequence[int] | None = None) -> None:
+        """Change the rate of every link, or of some nodes' links; running jobs go on."""
         _check_rate(rate)
-        self.rate = rate
-        ends = [(self._namespace(i), INTERFACE) for i in range(self._nodes)]
+        if nodes is None:
+            self.rate, nodes = rate, range(self._nodes)
+        ends = [(self._namespace(i), INTERFACE) for i in nodes]
         if not self._is_wide:
-            ends += [(self._switch, f"port{i}") for i in range(self._nodes)]
+            ends += [(self._switch, f"port{i}") for i in nodes]
         for namespace, device in ends:
             if rate is None:
                 # fails if none was set, which is fine

@@ -12,6 +12,7 @@ from typing import Any
 
 from commfree_planner import Method, Model, Training, log_grid, methods
 from commfree_planner.methods import DOMINO, POWER_SGD
+from commfree_planner.pace import auto_pace
 
 TEMPLATE = Path(__file__).with_name("planner.template.md")
 PLACE = "/*GRID*/"
@@ -45,6 +46,7 @@ def grid() -> dict[str, Any]:
         "highest": LINKS[-1],
         "methods": [[m.name, m.setting] for m in compared(REPLICAS[0])],
         "replicas": {},
+        "paces": {},  # of `sync_every="auto"`: H and tau
     }
     for num_replicas in REPLICAS:
         run = training(num_replicas)
@@ -55,6 +57,7 @@ def grid() -> dict[str, Any]:
             }
             for m in compared(num_replicas)
         ]
+        found["paces"][num_replicas] = [auto_pace(run, link) for link in LINKS]
     return found
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from lightning_commfree.comm.liveness import PeerWatch
 from lightning_commfree.comm.requests import union
 from lightning_commfree.diloco.codec import BLOCK, Codec, chunks, decode_all
 from lightning_commfree.diloco.outer import WITHIN_TAG
+from lightning_commfree.diloco.pace import Timing, agreed
 
 TAG = "outer_gradient"
 
@@ -56,6 +58,8 @@ class Header(NamedTuple):
     changed: int = 0  # hash of the fragments that joined and the parameters that were frozen
     weight: int = 1  # weight of the values in the mean
     missed: int = 0  # number of batches without a step
+    link: int = 0  # as in `pace.Timing`
+    work: int = 0
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return `values` and the header's tensors that are on the same device."""
@@ -80,6 +84,7 @@ class HeaderSummary(NamedTuple):
     nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
     weights: tuple[int, ...]  # one per member
     positions: tuple[Position, ...] = ()  # one per member
+    timing: Timing = Timing()  # of the fragment on all members (`pace.agreed`)
 
     @property
     def counted(self) -> list[int]:
@@ -97,8 +102,8 @@ class HeaderSummary(NamedTuple):
 
 
 def summarize_headers(headers_MW: Tensor) -> HeaderSummary:
-    """Summarize the headers of all replicas: int64, shape (M, 7), in host memory."""
-    requests, step, digest, nonfinite, changed, weights, missed = headers_MW.T.tolist()
+    """Summarize the headers of all replicas: int64, shape (M, 9), in host memory."""
+    requests, step, digest, nonfinite, changed, weights, missed, *timings = headers_MW.T.tolist()
     positions = tuple(map(Position, step, missed))
     return HeaderSummary(
         requests=union(requests),
@@ -108,6 +113,7 @@ def summarize_headers(headers_MW: Tensor) -> HeaderSummary:
         nonfinite=tuple(m for m, flag in enumerate(nonfinite) if flag),
         weights=tuple(weights),
         positions=positions,
+        timing=agreed([Timing(*words) for words in zip(*timings, strict=True)]),
     )
 
 
@@ -165,7 +171,7 @@ class FragmentMessage:
         self._layout.section(message, "buffers", torch.float32).copy_(buffers)
 
     def headers(self, messages: Tensor, peers: PeerWatch) -> Tensor:
-        """Return the headers of M messages: int64, shape (M, 7), in host memory."""
+        """Return the headers of M messages: int64, shape (M, 9), in host memory."""
         return on_host(self._layout.sections(messages, "header", torch.int64), peers)
 
     def norms(self, messages: Tensor) -> Tensor:
@@ -242,10 +248,11 @@ def _average(rows_MN: Tensor, weights: Sequence[int], out: Tensor) -> Tensor:
 class Arrived(NamedTuple):
     """Messages received in an exchange, still encoded; a checkpoint saves the tensors."""
 
-    headers: Tensor  # of all replicas: int64, shape (M, 7), in host memory
+    headers: Tensor  # of all replicas: int64, shape (M, 9), in host memory
     messages: Tensor  # on the channel's device
     # if decoding has already begun on a CUDA device: returns the mean and the norms
     decoded: Callable[[], tuple[Tensor, ...]] | None = None
+    link_s: float | None = None  # duration of the exchange, if the background thread ran it
 
 
 class Arrival(NamedTuple):
@@ -260,9 +267,10 @@ class Arrival(NamedTuple):
         """Combine the results of the replica's ranks; collective within the replica.
 
         A flag or request is set if it is set on any rank, and squared norms are summed over the
-        shards; the mean and the positions remain those of this rank.
+        shards; the slowest rank's timing counts. The mean and the positions remain those of this
+        rank.
         """
-        flags = torch.tensor(self.summary[:4], dtype=torch.int64)
+        flags = torch.tensor([*self.summary[:4], *self.summary.timing], dtype=torch.int64)
         parts = flags.float(), self.norms
         mine = torch.cat([part.to(within.device, non_blocking=True) for part in parts])
         rows = on_host(within.all_gather(mine, WITHIN_TAG).wait(), within.peers)
@@ -274,8 +282,9 @@ class Arrival(NamedTuple):
             drifted=drifted,
             steps_differ=steps_differ,
             changes_differ=changes_differ,
+            timing=Timing(*map(int, rows[:, 4:6].amax(dim=0).tolist())),
         )
-        return Arrival(self.mean, rows[:, 4:].sum(dim=0), summary)
+        return Arrival(self.mean, rows[:, 6:].sum(dim=0), summary)
 
 
 def mean_cosine(norms: Tensor, weights: Sequence[int]) -> float:
@@ -339,6 +348,11 @@ class FragmentExchange:
         second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
         def exchange(messages: Tensor) -> Arrived:
+            begun_s = perf_counter()
+            arrived = both_phases(messages)
+            return arrived._replace(link_s=perf_counter() - begun_s)
+
+        def both_phases(messages: Tensor) -> Arrived:
             arrived = self.arrived(self.route.up(messages, tag).wait())
             if not self.route.two_phase:
                 return arrived
@@ -468,11 +482,16 @@ def cheaper_exchange(
 
 
 def fragment_exchanges(
-    view: View, codecs: Sequence[Codec], sizes: Sequence[tuple[int, int]], background: Background
+    view: View,
+    codecs: Sequence[Codec],
+    sizes: Sequence[tuple[int, int]],
+    background: Background,
+    in_thread: bool = False,
 ) -> list[list[FragmentExchange]]:
     """Return for each codec a list of exchanges, one per fragment, by `cheaper_exchange`.
 
-    `sizes` are the fragments' numbers of parameter values and of buffer values.
+    `sizes` are the fragments' numbers of parameter values and of buffer values. With `in_thread`,
+    the background thread runs, and times, all of them.
     """
     by_codec = [
         [cheaper_exchange(view, codec, *size, background) for size in sizes] for codec in codecs
@@ -482,7 +501,7 @@ def fragment_exchanges(
     # from the training thread could come before that on one rank and after it on another. So if any
     # fragment uses two phases, gathers are launched on the background thread too.
     every = [exchange for exchanges in by_codec for exchange in exchanges]
-    in_thread = any(exchange.route.two_phase for exchange in every)
+    in_thread = in_thread or any(exchange.route.two_phase for exchange in every)
     for exchange in every:
         exchange.in_thread = in_thread
     return by_codec

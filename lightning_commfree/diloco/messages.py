@@ -20,6 +20,10 @@ _SINGLE_REPLICA = (
     " into a look-ahead optimizer. For more replicas, give the Trainer more ranks (`devices=`,"
     " `num_nodes=`) than `replica_size`."
 )
+_AUTO = (
+    "`sync_every='auto'` exchanges each fragment every {} steps at first, and then as often as the"
+    " link hides: each change is logged."
+)
 _MIN_EXCHANGES = 5  # per fragment in a fit; warn if there are fewer
 
 
@@ -43,7 +47,9 @@ def startup_messages(
     messages = []
     if is_single_fragment(module, settings):
         messages.append(Message(_ONE_FRAGMENT, warns=False))
-    if last_step is not None:
+    if settings.is_auto:
+        messages.append(Message(_AUTO.format(schedule.sync_every), warns=False))
+    elif last_step is not None:
         messages.append(_exchange_count(settings, schedule, last_step))
     return messages
 
@@ -77,7 +83,6 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
 
 def initial_weights_warning(
     what: str,  # the operation that uses the outer weights, "validation" or "checkpoint"
-    settings: DiLoCoSettings,
     schedule: Schedule,
     step: int,
     count: int,  # fragments that have not landed yet
@@ -86,7 +91,7 @@ def initial_weights_warning(
     return (
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"
         f" {schedule.total} fragments still have the weights with which the fit began. With"
-        f" `sync_every={settings.sync_every}` and `overlap_steps={settings.overlap_steps}` every"
+        f" `sync_every={schedule.sync_every}` and `overlap_steps={schedule.overlap_steps}` every"
         f" fragment has landed once after step {schedule.complete_after}. `evaluate='mean'` uses"
         " the mean of the replicas' local weights instead."
     )

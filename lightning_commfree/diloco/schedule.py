@@ -12,11 +12,24 @@ fragment  launches        lands
 0         4, 8, 12 ...    5, 9, 13 ...
 1         6, 10, 14 ...   7, 11, 15 ...
 ========  ==============  ==============
+
+With `sync_every="auto"`, H and tau change during the fit. A change begins right after a launch of
+fragment 0, and from there on the rule above holds as if the fit had begun at that step, except that
+only fragments that have just been launched wait for a full cycle again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Pace(NamedTuple):
+    """H and tau, from one inner step on."""
+
+    begins: int  # applies to launches after this step; 0, or a launch of fragment 0
+    sync_every: int
+    overlap_steps: int
 
 
 @dataclass(frozen=True)
@@ -29,11 +42,28 @@ class Schedule:
     # offsets of the fragments P, P + 1, ... that were added during the fit, for parameters that the
     # user unfroze; each first launches H steps after its offset
     joined: tuple[int, ...] = ()
+    before: Schedule | None = None  # the schedule of launches until step `begins`
+    begins: int = 0
+    just_launched: frozenset[int] = frozenset()  # fragments that `before` launches at `begins`
 
     @property
     def total(self) -> int:
         """Number of fragments, including those that were added during the fit."""
         return self.num_fragments + len(self.joined)
+
+    @property
+    def paces(self) -> list[Pace]:
+        """H and tau from the first step on, each with the step at which it begins."""
+        earlier = [] if self.before is None else self.before.paces
+        return [*earlier, Pace(self.begins, self.sync_every, self.overlap_steps)]
+
+    def changed(self, pace: Pace) -> Schedule:
+        """Return this schedule with another pace from a launch of fragment 0 on."""
+        assert not self.joined, "fragments that joined have no offset in another cycle"
+        begins, sync_every, overlap_steps = pace
+        assert begins == self.next_launch_of(0, begins - 1), "a pace begins with a launch"
+        launched = frozenset(self.launched_at(begins))
+        return Schedule(sync_every, self.num_fragments, overlap_steps, (), self, begins, launched)
 
     def offset(self, fragment: int) -> int:
         """Return t_p, the offset of a fragment in the cycle, in inner steps."""
@@ -48,24 +78,67 @@ class Schedule:
 
     def landed_at(self, step: int) -> list[int]:
         """Return the fragments to land after inner step `step`, in ascending order."""
-        return self.launched_at(step - self.overlap_steps)
-
-    def latest_launch(self, fragment: int, step: int) -> int:
-        """Return the step of a fragment's latest launch up to and including `step`."""
-        offset = self.offset(fragment)
-        return offset + (step - offset) // self.sync_every * self.sync_every
+        launched = step - self.overlap_steps
+        landed = self.launched_at(launched) if launched > self.begins or not self.before else []
+        if self.before is None or step - self.before.overlap_steps > self.begins:
+            return landed
+        return sorted([*landed, *self.before.landed_at(step)])
 
     def launches_until(self, fragment: int, step: int) -> int:
         """Return the number of launches of a fragment up to and including `step`."""
-        return max((step - self.offset(fragment)) // self.sync_every, 0)
+        if self.before is None or fragment >= self.before.total:
+            return self._launches(fragment, step)
+        earlier = self.before.launches_until(fragment, min(step, self.begins))
+        return earlier + self._launches(fragment, step)
+
+    def is_first_at_pace(self, fragment: int, step: int) -> bool:
+        """Return whether a fragment's latest launch until `step` is its first since a change."""
+        if self.before is None:
+            return False
+        if launches := self._launches(fragment, step):
+            return launches == 1
+        return self.before.is_first_at_pace(fragment, min(step, self.begins))
 
     @property
     def complete_after(self) -> int:
         """The first inner step after which every fragment has landed at least once."""
-        return self.sync_every + max(map(self.offset, range(self.total))) + self.overlap_steps
+        firsts = [self.next_launch_of(p, 0) for p in range(self.total)]
+        return max(launch + self._overlap(launch) for launch in firsts)
 
     def next_launch(self, step: int) -> int:
         """Return the first inner step after `step` at which any fragment launches."""
-        firsts = (self.offset(p) + self.sync_every for p in range(self.total))
-        nexts = (self.latest_launch(p, step) + self.sync_every for p in range(self.total))
-        return min(map(max, firsts, nexts))
+        return min(self.next_launch_of(p, step) for p in range(self.total))
+
+    def next_landing(self, step: int) -> int:
+        """Return the inner step at which the first launch after `step` lands."""
+        launch = self.next_launch(step)
+        return launch + self._overlap(launch)
+
+    def next_launch_of(self, fragment: int, step: int) -> int:
+        """Return the first inner step after `step` at which a fragment launches."""
+        if self.before is not None and fragment < self.before.total and step < self.begins:
+            launch = self.before.next_launch_of(fragment, step)
+            if launch <= self.begins:
+                return launch
+        start, first = self._start(fragment)
+        return start + (first + self._launches(fragment, step)) * self.sync_every
+
+    def _start(self, fragment: int) -> tuple[int, int]:
+        """Return a step s and a count k: this pace's launches are at s + k H, s + (k + 1) H, ..."""
+        offset = self.offset(fragment)
+        if fragment >= self.num_fragments:
+            return offset, 1
+        # a fragment that has just been launched waits for a full cycle, and so do all at first
+        waits = self.before is None or fragment in self.just_launched
+        return self.begins + offset, int(waits or not offset)
+
+    def _launches(self, fragment: int, step: int) -> int:
+        """Return the number of launches of a fragment at this pace, up to and including `step`."""
+        start, first = self._start(fragment)
+        return max((step - start) // self.sync_every + 1 - first, 0)
+
+    def _overlap(self, launch: int) -> int:
+        """Return the number of steps from a launch to its landing."""
+        if self.before is None or launch > self.begins:
+            return self.overlap_steps
+        return self.before._overlap(launch)

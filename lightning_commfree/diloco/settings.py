@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from commfree_planner.pace import OVERLAP_STEPS, SYNC_EVERY
 from lightning_commfree.comm.settings import check_choice, check_count
 from lightning_commfree.diloco.codec import CODECS, Codec
 from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
@@ -58,6 +59,10 @@ def make_outer_optimizer(
     return optimizer, scheduler
 
 
+# H and the least tau of `sync_every="auto"` until exchanges have been measured
+AUTO_BEGINS, AUTO_OVERLAP = SYNC_EVERY[0], OVERLAP_STEPS[0]
+
+
 @dataclass(frozen=True)
 class DiLoCoSettings:
     """Settings for Streaming DiLoCo; `StreamingDiLoCoStrategy` documents each of them.
@@ -67,7 +72,7 @@ class DiLoCoSettings:
         TypeError: a value has the wrong type, or `outer_optimizer` is not callable.
     """
 
-    sync_every: int
+    sync_every: int | str  # a number of steps, or "auto"
     num_fragments: int | None
     fragment_pattern: str
     overlap_steps: int
@@ -92,6 +97,21 @@ class DiLoCoSettings:
                 f" {type(self.outer_optimizer).__name__}."
             )
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether H follows the link."""
+        return self.sync_every == "auto"
+
+    @property
+    def first_sync_every(self) -> int:
+        """H when a fit begins."""
+        return AUTO_BEGINS if isinstance(self.sync_every, str) else self.sync_every
+
+    @property
+    def first_overlap_steps(self) -> int:
+        """Tau when a fit begins, the least one with "auto"."""
+        return max(self.overlap_steps, AUTO_OVERLAP) if self.is_auto else self.overlap_steps
+
     def fingerprint(self) -> dict[str, str]:
         """Return the settings as strings, so that ranks can compare them with each other."""
         # functions cannot be compared
@@ -102,8 +122,9 @@ class DiLoCoSettings:
         return {name: repr(value) for name, value in values.items()}
 
     def _check_numbers(self) -> None:
-        meaning = ": it counts the inner steps between two exchanges of a fragment"
-        check_count("sync_every", self.sync_every, 1, meaning)
+        meaning = ": it counts the inner steps between two exchanges of a fragment (or pass 'auto')"
+        if not self.is_auto:
+            check_count("sync_every", self.sync_every, 1, meaning)
         if self.num_fragments is not None:
             meaning = ", or None to derive it from the model"
             check_count("num_fragments", self.num_fragments, 1, meaning)
@@ -112,7 +133,13 @@ class DiLoCoSettings:
         check_count("replica_size", self.replica_size, 1, meaning)
         check_count("check_drift_every", self.check_drift_every, 0, ", where 0 means never")
 
-        if self.overlap_steps >= self.sync_every:
+        if self.is_auto and self.overlap_steps > AUTO_BEGINS - 2:
+            raise ValueError(
+                f"`overlap_steps={self.overlap_steps}` must be at most {AUTO_BEGINS - 2} with"
+                f" `sync_every='auto'`, which begins with {AUTO_BEGINS} steps and raises both as"
+                " the link requires."
+            )
+        if self.overlap_steps >= self.first_sync_every:
             raise ValueError(
                 f"`overlap_steps={self.overlap_steps}` must be at least 0 and below"
                 f" `sync_every={self.sync_every}`: a fragment has to land before its next launch."

@@ -55,7 +55,12 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     Args:
         sync_every: H, the number of inner (optimizer) steps between two exchanges of a fragment.
-            The paper uses 30 to 100; 1 gives the worst quality.
+            The paper uses 30 to 100; 1 gives the worst quality. "auto" begins with 10, measures the
+            exchanges, and then exchanges as often as the link and the work of an exchange let
+            training compute for 99 % of the time: every 10, 20, 30, 50, 100 or 200 steps. H and
+            tau change again if the link or the step does. Each change is logged, and saved in
+            checkpoints; the outer optimizer then starts anew. Two fits may choose differently, so
+            their weights may differ; a number is exact. See `lightning_commfree.diloco.pace`.
         num_fragments: P, the number of fragments. If None, each fragment contains up to 3
             transformer blocks, and one additional fragment contains all other parameters; a model
             without blocks is one fragment, or up to 4 with "balanced".
@@ -63,7 +68,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             (each fragment gets consecutive blocks) or "balanced" (tensors are assigned so that
             fragments have about equal bytes; for models without blocks).
         overlap_steps: tau, the number of inner steps from launch to landing; 0 blocks training
-            during the exchange. Several fragments may be in flight. At most 5 is recommended.
+            during the exchange. Several fragments may be in flight. At most 5 is recommended. With
+            `sync_every="auto"`, the least tau, at most 8; it is 5 at first, and grows as the link
+            requires.
         mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
             them with the global copy, 1 keeps them.
         wire_dtype: the number format in which outer gradients are sent: "fp32", "bf16", "int8",
@@ -120,7 +127,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     def __init__(  # noqa: PLR0913 - flat keywords, as YAML files and LightningCLI set them
         self,
-        sync_every: int = 100,
+        sync_every: int | str = 100,
         num_fragments: int | None = None,
         fragment_pattern: str = "strided",
         overlap_steps: int = 1,
@@ -188,7 +195,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     def equal_weights(self) -> tuple[int, Channel]:
         # replicas train independently; exchanges compare their global copies
         settings = self.settings
-        return settings.check_drift_every * settings.sync_every, self.channels.within
+        return settings.check_drift_every * settings.first_sync_every, self.channels.within
 
     @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
@@ -204,13 +211,14 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             self.module,
             fragments,
             settings,
-            FixedTransport(self.channels.between),
+            FixedTransport(self.channels.between, timed=settings.is_auto),
             self.channels.within,
             self.requests,
             lambda: self.session.clock.missed,
         )
         self._diloco.warm_up()
         self._diloco.optimizers = self.optimizers
+        self._diloco.say = rank_zero_info
         # in manual optimization, GANs freeze one network while they train another
         self._diloco.ignores_frozen = not self.module.automatic_optimization
         return self._diloco

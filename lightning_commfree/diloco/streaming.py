@@ -53,7 +53,8 @@ from lightning_commfree.diloco.nonfinite import (
     take_global,
 )
 from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen, OuterFragment
-from lightning_commfree.diloco.schedule import Schedule
+from lightning_commfree.diloco.pace import Pacer, Timing
+from lightning_commfree.diloco.schedule import Pace, Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings, default_outer_optimizer
 from lightning_commfree.diloco.transport import Delivery, Flight, Transport
 from lightning_commfree.model.replication import AveragedBuffers
@@ -117,7 +118,11 @@ class StreamingDiLoCo:
         self._feedback = float(self.codec.error_feedback)
         self._module, self.transport, self._within = module, transport, within
         self.step = 0  # inner steps taken, including those skipped by a gradient scaler
-        self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
+        overlap_steps = settings.first_overlap_steps
+        self.schedule = Schedule(settings.first_sync_every, len(fragments), overlap_steps)
+        # with `sync_every="auto"`; otherwise the schedule never changes
+        self.pacer = Pacer(overlap_steps, self.view.channel.ledger)
+        self.say: Callable[[str], object] = lambda _: None  # called on all ranks with each change
         self.buffers = AveragedBuffers(module, [b for one in fragments for b in one.buffers])
         # fragments that are added during the fit come last
         self.fragments = [self._outer_fragment(fragment) for fragment in fragments]
@@ -168,17 +173,38 @@ class StreamingDiLoCo:
         """
         assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
         self.step += 1
+        self.pacer.step_ends()
 
         launches = self.schedule.launched_at(self.step)
         if launches or self._frozen.unfrozen():
             self._check_all_in_fragments()
         for p in launches:
-            self.launch(p)
+            with self.pacer.working(p):
+                self.launch(p)
 
         # a fragment that is not in flight was landed early by `finish`
-        for p in self.schedule.landed_at(self.step):
-            if p in self.flights:
+        landed = [p for p in self.schedule.landed_at(self.step) if p in self.flights]
+        for p in landed:
+            with self.pacer.working(p):
                 self.land(p)
+        if self.settings.is_auto and 0 in landed:
+            self._change_pace()
+        self.pacer.step_begins()
+
+    def _change_pace(self) -> None:
+        """Change H and tau at fragment 0's next launch, if what was measured asks for it."""
+        schedule, now = self.schedule, self.schedule.paces[-1]
+        sync_every, overlap_steps = self.pacer.choose(*now[1:], len(self.fragments))
+        # fragments that joined during the fit keep to their cycle
+        if (sync_every, overlap_steps) == now[1:] or schedule.joined:
+            return
+        pace = Pace(schedule.next_launch_of(0, self.step), sync_every, overlap_steps)
+        self.schedule = schedule.changed(pace)
+        self.say(
+            f"After step {pace.begins}, each fragment is exchanged every {sync_every} steps and"
+            f" lands after {overlap_steps} (before: {now.sync_every} and {now.overlap_steps}),"
+            f" because {self.pacer.describe()}."
+        )
 
     def launch(self, p: int) -> None:
         """Launch a fragment: start sending its outer gradient to all replicas."""
@@ -201,6 +227,9 @@ class StreamingDiLoCo:
         with record_function(f"land fragment #{p}"):
             frozen = self.flights[p].frozen
             arrival = self._receive(p)
+            if self.schedule.is_first_at_pace(p, self.step):
+                # momentum of shorter or longer cycles does not fit (`pace`)
+                self.fragments[p].optimizer.state.clear()
             self.outer_step(p, arrival.mean, frozen)
             self.merge(p, abstained=self.view.rank in arrival.summary.nonfinite, frozen=frozen)
 
@@ -251,7 +280,7 @@ class StreamingDiLoCo:
     @property
     def stops_after(self) -> int:
         """The inner step after which every replica will have received a stop requested now."""
-        return self.schedule.next_launch(self.step) + self.schedule.overlap_steps
+        return self.schedule.next_landing(self.step)
 
     # -- messages
 
@@ -271,7 +300,9 @@ class StreamingDiLoCo:
         changed, device = self._changed_hash(p, frozen), self.fragments[p].global_copy.device
         requests = self.requests.outgoing() if tag == TAG else 0  # nobody reads an evaluation's
         words = requests, self.step, hashed, nonfinite, changed, self.weight(p), self._missed()
-        pending = self.transport.launch(p, values, Header(*words), residual, tag, device)
+        # of a fixed H, messages are the same in every run
+        timing = self.pacer.timing(p) if self.settings.is_auto else Timing()
+        pending = self.transport.launch(p, values, Header(*words, *timing), residual, tag, device)
         return Flight(pending, frozen)
 
     def weight(self, p: int) -> int:
@@ -289,6 +320,7 @@ class StreamingDiLoCo:
 
         arrival = self._decode(delivery, p)
         self.requests.incoming(arrival.summary.requests)
+        self.pacer.landed(p, delivery.arrived.link_s, arrival.summary.timing)
         self._abstentions[p] += len(arrival.summary.nonfinite)
         landing = partial(
             Landing,
@@ -322,8 +354,7 @@ class StreamingDiLoCo:
     def _digest(self, p: int, outer: Tensor | None) -> Tensor | int:
         """Hash a fragment's global copy; return 0 if this launch does not compare hashes."""
         every = self.settings.check_drift_every
-        cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
-        if not every or cycle % every:
+        if not every or self.schedule.launches_until(p, self.step) % every:
             return 0
         return self.fragments[p].digest() if outer is None else digest(outer)
 
@@ -397,7 +428,7 @@ class StreamingDiLoCo:
     def _outer_fragment(self, fragment: Fragment) -> OuterFragment:
         factory = self.settings.outer_optimizer
         if factory is None:
-            factory = default_outer_optimizer(self.num_replicas, self.settings.sync_every)
+            factory = default_outer_optimizer(self.num_replicas, self.settings.first_sync_every)
         device, keeps = self.settings.outer_device, self.codec.error_feedback > 0
         return OuterFragment(
             self._module, fragment, factory, self._within, device, keeps, self.buffers
@@ -451,7 +482,7 @@ class StreamingDiLoCo:
             return
         self._warned_initial = True
         if self.view.rank == 0 and (self._within is None or self._within.rank == 0):
-            text = initial_weights_warning(what, self.settings, self.schedule, self.step, count)
+            text = initial_weights_warning(what, self.schedule, self.step, count)
             warnings.warn(text, stacklevel=2)
 
     @torch.no_grad()
@@ -517,6 +548,7 @@ class StreamingDiLoCo:
         self.wait_in_flight()  # also completes the codec's residuals
         shared = {
             "step": self.step,
+            "paces": [tuple(pace) for pace in self.schedule.paces],
             "joined": self._joined,
             "own_buffers": sorted(self.buffers.own),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
@@ -540,6 +572,8 @@ class StreamingDiLoCo:
         assert not self.flights, "load a state before the first step"
         self.step = shared["step"]
         self.buffers.keep_own(shared["own_buffers"])
+        for pace in shared["paces"][1:]:
+            self.schedule = self.schedule.changed(Pace(*pace))
 
         for names, offset in shared["joined"]:
             self._join(names, offset)
@@ -615,15 +649,19 @@ class StreamingDiLoCo:
 
     def cycle(self) -> tuple[dict[str, int], int]:
         """Return the bytes that this rank sends per cycle, by ledger tag, and the cycle length."""
-        return {TAG: self.bytes_per_cycle}, self.settings.sync_every
+        return {TAG: self.bytes_per_cycle}, self.schedule.sync_every
 
     def figures(self) -> dict[str, float]:
         """Return a dict of metrics from all fragments' latest landings, for logging."""
-        return {
+        found = {
             f"outer/{name}_{p}": figure
             for p, landing in self.landings.items()
             for name, figure in landing.figures().items()
         }
+        if self.settings.is_auto:
+            found["outer/sync_every"] = float(self.schedule.sync_every)
+            found["outer/overlap_steps"] = float(self.schedule.overlap_steps)
+        return found
 
     def fingerprint(self) -> dict[str, str]:
         """Describe settings, fragments and outer optimizer, so that replicas can compare them."""

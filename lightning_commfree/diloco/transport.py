@@ -99,7 +99,8 @@ class Transport(Protocol):
 class FixedTransport(Transport):
     """Transport of a job with a fixed number of replicas: the loss of one ends the job."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, timed: bool = False) -> None:
+        self._timed = timed  # whether `Arrived.link_s` is needed
         self.view = View.of(channel)
         self.background = Background(channel.ledger, channel.peers)
         self.exchanges: list[FragmentExchange] = []  # with a residual, by fragment
@@ -108,7 +109,7 @@ class FixedTransport(Transport):
     @override
     def open(self, codecs: tuple[Codec, Codec], sizes: Sizes) -> None:
         self.exchanges, self.last_exchanges = fragment_exchanges(
-            self.view, codecs, sizes, self.background
+            self.view, codecs, sizes, self.background, self._timed
         )
 
     @override

@@ -220,6 +220,11 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 " could never begin."
             )
         check_choice("sync", sync, ("steps", "time"))
+        if self.settings.is_auto:
+            raise ValueError(
+                "`sync_every='auto'` needs a fixed group of replicas, which measures the link"
+                " between them. Give elastic replicas a number of steps, such as `sync_every=50`."
+            )
         if self.settings.evaluate != "outer":
             raise ValueError(
                 f"`evaluate={self.settings.evaluate!r}` needs all replicas for validation, but"

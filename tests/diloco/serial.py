@@ -42,15 +42,28 @@ class SerialDiLoCo:
             make_outer([self.outer[name] for name in fragment]) for fragment in fragments
         ]
         self.on_the_way: list[
-            tuple[int, int, list[dict[str, Tensor]]]
-        ] = []  # lands at, fragment, a delta per replica
-        self.step = 0
+            tuple[int, int, list[dict[str, Tensor]], bool]
+        ] = []  # lands at, fragment, a delta per replica, whether the outer optimizer starts anew
+        self.step = self.begins = 0
+        self.just_left: set[int] = set()  # when the pace changed
+        self.new_pace: set[int] = set()  # fragments that have not left since the pace changed
         self.make_outer = make_outer
         self.offsets = [p * sync_every // len(fragments) for p in range(len(fragments))]
 
     def leaves(self, p: int, step: int) -> bool:
-        since = step - self.offsets[p]
-        return since >= self.sync_every and since % self.sync_every == 0
+        since = step - self.begins - self.offsets[p]
+        # after a change of pace, only those that have just left wait for a whole cycle again
+        soonest = 0 if self.begins and p not in self.just_left else self.sync_every
+        return since >= soonest and since % self.sync_every == 0
+
+    def change_pace(self, sync_every: int, overlap_steps: int) -> None:
+        """After a step at which fragment 0 has left."""
+        assert self.leaves(0, self.step)
+        self.just_left = {p for p in range(len(self.fragments)) if self.leaves(p, self.step)}
+        self.begins, self.sync_every, self.overlap_steps = self.step, sync_every, overlap_steps
+        count = len(self.fragments)
+        self.offsets = [p * sync_every // count for p in range(count)]
+        self.new_pace = {*range(count)}
 
     def thaw(self, names: Sequence[str]) -> None:
         """Between two steps. What is thawed becomes a fragment, which counts its cycles from the
@@ -71,14 +84,16 @@ class SerialDiLoCo:
             self.inner_step(m, self.step)
         for p in range(len(self.fragments)):
             if self.leaves(p, self.step):
-                self.on_the_way.append((self.step + self.overlap_steps, p, self.deltas(p)))
+                lands = self.step + self.overlap_steps
+                self.on_the_way.append((lands, p, self.deltas(p), p in self.new_pace))
+                self.new_pace.discard(p)
         for due in [entry for entry in self.on_the_way if entry[0] == self.step]:
             self.on_the_way.remove(due)
-            self.land(due[1], due[2], self.mix)
+            self.land(due[1], due[2], self.mix, due[3])
 
     def finish(self) -> None:
-        for _, p, deltas in self.on_the_way:
-            self.land(p, deltas, self.mix)
+        for _, p, deltas, anew in self.on_the_way:
+            self.land(p, deltas, self.mix, anew)
         self.on_the_way = []
         for p in range(len(self.fragments)):
             self.take_the_mean(p, self.deltas(p))
@@ -108,7 +123,9 @@ class SerialDiLoCo:
         ]
 
     @torch.no_grad()
-    def land(self, p: int, deltas: list[dict[str, Tensor]], mix: float) -> None:
+    def land(self, p: int, deltas: list[dict[str, Tensor]], mix: float, anew: bool = False) -> None:
+        if anew:
+            self.optimizers[p].state.clear()
         for name in self.fragments[p]:
             self.outer[name].grad = self.mean([delta[name] for delta in self.healthy(deltas)])
         self.optimizers[p].step()

@@ -145,7 +145,7 @@ class WithResiduals(SerialDiLoCo):
         return [{name: mean}] * len(sent)
 
     def finish(self) -> None:
-        for _, p, deltas in self.on_the_way:
+        for _, p, deltas, _ in self.on_the_way:
             self.land(p, deltas, self.mix)
         self.on_the_way = []
         # a round of its own: what it loses, and what is left of the rounds before, is dropped
@@ -310,7 +310,7 @@ def test_the_bytes_are_those_of_the_formulas(name: str, size: int) -> None:
         diloco.close()
         return diloco.bytes_per_cycle, channel.sent[TAG]
 
-    header, norms = 56, 4 * (size + 1)
+    header, norms = 72, 4 * (size + 1)
     expected = 0
     for numel in (2000, 7000):
         shard = -(-numel // (size * BLOCK)) * BLOCK

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_commfree.diloco.schedule import Schedule
+from lightning_commfree.diloco.schedule import Pace, Schedule
 
 
 @st.composite
@@ -16,6 +16,22 @@ def schedules(draw: st.DrawFn) -> Schedule:
     sync_every = draw(st.integers(1, 24))
     num_fragments = draw(st.integers(1, 2 * sync_every))  # also more fragments than steps
     return Schedule(sync_every, num_fragments, draw(st.integers(0, sync_every - 1)))
+
+
+@st.composite
+def changed_schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
+    """Return a schedule with up to three changes of pace, and a step beyond the last one."""
+    num_fragments = draw(st.integers(1, 6))
+    overlap = draw(st.integers(0, 6))
+    schedule = Schedule(draw(st.integers(overlap + 2, 16)), num_fragments, overlap)
+    for _ in range(draw(st.integers(1, 3))):
+        begins = schedule.begins
+        for _ in range(draw(st.integers(1, 3))):
+            begins = schedule.next_launch_of(0, begins)
+        sync_every = draw(st.integers(schedule.overlap_steps + 2, 16))
+        overlap = draw(st.integers(0, sync_every - 2))
+        schedule = schedule.changed(Pace(begins, sync_every, overlap))
+    return schedule, schedule.begins + 40
 
 
 def launches_of(schedule: Schedule, fragment: int, last_step: int) -> list[int]:
@@ -123,3 +139,50 @@ def test_launched_and_landed_fragments_come_in_ascending_order(overlap_steps: in
     for step in range(1, 30):
         for fragments in (schedule.launched_at(step), schedule.landed_at(step)):
             assert fragments == sorted(fragments)
+
+
+@given(changed_schedules())
+def test_after_changes_of_pace_every_fragment_lands_before_it_leaves_again(
+    case: tuple[Schedule, int],
+) -> None:
+    schedule, last = case
+    paces = schedule.paces
+    for p in range(schedule.num_fragments):
+        launches = launches_of(schedule, p, last)
+        overlaps = [[one.overlap_steps for one in paces if one.begins < at][-1] for at in launches]
+        landings = [at + tau for at, tau in zip(launches, overlaps, strict=True)]
+        assert landings_of(schedule, p, last) == [at for at in landings if at <= last]
+        # a fragment leaves before others land in the same step
+        assert all(lands < leaves for lands, leaves in zip(landings, launches[1:], strict=False))
+        longest = max(one.sync_every for one in paces)
+        gaps = [after - at for at, after in zip(launches, launches[1:], strict=False)]
+        assert max(gaps) <= 2 * longest, "no fragment is forgotten"
+        assert [schedule.launches_until(p, at) for at in launches] == [*range(1, len(launches) + 1)]
+        after = [schedule.next_launch_of(p, at) for at in [0, *launches[:-1]]]
+        assert after == launches
+
+        firsts = {min(at for at in launches if at > one.begins) for one in paces[1:]}
+        for number, at in enumerate(launches):
+            until = launches[number + 1] if number + 1 < len(launches) else last
+            assert schedule.is_first_at_pace(p, until - 1) == (at in firsts), (p, at)
+
+
+@given(changed_schedules())
+def test_a_pace_begins_with_a_launch_of_fragment_0_and_is_what_it_says(
+    case: tuple[Schedule, int],
+) -> None:
+    schedule, last = case
+    launches = launches_of(schedule, 0, last)
+    ends = [one.begins for one in schedule.paces[1:]] + [last]
+    for pace, end in zip(schedule.paces, ends, strict=True):
+        own = [at for at in launches if pace.begins < at <= end]
+        assert own == [*range(pace.begins + pace.sync_every, end + 1, pace.sync_every)]
+    before = schedule.before
+    assert before is not None
+    for step in range(1, schedule.begins + 1):
+        assert schedule.launched_at(step) == before.launched_at(step)
+        assert schedule.landed_at(step) == before.landed_at(step)
+    assert schedule.next_launch(last) == min(
+        schedule.next_launch_of(p, last) for p in range(schedule.num_fragments)
+    )
+    assert schedule.next_landing(0) == schedule.next_launch(0) + schedule.paces[0].overlap_steps

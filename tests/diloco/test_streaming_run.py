@@ -92,13 +92,13 @@ def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("wire_dtype", "fragment_bytes"),
-    # blocks 0 and 2, 60 values; block 1, 30 values; the rest, 25: each 56 bytes of header and the
+    # blocks 0 and 2, 60 values; block 1, 30 values; the rest, 25: each 72 bytes of header and the
     # payload, filled up to a multiple of 8
     [
-        ("fp32", [56 + 240, 56 + 120, 56 + 100 + 4]),
-        ("bf16", [56 + 120, 56 + 60 + 4, 56 + 50 + 6]),
-        ("int8", [56 + 4 + 60, 56 + 4 + 30 + 6, 56 + 4 + 25 + 3]),
-        ("fp4", [56 + 32 + 1 + 7, 56 + 16 + 1 + 7, 56 + 16 + 1 + 7]),
+        ("fp32", [72 + 240, 72 + 120, 72 + 100 + 4]),
+        ("bf16", [72 + 120, 72 + 60 + 4, 72 + 50 + 6]),
+        ("int8", [72 + 4 + 60, 72 + 4 + 30 + 6, 72 + 4 + 25 + 3]),
+        ("fp4", [72 + 32 + 1 + 7, 72 + 16 + 1 + 7, 72 + 16 + 1 + 7]),
     ],
 )
 def test_a_cycle_sends_the_predicted_bytes(

@@ -135,6 +135,7 @@ class Run:
     same_data: bool = False
     finish: bool = True
     between_steps: Callable[[StreamingDiLoCo], None] = lambda diloco: None
+    paces: dict[int, tuple[int, int]] = field(default_factory=dict)  # H and tau, by first step
 
     def data_of(self, replica: int) -> int:
         return 0 if self.same_data else replica
@@ -143,6 +144,7 @@ class Run:
 def train(rank: int, size: int, run: Run) -> Trace:
     module = Net(run.dtype)
     diloco = start(module, world(rank, size) if size > 1 else alone(), **run.changes)
+    follow(diloco, run.paces)
     optimizer = run.inner(list(module.parameters()))
     trace = Trace()
     trace.fragments = [
@@ -163,6 +165,17 @@ def train(rank: int, size: int, run: Run) -> Trace:
         diloco.finish()
         trace.record(module, diloco)
     return trace
+
+
+def follow(diloco: StreamingDiLoCo, paces: dict[int, tuple[int, int]]) -> None:
+    """Change H and tau after given steps, instead of by what is measured."""
+
+    def choose(sync_every: int, overlap_steps: int, fragments: int) -> tuple[int, int]:
+        del fragments
+        begins = diloco.schedule.next_launch_of(0, diloco.step)
+        return paces.get(begins, (sync_every, overlap_steps))
+
+    diloco.pacer.choose = choose  # type: ignore[method-assign]
 
 
 def through(wire_dtype: str) -> Callable[[Tensor], Tensor]:
@@ -191,8 +204,8 @@ def twin(size: int, run: Run, fragments: list[list[str]]) -> list[Trace]:
         modules,
         inner_step,
         fragments,
-        settings["sync_every"],
-        settings["overlap_steps"],
+        DiLoCoSettings(**settings).first_sync_every,
+        DiLoCoSettings(**settings).first_overlap_steps,
         settings["mix"],
         settings["outer_optimizer"],
         through(settings["wire_dtype"]),
@@ -201,6 +214,8 @@ def twin(size: int, run: Run, fragments: list[list[str]]) -> list[Trace]:
     for step in range(1, run.steps + 1 + run.finish):
         if step <= run.steps:
             serial.run_step()
+            if step in run.paces:
+                serial.change_pace(*run.paces[step])
         else:
             serial.finish()
         outer = [torch.cat([serial.outer[n].detach().flatten() for n in f]) for f in fragments]

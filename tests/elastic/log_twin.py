@@ -30,7 +30,7 @@ from lightning_commfree.elastic.transport import StoreTransport
 from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward
 from tests.elastic.thread_channel import Meeting, ThreadChannel
 
-HEADER_BYTES = 7 * 8
+HEADER_BYTES = 9 * 8
 
 
 class Killed(BaseException):

@@ -180,7 +180,7 @@ def test_every_rank_holds_and_sends_its_part(played: Any) -> None:
     for rank in four:
         total = rank["k2"]["weights"]
         assert total / 2 <= sum(rank["k2"]["shard"]) <= total / 2 + len(rank["k2"]["shard"])
-        headers = 56 + 8  # and padding, for each of 2 fragments in 2 launches and the last round
+        headers = 72 + 8  # and padding, for each of 2 fragments in 2 launches and the last round
         launches = 2 + 2 + 2
         assert rank["k2"]["bytes"] <= 3 * (4 * total / 2) + launches * headers
         assert rank["k2"]["bytes"] >= 3 * (4 * total / 2)

@@ -14,7 +14,8 @@ import pytest
 
 from commfree_planner import Model, Training, advise, choose, methods
 from commfree_planner.methods import BF16, DATA_PARALLEL
-from docs.site.planner_page import BLOCKS, LEFT_OUT, OUTSIDE, REPLICAS, page
+from commfree_planner.pace import auto_pace
+from docs.site.planner_page import BLOCKS, LEFT_OUT, LINKS, OUTSIDE, REPLICAS, page
 
 CASES = 20
 CHOOSE = Path(__file__).parents[2] / "docs" / "choose.md"
@@ -63,6 +64,16 @@ def test_the_script_equals_the_planner(written) -> None:
             # a curve may have a corner between points; being off by one point would be 3 %
             assert row[1] == pytest.approx(expected[0], abs=5e-3)
             assert row[2] == pytest.approx(expected[1], rel=1e-3)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_script_says_what_auto_would_choose(written) -> None:
+    """At points of the grid: between them, it may be the choice of the next slower link."""
+    links = [LINKS[i] for i in range(0, len(LINKS), 9)]
+    shown = evaluated(written, f"{json.dumps(links)}.map(link => pace(1.0001 * link, 4))")
+    found = [tuple(map(int, re.findall(r"\d+", sentence))) for sentence in shown]
+    assert found == [auto_pace(training(1e9, 1.0, 4), link) for link in links]
+    assert len({*found}) > 4
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")

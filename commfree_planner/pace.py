@@ -1,0 +1,85 @@
+"""How often Streaming DiLoCo exchanges with `sync_every="auto"`.
+
+The library calls `choose_pace` with what it measures, the planner with what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from commfree_planner.training import Training
+
+# A short list, so that two fits on the same machines choose alike. It ends at 10: with 5, losses
+# were not lower, and the work for an exchange becomes noticeable.
+SYNC_EVERY = (10, 20, 30, 50, 100, 200)
+# From 5, so that a replica does not wait for one that is a few steps behind.
+OVERLAP_STEPS = (5, 10, 15, 20, 30, 50, 75, 100)
+_RESERVE = 1.25  # of the link's time, before H grows
+_WORK = 0.0125  # largest share of a replica's own work for exchanges, before H grows
+_BEFORE_FALLING = 1.25  # more reserve of both, so that H does not go back and forth
+
+
+def choose_pace(
+    links: Sequence[float], work: float, sync_every: int, overlap_steps: int, least_overlap: int
+) -> tuple[int, int]:
+    """Return the H and tau to change to.
+
+    H is the smallest of `SYNC_EVERY` for which the link is busy for at most 80 % of a cycle and the
+    replica's own work takes at most 1.25 %. tau is the smallest of `OVERLAP_STEPS`, and at least
+    `least_overlap`, in which the largest fragment arrives.
+
+    Args:
+        links: duration of each fragment's exchange, in inner steps.
+        work: of a replica for all fragments in a cycle, in inner steps.
+        sync_every: H now.
+        overlap_steps: tau now.
+        least_overlap: tau is not smaller.
+    """
+    least = max(_RESERVE * max(links), least_overlap)
+    overlaps = sorted({least_overlap, *OVERLAP_STEPS})
+    tau = next((tau for tau in overlaps if tau >= least), overlaps[-1])
+
+    def smallest(reserve: float) -> int:
+        need = max(reserve * max(_RESERVE * sum(links), work / _WORK), tau + 2)
+        return next((h for h in SYNC_EVERY if h >= need), SYNC_EVERY[-1])
+
+    up, down = smallest(1.0), smallest(_BEFORE_FALLING)
+    wanted = up if up > sync_every else min(down, sync_every)
+    # what is in flight must land before its fragment's next launch: H may have to wait for tau
+    chosen = next(h for h in SYNC_EVERY if h >= max(wanted, overlap_steps + 2))
+    if wanted == sync_every:
+        tau = max(tau, overlap_steps)
+    return chosen, tau
+
+
+def auto_pace(training: Training, gbit_per_s: float) -> tuple[int, int]:
+    """Return H and tau that `sync_every="auto"` has after a while; the training's H is ignored.
+
+    TCP's windows and losses are not counted.
+    """
+    overlap = OVERLAP_STEPS[0]
+    exchange = training.diloco(training.fragment_count, overlap, training.wire_dtype)
+    links = [
+        (8e-9 * message.num_bytes / gbit_per_s + message.rounds * training.latency_s)
+        / training.step_seconds
+        for (message,) in exchange.fragments
+    ]
+    work = exchange.sync_seconds / training.step_seconds
+    now = SYNC_EVERY[0], overlap
+    while (then := choose_pace(links, work, *now, overlap)) != now:
+        now = then
+    return now
+
+
+def auto_line(training: Training, gbit_per_s: float) -> str:
+    """Return a sentence about `sync_every="auto"`."""
+    if training.num_replicas == 1:
+        return "sync_every=auto: one replica sends nothing."
+    sync_every, overlap_steps = auto_pace(training, gbit_per_s)
+    found = replace(training, sync_every=sync_every, overlap_steps=overlap_steps)
+    exchange = found.diloco(found.fragment_count, overlap_steps, found.wire_dtype)
+    return (
+        f"sync_every=auto would exchange every {sync_every} steps with overlap_steps="
+        f"{overlap_steps}: utilization {found.utilization(exchange, gbit_per_s):.1%}."
+    )

@@ -43,6 +43,7 @@ from lightning_commfree.elastic.log import MissedError
 from lightning_commfree.elastic.transport import NOT_LISTED, StoreTransport
 
 _NO_SLOT = -1
+_LATE = 4  # a replica whose messages have been too late so often begins when the others do
 
 
 class ElasticDiLoCo(StreamingDiLoCo):
@@ -80,7 +81,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since = [0] * len(fragments)  # `inner_steps` at the landing that counted last
         self._before: dict[int, Tensor] = {}  # global copies before an outer step
         self._residuals: dict[int, Tensor] = {}  # before the launch, by fragment
-        self._is_late = False  # whether the latest landing did not count its message
+        self._late_flights = 0  # landings in a row that did not count its message
         self._sent: set[int] = set()  # fragments in flight for which this replica sent a message
         self._lateness = Lateness(len(fragments), settings.overlap_steps)
         super().__init__(module, fragments, settings, transport, within, requests)
@@ -153,7 +154,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self.step < self.last_step and not self.requests.stops and not self.ended
 
     def _is_behind(self) -> bool:
-        return self._log.is_behind(self.transport.follows or self._is_late)
+        # once may be chance, and skipped steps are lost
+        return self._log.is_behind(self.transport.follows or self._late_flights >= _LATE)
 
     def _is_far_behind(self) -> bool:
         return self._log.is_far_behind(2 * len(self.fragments))
@@ -202,7 +204,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 " check this replica's batches; with `nonfinite='abstain'` it would continue from"
                 " the global copy."
             )
-        self._is_late = not listed and not self.transport.abstained
+        is_late = not listed and not self.transport.abstained
+        self._late_flights = self._late_flights + 1 if is_late else 0
         if p in self._sent and not self.transport.abstained:
             self._lateness.listed(listed)
         if not listed and is_finite:
@@ -251,11 +254,13 @@ class ElasticDiLoCo(StreamingDiLoCo):
                 self._continue_from(*self._log.newest_state(), keep=True)
                 while self.step < last_step and not self.ended:
                     self._advance()
+        if self.ended:  # without this replica, which has the final weights from the log
+            return
         for p, flight in self.transport.flights.items():
             self.note("final", flight, p, int(self.fragments[p].digest()))
         self._trained_since = [self.inner_steps] * total
         # without being listed, this replica may be the only one that is left
-        if not self.ended and self.view.rank in (0, NOT_LISTED):
+        if self.view.rank in (0, NOT_LISTED):
             self._log.write_state(self._log.launched - 1, self._state(), is_final=True)
 
     @override

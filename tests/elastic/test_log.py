@@ -203,7 +203,7 @@ def test_the_last_round_waits_longer_for_a_late_replica() -> None:
         if step == 40:
             wait_until(lambda: "x/21/r0" in job.store.objects)  # flights 0 to 18, then 21 to 23
 
-    job = Job(MemoryStore(), 56, FEW, grace_s=0.5, step_s=0.01)
+    job = Job(MemoryStore(), 56, FEW, grace_s=2.0, step_s=0.01)
     replicas = [Replica("r0", 0, job, begin).start(), Replica("r1", 1, job, sleep).start()]
     play(replicas)
     assert_equal_the_twin(replicas)

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.common.page import provenance, result_page, write_page
 from benchmarks.common.pretraining import composed
-from benchmarks.elastic_demo.job import Act, Outcome, run
+from benchmarks.elastic_demo.job import FOUNDERS, Act, Outcome, run
 from benchmarks.elastic_demo.replica import Plan, Row
 from recipes.training.evaluation import token_loss
 from recipes.training.pretraining import build_data, build_module
@@ -48,8 +48,9 @@ MAX_LOSS_PERCENT = 1.0
 MAX_SECONDS = 300.0
 SMOOTH = 50  # steps of the moving average in the picture
 HOW_TO_READ = """\
-*Steps lost*: gaps and repetitions in the logs of all replicas but the killed one, and what their
-last line lacks to the end of the fit (not for the drained one, which leaves).
+*Steps lost*: gaps and repetitions in the logs of a and c, and what the last line of a replica lacks
+to the end of the fit (not for the killed one and the drained one, which leaves). A replica that
+joins skips to the others' next exchange.
 *Stall*: the time from one step to the next, so a step's own computation is in it. *Undisturbed*:
 the longest such time of the undisturbed run, which contains an exchange and the wait for the
 slowest replica.
@@ -80,7 +81,8 @@ def lost_steps(outcome: Outcome, steps: int) -> int:
     for name, rows in outcome.logs.items():
         if name in killed or not rows:
             continue
-        lost += sum(abs(after.step - before.step - 1) for before, after in pairwise(rows))
+        if name in FOUNDERS:
+            lost += sum(abs(after.step - before.step - 1) for before, after in pairwise(rows))
         if name in outcome.finished:
             lost += abs(steps - rows[-1].step)
     return lost

@@ -63,9 +63,11 @@ LEAVES = b"."  # message of a replica that leaves the job
 # a multiple.
 _SILENT_FLIGHTS = 10
 _LAST_GRACES = 10  # graces for which the last round waits
+_FOUNDING_S = 0.2  # pause between looks for newcomers in the first flights of a job
 _RECENT = 4  # flights from whose times the next one's is guessed
 _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer, ...
-_DEAD_S = 1.5  # ... if it is not in the latest commit any more
+_DEAD_S = 1.5  # ... if it is not in the latest commit any more, but in one of the ...
+_REMEMBERED = 40  # ... latest so many
 _ASKS = -1  # in place of a slot: this entry of the roster is a question
 _TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
 _SAY_S = 20.0  # how often to say why training waits
@@ -257,7 +259,7 @@ class JobLog:
 
     def _dropped_out(self) -> frozenset[str]:
         """Return the replicas that recent commits list, but not the latest one."""
-        flight = max(int(self._get("head") or self._first) - _SILENT_FLIGHTS, self._first)
+        flight = max(int(self._get("head") or self._first) - _REMEMBERED, self._first)
         every: frozenset[str] = frozenset()
         latest = every
         while (data := self._get(f"commit/{flight}")) is not None:
@@ -506,8 +508,14 @@ class JobLog:
             self._wake.wait(max(next_s - time.monotonic(), 0.0))
             self._wake.clear()
 
+    @property
+    def _is_founding(self) -> bool:
+        """Whether replicas that come now have little to read, and are waited for."""
+        return self.launched < self._first + _SILENT_FLIGHTS
+
     def _watch_at_s(self) -> float:
-        return self._watched_s + watch_pause_s(self._interval_s)
+        pause_s = _FOUNDING_S if self._is_founding else watch_pause_s(self._interval_s)
+        return self._watched_s + pause_s
 
     def _watch(self) -> None:
         """Look for newcomers, and for a commit of the flight that this replica launches next."""
@@ -633,9 +641,7 @@ class JobLog:
 
     def _note_entry(self, name: str) -> None:
         with self._lock:
-            if name in self._heard:  # it has come back, and sends messages
-                self._new.discard(name)
-            else:
+            if not self._is_founding:
                 self._new.add(name)
             self._heard[name] = max(self._heard.get(name, 0), self.launched)
 

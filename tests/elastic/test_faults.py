@@ -37,6 +37,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrying, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(retrying, "_LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(polling, "_WATCH_S", (0.05, 0.05))
+    monkeypatch.setattr(log_module, "_FOUNDING_S", 0.01)
     for module in (polling, log_module):
         monkeypatch.setattr(module, "PAUSE_S", (0.01, 0.05))
 

@@ -38,7 +38,8 @@ Delta   `outer_gradient()`  old minus new    --               Algorithm 2
 
 Read in this order:
 
-1. `schedule`: when fragments launch and land. `fragments`: how a model is split into them.
+1. `schedule`: when fragments launch and land. `pace`: how often, with `sync_every="auto"`.
+   `fragments`: how a model is split into them.
 2. `codec`: how values are encoded for sending, with the arithmetic in `quantize` and
    `quantize_numba`.
 3. `outer`: a fragment's global copy and outer step. `exchange`: the mean over the replicas.

@@ -56,11 +56,12 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     Args:
         sync_every: H, the number of inner (optimizer) steps between two exchanges of a fragment.
             The paper uses 30 to 100; 1 gives the worst quality. "auto" begins with 10, measures the
-            exchanges, and then exchanges as often as the link and the work of an exchange let
-            training compute for 99 % of the time: every 10, 20, 30, 50, 100 or 200 steps. H and
-            tau change again if the link or the step does. Each change is logged, and saved in
-            checkpoints; the outer optimizer then starts anew. Two fits may choose differently, so
-            their weights may differ; a number is exact. See `lightning_commfree.diloco.pace`.
+            exchanges, and then chooses the shortest of 10, 20, 30, 50, 100 and 200 steps in which
+            the link is busy for at most 80 % of the time and the work of exchanges takes at most
+            1.25 %. H and tau change again when the link or the steps do. Each change is logged and
+            saved in checkpoints, and restarts the outer optimizer. Two fits may choose differently,
+            so their weights may differ; with a number they do not. See
+            `lightning_commfree.diloco.pace`.
         num_fragments: P, the number of fragments. If None, each fragment contains up to 3
             transformer blocks, and one additional fragment contains all other parameters; a model
             without blocks is one fragment, or up to 4 with "balanced".

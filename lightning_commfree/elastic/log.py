@@ -63,7 +63,7 @@ LEAVES = b"."  # message of a replica that leaves the job
 # a multiple.
 _SILENT_FLIGHTS = 10
 _LAST_GRACES = 10  # graces for which the last round waits
-_FOUNDING_S = 0.2  # pause between looks for newcomers in the first flights of a job
+_FOUNDING_S = 0.2  # pause between looks for newcomers until the first commit
 _RECENT = 4  # flights from whose times the next one's is guessed
 _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer, ...
 _DEAD_S = 1.5  # ... if it is not in the latest commit any more, but in one of the ...
@@ -510,8 +510,8 @@ class JobLog:
 
     @property
     def _is_founding(self) -> bool:
-        """Whether replicas that come now have little to read, and are waited for."""
-        return self.launched < self._first + _SILENT_FLIGHTS
+        """Whether no commit is known, so that replicas that come begin with the first flight."""
+        return self._latest_flight < self._first
 
     def _watch_at_s(self) -> float:
         pause_s = _FOUNDING_S if self._is_founding else watch_pause_s(self._interval_s)

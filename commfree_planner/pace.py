@@ -54,7 +54,7 @@ def choose_pace(
 
 
 def auto_pace(training: Training, gbit_per_s: float) -> tuple[int, int]:
-    """Return H and tau that `sync_every="auto"` has after a while; the training's H is ignored.
+    """Return the H and tau on which `sync_every="auto"` settles; the training's H is ignored.
 
     TCP's windows and losses are not counted.
     """

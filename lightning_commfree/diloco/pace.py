@@ -87,7 +87,7 @@ class Pacer:
             self._agreed[p] = timing
 
     def choose(self, sync_every: int, overlap_steps: int, fragments: int) -> tuple[int, int]:
-        """Return the H and tau to change to, if two choices in a row agree; today's otherwise."""
+        """Return the H and tau to change to, the current ones until two choices in a row agree."""
         if len(self._agreed) < fragments:
             return sync_every, overlap_steps
         links = [one.link / 1e3 for one in self._agreed.values()]
@@ -100,4 +100,7 @@ class Pacer:
         """Say what was agreed on."""
         links = sum(one.link for one in self._agreed.values()) / 1e3
         works = sum(one.work for one in self._agreed.values()) / 1e3
-        return f"the exchanges of all fragments take {links:.2f} steps, and their work {works:.3f}"
+        return (
+            f"the exchanges of all fragments take {links:.2f} steps, and their work {works:.3f}"
+            " steps"
+        )

@@ -99,7 +99,7 @@ class DiLoCoSettings:
 
     @property
     def is_auto(self) -> bool:
-        """Whether H follows the link."""
+        """Whether `sync_every` is "auto"."""
         return self.sync_every == "auto"
 
     @property
@@ -109,7 +109,7 @@ class DiLoCoSettings:
 
     @property
     def first_overlap_steps(self) -> int:
-        """Tau when a fit begins, the least one with "auto"."""
+        """Tau when a fit begins; with "auto", it never becomes smaller."""
         return max(self.overlap_steps, AUTO_OVERLAP) if self.is_auto else self.overlap_steps
 
     def fingerprint(self) -> dict[str, str]:

@@ -69,7 +69,7 @@ _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer, .
 _DEAD_S = 1.5  # ... if it is not in the latest commit any more, but in one of the ...
 _REMEMBERED = 40  # ... latest so many
 _ASKS = -1  # in place of a slot: this entry of the roster is a question
-_TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
+TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
 _SAY_S = 20.0  # how often to say why training waits
 _DIGITS = 32  # hexadecimal digits of a digest
 
@@ -270,7 +270,7 @@ class JobLog:
     def _pause(self) -> None:
         """Wait for what another replica has created and this one does not see yet."""
         if self._stop.wait(PAUSE_S[0]):
-            raise LeftError(_TERMINATED)
+            raise LeftError(TERMINATED)
 
     def end(self) -> int:
         """Return the number of flights of a job that has ended, otherwise -1."""
@@ -361,7 +361,7 @@ class JobLog:
             if one.landed.wait(0.1):
                 break
             if time.monotonic() > self._leave_by_s:
-                raise LeftError(_TERMINATED)
+                raise LeftError(TERMINATED)
             if time.monotonic() > say_s:
                 say_s += _SAY_S
                 _log.warning("%s", self._why_waiting(flight, one))
@@ -431,7 +431,7 @@ class JobLog:
         return self.name in [Entry(*entry).name for entry in json.loads(data)]
 
     def _point_to(self, flight: int) -> None:
-        """Overwrite `head`, unless it is newer: who was stopped must not turn it back."""
+        """Overwrite `head` unless it is newer: a replica that was stopped must not set it back."""
         head = self.store.get("head")
         if head is None or int(head) < flight:
             self.store.overwrite("head", str(flight).encode())
@@ -560,7 +560,7 @@ class JobLog:
         return math.inf if one.commit is None else one.asked_s + watch_pause_s(0.0)
 
     def _advance(self, flight: int, one: _Flight) -> None:
-        """Do what is next for a flight, until there is nothing new or it is too early to look."""
+        """Do what comes next for a flight, until nothing is new or it is too early to look."""
         while not one.landed.is_set() and not self._closed:
             before = len(one.messages), one.commit
             match decide(self._what_is_heard(one), self._group(flight), self._rules(flight)):
@@ -658,7 +658,7 @@ class JobLog:
             return request()
         except StoreError:
             if time.monotonic() > self._leave_by_s - 0.1:
-                raise LeftError(_TERMINATED) from None
+                raise LeftError(TERMINATED) from None
             raise
 
     def _create(self, key: str, data: bytes, lists: bool = False) -> bytes:
@@ -681,7 +681,13 @@ class JobLog:
             key = f"x/{flight}/{name}{self._suffix}"
             data = None if name == self.name else self.store.get(key)
             if data is not None and len(data) not in (*sizes, len(ABSTAINS)):
-                _log.warning("Message of %s in exchange %d has %d bytes", name, flight, len(data))
+                _log.warning(
+                    "The message of %s in exchange %d has %d bytes, which no message of this job"
+                    " has. It is left out.",
+                    name,
+                    flight,
+                    len(data),
+                )
                 data = ABSTAINS  # a message that cannot be decoded would stop all
             if data is not None:
                 self._hear(flight, {name: data})
@@ -699,8 +705,9 @@ class JobLog:
                 return
             if _digest(data) != digests[name][start:][:_DIGITS]:
                 raise ValueError(
-                    f"The message of {name} in exchange {flight} is damaged in"
-                    f" {self.store.address}."
+                    f"The message of {name} in exchange {flight} is damaged: its digest in"
+                    f" {self.store.address} is not the one in the commit. No replica can land it."
+                    " Start another job, in another store, from the newest checkpoint."
                 )
             self._hear(flight, {name: data})
 

@@ -31,6 +31,8 @@ class ReplicaRanks:
 
     def gather(self, value: int) -> list[int]:
         """Return the values of all ranks; collective, on the training thread."""
+        if self.size == 1:
+            return [value]
         rows = self._decisions.all_gather(torch.tensor([value], dtype=torch.int64), TAG).wait()
         values: list[int] = rows.flatten().tolist()
         return values

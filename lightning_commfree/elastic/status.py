@@ -110,13 +110,13 @@ class JobWatch:
         """Return the latest owners of the slots, and who else was listed, by slot."""
         owners = {one.slot: one.name for one in self._roster}
         listed = {name for sizes in self._commits.values() for name in sizes}
-        shown = {
-            one.name: one  # once, however often it has entered the roster
+        shown = (
+            one
             for one in self._roster
             if one.slot >= 0  # not a question
             and (owners[one.slot] == one.name or one.name in listed)
-        }
-        return sorted(shown.values(), key=lambda one: one.slot)
+        )
+        return sorted(shown, key=lambda one: one.slot)
 
     def _row(self, member: Member, latest: int) -> Row:
         sizes = {f: one[member.name] for f, one in self._commits.items() if member.name in one}

@@ -37,7 +37,7 @@ from lightning_commfree.comm.settings import check_choice, check_count
 from lightning_commfree.diloco import default_outer_optimizer, split_into_fragments
 from lightning_commfree.diloco.strategy import StreamingDiLoCoStrategy
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
-from lightning_commfree.elastic.log import JobLog
+from lightning_commfree.elastic.log import TERMINATED, JobLog
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.transport import StoreTransport
 from lightning_commfree.fit.checks import (
@@ -72,7 +72,6 @@ from lightning_commfree.stores.store import LEGAL, SCHEMES, open_store, probe
 STORE = "COMMFREE_STORE"
 _SHORT = 40  # maximum number of characters in a setting that is stored in full
 _LEAVE_S = 15.0  # how long a replica that leaves may wait for anything
-_TERMINATED = 128 + 15  # exit code after SIGTERM
 _ASK_AGAIN_S = 24.0  # pause before asking for a slot again
 
 
@@ -410,7 +409,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             log.say_leaving()
             log.leave(_LEAVE_S)
         if isinstance(exception, SIGTERMException):
-            exception.code = _TERMINATED
+            exception.code = TERMINATED
 
     def _replica_ranks(self) -> ReplicaRanks:
         if self.world_size == 1:

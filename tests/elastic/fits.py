@@ -131,6 +131,22 @@ def fit(
     return found
 
 
+def play_on(
+    defaults: dict[str, Any],
+    store: Path,
+    paces: Callable[[str], Pace],
+    max_steps: int = 60,
+    **settings: Any,
+) -> Callable[[str], Fit]:
+    """Return what plays a rank, with the pace of its replica."""
+
+    def play(name: str) -> Fit:
+        strategy = ElasticDiLoCoStrategy(f"file://{store}", **{**defaults, **settings})
+        return fit(strategy, paces(name), max_steps=max_steps)
+
+    return play
+
+
 def _play(
     play: Callable[[str], Fit], replica: str, name: str, folder: Path, world: tuple[int, int, int]
 ) -> None:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.elastic.fits import (
     data,
     fit,
     listed_in,
+    play_on,
     sends,
     wait_stopped,
     wait_until,
@@ -52,23 +54,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    return folder
-
-
-def playing(
-    store: Path, paces: Callable[[str], Pace], max_steps: int = 60, **settings: Any
-) -> Callable[[str], Fit]:
-    """Return what plays a replica with its own pace."""
-
-    def play(name: str) -> Fit:
-        strategy = ElasticDiLoCoStrategy(f"file://{store}", **{**SETTINGS, **settings})
-        return fit(strategy, paces(name), max_steps=max_steps)
-
-    return play
+playing = partial(play_on, SETTINGS)
 
 
 def has_commits(store: Path, count: int) -> Callable[[], bool]:

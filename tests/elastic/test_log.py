@@ -437,7 +437,7 @@ def test_a_damaged_message_is_an_error(log: JobLog) -> None:
     log.launch()
     with pytest.raises(RuntimeError, match="thread that uses memory has ended") as raised:
         log.landed(0)
-    assert "is damaged in memory" in str(raised.value.__cause__)
+    assert "its digest in memory is not" in str(raised.value.__cause__)
 
 
 def test_leaving_ends_a_wait(log: JobLog) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.elastic.fits import (
     data,
     fit,
     listed_in,
+    play_on,
     sends,
     wait_stopped,
     wait_until,
@@ -53,24 +53,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    return folder
-
-
-def playing(
-    store: Path, paces: Callable[[str], Pace], max_steps: int, **settings: Any
-) -> Callable[[str], Fit]:
-    """Return what plays a rank, with the pace of its replica."""
-
-    def play(name: str) -> Fit:
-        settings_here = {"max_replicas": 3, "grace": 1.0, **SETTINGS, **settings}
-        strategy = ElasticDiLoCoStrategy(f"file://{store}", **settings_here)
-        return fit(strategy, paces(name), max_steps=max_steps)
-
-    return play
+playing = partial(play_on, {"max_replicas": 3, "grace": 1.0, **SETTINGS})
 
 
 def on_rank(rank: int, pace: Pace) -> Pace:

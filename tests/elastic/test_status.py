@@ -107,7 +107,6 @@ def test_it_tells_late_silent_and_leaving_replicas_apart() -> None:
 def test_the_latest_owner_of_a_slot_is_shown_and_who_was_listed_lately() -> None:
     store = job_of({"a": 0, "gone": 1, "b": 1}, [["a", "gone"], *[["a", "b"]] * 10])
     store.create("roster/3", json.dumps(["asks", -1]).encode())
-    store.create("roster/4", json.dumps(["a", 0]).encode())  # again
     watch = JobWatch(store)
     assert [row.name for row in look(watch).rows] == ["a", "gone", "b"]
     for flight in range(11, 30):

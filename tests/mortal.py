@@ -144,3 +144,12 @@ def _end(path: Path, process: Any) -> End:
     end = torch.load(path, weights_only=False) if path.exists() else End()
     end.exit_code = process.exitcode
     return end
+
+
+def wait_stopped(process: Any) -> None:
+    """Wait until all threads of a process have stopped; those that run can still answer."""
+    threads = Path(f"/proc/{process.pid}/task")
+    end_s = time.monotonic() + 30
+    while any(one.read_text().rpartition(") ")[2][0] != "T" for one in threads.glob("*/stat")):
+        assert time.monotonic() < end_s, "it has not stopped"
+        time.sleep(0.01)

@@ -42,6 +42,7 @@ class Rules(NamedTuple):
     """Settings of the decision."""
 
     grace_s: float  # how long training waits for expected messages
+    patience_s: float  # how long if no message counts: landing such a commit ends all replicas
     min_replicas: int  # the least number of messages, counted or not, for a commit
 
 
@@ -82,7 +83,9 @@ def decide(heard: Heard, group: Group, rules: Rules) -> Action:
     awaited = group.possible - heard.messages.keys()
     if not heard.launched or len(heard.messages) < max(rules.min_replicas, 1):
         return Look(tuple(sorted(awaited)))
-    if heard.late_s is None:
+    if not any(heard.messages.values()):
+        complete = heard.late_s is not None and (not awaited or heard.late_s >= rules.patience_s)
+    elif heard.late_s is None:
         complete = not awaited  # nobody needs the result yet, so a newcomer may still be in time
     else:
         complete = group.expected <= heard.messages.keys() or heard.late_s >= rules.grace_s

@@ -8,6 +8,7 @@ from collections import deque
 _log = logging.getLogger(__name__)
 
 _LEAST_FLIGHTS = 8  # whose waits are compared with the time between landings
+_LEAST_LATE = 2  # messages in a row
 _LONG = 0.05  # a wait, relative to the time between two landings
 
 
@@ -29,7 +30,7 @@ class Lateness:
     def listed(self, listed: bool) -> None:
         """Note whether the commit lists the message, and warn once if it never does."""
         self._left_out = 0 if listed else self._left_out + 1
-        if self._left_out < self._fragments or self._said_late:
+        if self._left_out < max(self._fragments, _LEAST_LATE) or self._said_late:
             return
         self._said_late = True
         _log.warning(

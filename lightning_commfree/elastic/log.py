@@ -37,7 +37,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from lightning_commfree.elastic.decision import (
     Commit,
@@ -54,6 +55,7 @@ from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.stores.retrying import Retrying, VerbCount
 from lightning_commfree.stores.store import Store, StoreError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -62,8 +64,7 @@ LEAVES = b"."  # message of a replica that leaves the job
 # A replica that sent nothing in so many flights is looked for only in each flight whose number is
 # a multiple.
 _SILENT_FLIGHTS = 10
-_LAST_GRACES = 10  # graces for which the last round waits
-_FOUNDING_S = 0.2  # pause between looks for newcomers until the first commit
+_GRACES = 10  # for which the last round waits, and a flight in which no message counts
 _RECENT = 4  # flights from whose times the next one's is guessed
 _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer, ...
 _DEAD_S = 1.5  # ... if it is not in the latest commit any more, but in one of the ...
@@ -115,8 +116,27 @@ class _Flight:
     away_s: float = 0.0  # for how long the store had been away by then
     looked_s: float = -math.inf  # when the latest look for others' messages began
     asked_s: float = -math.inf  # when the latest request about it ended
-    landed: threading.Event = field(default_factory=threading.Event)
     missed: bool = False
+
+    def __post_init__(self) -> None:
+        self.landed = threading.Event()
+
+
+def _leaving(
+    method: Callable[Concatenate[JobLog, P], T],
+) -> Callable[Concatenate[JobLog, P], T]:
+    """For requests on the training thread: those that `leave` has ended raise a `LeftError`."""
+
+    @wraps(method)
+    def call(self: JobLog, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except StoreError:
+            if time.monotonic() > self._leave_by_s - 0.1:
+                raise LeftError(TERMINATED) from None
+            raise
+
+    return call
 
 
 class JobLog:
@@ -176,6 +196,7 @@ class JobLog:
 
     # -- joining
 
+    @_leaving
     def begin(self, config: Mapping[str, str], state: Callable[[], bytes], first: int = 0) -> None:
         """Create the job, or check that it has the same settings.
 
@@ -212,6 +233,7 @@ class JobLog:
                 f" {'; '.join(differ)}. Use the same settings, or another store for another job."
             )
 
+    @_leaving
     def enroll(self, max_replicas: int) -> Member | None:
         """Enter the roster with a free slot, and return the entry; None if no slot is free now.
 
@@ -259,10 +281,10 @@ class JobLog:
 
     def _dropped_out(self) -> frozenset[str]:
         """Return the replicas that recent commits list, but not the latest one."""
-        flight = max(int(self._get("head") or self._first) - _REMEMBERED, self._first)
+        flight = max(int(self.store.get("head") or self._first) - _REMEMBERED, self._first)
         every: frozenset[str] = frozenset()
         latest = every
-        while (data := self._get(f"commit/{flight}")) is not None:
+        while (data := self.store.get(f"commit/{flight}")) is not None:
             latest = frozenset(Entry(*entry).name for entry in json.loads(data))
             every, flight = every | latest, flight + 1
         return every - latest
@@ -272,24 +294,26 @@ class JobLog:
         if self._stop.wait(PAUSE_S[0]):
             raise LeftError(TERMINATED)
 
+    @_leaving
     def end(self) -> int:
         """Return the number of flights of a job that has ended, otherwise -1."""
-        return self.ranks.first(lambda: int(self._get("end") or -1))
+        return self.ranks.first(lambda: int(self.store.get("end") or -1))
 
+    @_leaving
     def newest_state(self) -> tuple[int, bytes]:
         """Return the number of the newest state, and this rank's part of it."""
         while True:
             flight = self.ranks.first(self._newest)
             which = flight if flight >= self._first else self._founder
-            data = self._get(f"state/{which}{self._suffix}")
+            data = self.store.get(f"state/{which}{self._suffix}")
             if all(self.ranks.gather(data is not None)) and data is not None:
                 return flight, data
             self._pause()
 
     def _newest(self) -> int:
-        if (end := self._get("end")) is not None:
+        if (end := self.store.get("end")) is not None:
             return int(end) - 1
-        return int(self._get("head") or self._first - 1)
+        return int(self.store.get("head") or self._first - 1)
 
     def write_state(self, flight: int, state: bytes, is_final: bool = False) -> None:
         """Create the state after a flight; the final one ends the job."""
@@ -397,6 +421,7 @@ class JobLog:
         with self._lock:
             return flight in self._flights and self._flights[flight].commit is not None
 
+    @_leaving
     def is_behind(self, following: bool) -> bool:
         """Return whether the others have gone on: they have decided the next flight.
 
@@ -409,10 +434,11 @@ class JobLog:
         if following and flight != self._asked and not self.is_decided(flight):
             self._asked = flight  # then `_read_go` looks
             one = self._next_flight()[1]
-            self._ask(lambda: self._read_commit(flight, one))
+            self._read_commit(flight, one)
         has_begun = self._others_launched >= flight
         return self.is_decided(flight) or ((self._by_time or following) and has_begun)
 
+    @_leaving
     def is_far_behind(self, flights: int) -> bool:
         """Return whether a state is more than so many flights ahead.
 
@@ -421,12 +447,13 @@ class JobLog:
         if self.launched < self._ask_head_at:
             return False
         self._ask_head_at = self.launched + flights // 2
-        head = self._get("head")
+        head = self.store.get("head")
         return head is not None and int(head) > self.launched + flights
 
+    @_leaving
     def is_listed(self, flight: int) -> bool:
         """Return whether a flight that others have landed counted this replica's message."""
-        while (data := self._get(f"commit/{flight}")) is None:
+        while (data := self.store.get(f"commit/{flight}")) is None:
             self._pause()
         return self.name in [Entry(*entry).name for entry in json.loads(data)]
 
@@ -514,8 +541,7 @@ class JobLog:
         return self._latest_flight < self._first
 
     def _watch_at_s(self) -> float:
-        pause_s = _FOUNDING_S if self._is_founding else watch_pause_s(self._interval_s)
-        return self._watched_s + pause_s
+        return self._watched_s + watch_pause_s(self._interval_s)
 
     def _watch(self) -> None:
         """Look for newcomers, and for a commit of the flight that this replica launches next."""
@@ -569,6 +595,8 @@ class JobLog:
                 case Read(names):
                     self._read_messages(flight, one, names)
                 case Commit(names):
+                    if self._is_founding and self._read_roster():
+                        continue  # those that came meanwhile are founders, too
                     self._commit(flight, one, names)
                 case Look(names):
                     began_s = time.monotonic()
@@ -599,8 +627,9 @@ class JobLog:
         gets = self.store.counts().get("get", VerbCount())
         auto_s = 0.5 + 2 * gets.seconds / max(gets.requests, 1)
         grace_s = auto_s if self._grace_s is None else self._grace_s
+        patience_s = _GRACES * grace_s
         # what is not sent in the last round is lost: no flight follows
-        return Rules(_LAST_GRACES * grace_s if flight >= self.last_round else grace_s, self._min)
+        return Rules(patience_s if flight >= self.last_round else grace_s, patience_s, self._min)
 
     def _group(self, flight: int) -> Group:
         names = {member.name for member in self.roster if member.slot != _ASKS}
@@ -629,8 +658,10 @@ class JobLog:
 
     # -- requests
 
-    def _read_roster(self) -> None:
+    def _read_roster(self) -> bool:
+        """Read the roster's new entries; return whether there are any."""
         with self._roster_lock:  # or two threads would both append an entry
+            known = len(self.roster)
             while (data := self.store.get(f"roster/{len(self.roster)}")) is not None:
                 member = Member(*json.loads(data))
                 if member.slot != _ASKS:
@@ -638,6 +669,7 @@ class JobLog:
                 elif self._threads[0].is_alive():
                     self._answer(len(self.roster))
                 self.roster.append(member)
+            return len(self.roster) > known
 
     def _note_entry(self, name: str) -> None:
         with self._lock:
@@ -647,19 +679,6 @@ class JobLog:
 
     def _answer(self, question: int) -> None:
         self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
-
-    def _get(self, key: str) -> bytes | None:
-        """Return a value, on the training thread."""
-        return self._ask(lambda: self.store.get(key))
-
-    def _ask(self, request: Callable[[], T]) -> T:
-        """Run a request on the training thread, until the time to leave has passed."""
-        try:
-            return request()
-        except StoreError:
-            if time.monotonic() > self._leave_by_s - 0.1:
-                raise LeftError(TERMINATED) from None
-            raise
 
     def _create(self, key: str, data: bytes, lists: bool = False) -> bytes:
         """Create this rank's part of an object, rank 0 last, and return it.

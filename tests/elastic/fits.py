@@ -225,12 +225,6 @@ def wait_until(true: Callable[[], object], limit_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def wait_stopped(process: Any) -> None:
-    """Wait until a process has received SIGSTOP."""
-    stat = Path(f"/proc/{process.pid}/stat")
-    wait_until(lambda: stat.read_text().split()[2] == "T")
-
-
 def listed_in(store: Path) -> list[list[int]]:
     """Return the slots that were averaged, by flight."""
     roster = [json.loads(path.read_bytes()) for path in store.glob("roster/*")]

@@ -162,6 +162,27 @@ def play(replicas: Sequence[Replica], limit_s: float = 60.0) -> None:
             raise replica.error
 
 
+def wait_until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end_s, "nothing happened"
+        time.sleep(0.01)
+
+
+def killing(at: int) -> Any:
+    def act(diloco: ElasticDiLoCo, step: int) -> None:
+        if step == at:
+            raise Killed
+
+    return act
+
+
+def listed_in(store: Any) -> list[list[str]]:
+    """Return who was averaged, by flight."""
+    flights = sorted(int(key.split("/")[1]) for key in store.list("commit/"))
+    return [[name for name, _, _ in json.loads(store.objects[f"commit/{f}"])] for f in flights]
+
+
 class LogTwin:
     """Trains one rank of a replica again, from the log and from what it noted."""
 
@@ -190,7 +211,7 @@ class LogTwin:
 
     def replay(self) -> LogTwin:
         events = list(self.replica.events)
-        while events and events[0][0] == "state":
+        while events and events[0][0] == "state" and not events[0][2]:  # before the first step
             self.take_state(*events.pop(0)[1:], keep=False)
         while any(event[0] == "at" for event in events):
             while events[0][0] == "poison":
@@ -245,10 +266,12 @@ class LogTwin:
             for outer, value in self.pieces(p, momenta) if momenta else ():
                 self.optimizers[p].state[outer]["momentum_buffer"] = value.clone()
             for local, outer, old in zip(self.locals(p), self.outer[p], before, strict=True):
-                if listed.get(p):
+                if not keep:
+                    local.copy_(outer)
+                elif listed.get(p):
                     local.copy_(torch.lerp(local, outer, 1.0 - self.mix) if self.mix else outer)
                 else:
-                    local.copy_(local + (outer - old) if keep else outer)
+                    local.copy_(local + (outer - old))
             if listed.get(p):
                 self.since[p] = self.steps
 
@@ -391,3 +414,23 @@ class LogTwin:
     def kept(self, key: str, rank: int = 0) -> bytes:
         suffix = f".{rank}" if rank else ""
         return (self.store.objects | self.store.deleted)[f"{key}{suffix}"]
+
+
+def assert_equal_the_twin(replicas: Sequence[Replica], least_landings: int = 1) -> list[LogTwin]:
+    """Replay every rank from the log.
+
+    The ranks of a replica have taken the same steps, and those that finished have the same weights.
+    """
+    twins = [LogTwin(replica).replay() for replica in replicas]
+    steps: dict[str, set[int]] = {}
+    finals = [replica.final for replica in replicas if replica.final is not None]
+    for final in finals[1:]:
+        assert all(torch.equal(final[name], finals[0][name]) for name in final)
+    for replica, one in zip(replicas, twins, strict=True):
+        assert one.landings >= least_landings, replica.name
+        steps.setdefault(replica.name, set()).add(one.steps)
+        if replica.final is not None:
+            state = {n: p.detach() for n, p in one.module.named_parameters()}
+            assert all(torch.equal(replica.final[name], state[name]) for name in state)
+    assert all(len(taken) == 1 for taken in steps.values())
+    return twins

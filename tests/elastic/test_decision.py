@@ -7,6 +7,7 @@ own landing can become due. States that were reached before are not followed aga
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -61,6 +62,7 @@ class Search:
     possible: Sequence[str]  # who may send a message, as every replica believes
     expected: Sequence[str]
     min_replicas: int = 1
+    patience_s: float = GRACE_S
     may_die: bool = False
     seen: dict[World, list[World]] = field(default_factory=dict)  # and the worlds that follow
     ends: set[World] = field(default_factory=set)
@@ -122,7 +124,7 @@ class Search:
     def decide(self, one: Replica) -> Action:
         heard = Heard(one.put, dict(one.heard), one.commit, one.late_s)
         group = Group(frozenset(self.expected), frozenset(self.possible))
-        return decide(heard, group, Rules(GRACE_S, self.min_replicas))
+        return decide(heard, group, Rules(GRACE_S, self.patience_s, self.min_replicas))
 
     def check(self, world: World) -> None:
         messages = dict(world.messages)
@@ -191,6 +193,13 @@ def test_fewer_than_min_replicas_wait() -> None:
 
 def test_an_abstaining_replica_counts_towards_min_replicas() -> None:
     search = Search("ab", "ab", min_replicas=2)
+    search.run(start_of([True, False]))
+    assert {world.commit for world in search.ends} == {("a",)}
+    assert not stuck(search)
+
+
+def test_one_that_abstains_does_not_end_the_job_when_another_one_is_late() -> None:
+    search = Search("ab", "ab", patience_s=math.inf)
     search.run(start_of([True, False]))
     assert {world.commit for world in search.ends} == {("a",)}
     assert not stuck(search)

@@ -37,10 +37,10 @@ from tests.elastic.fits import (
     listed_in,
     play_on,
     sends,
-    wait_stopped,
     wait_until,
 )
 from tests.fit.models import quiet_trainer
+from tests.mortal import wait_stopped
 from tests.world import free_port, run_ranks
 
 URL = "tcp://127.0.0.1:29510"
@@ -474,3 +474,26 @@ def test_by_time_a_fit_without_max_steps_is_refused(tmp_path: Path, store: Path)
     strategy = ElasticDiLoCoStrategy(f"file://{store}", sync="time", **SETTINGS)
     with pytest.raises(ValueError, match=r"`sync='time'` needs `Trainer\(max_steps=...\)`"):
         quiet_trainer(strategy=strategy, devices=1, max_epochs=1).fit(Indexed(), data())
+
+
+def test_sigterm_is_honored_in_an_outage_at_a_landing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert elastic_strategy._LEAVE_S < 20
+    monkeypatch.setattr(elastic_strategy, "_LEAVE_S", 1.0)
+    store = tmp_path / "store"
+    store.mkdir()
+
+    def leave(trainer: Any) -> None:
+        store.rename(tmp_path / "away")
+        (tmp_path / "gone").touch()
+
+    def play_one(name: str) -> Fit:
+        strategy = ElasticDiLoCoStrategy(f"file://{store}", sync_every=6, overlap_steps=2)
+        return fit(strategy, Pace(0.01, 20, leave), max_steps=10_000)
+
+    fits = Fits(play_one, tmp_path, "a")
+    wait_until((tmp_path / "gone").exists)
+    time.sleep(0.5)  # it waits for an exchange now, or will
+    fits.processes["a"].terminate()
+    assert fits.wait("a") == 143

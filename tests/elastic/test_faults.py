@@ -9,24 +9,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_commfree import ElasticDiLoCoStrategy
 from lightning_commfree.elastic import log as log_module
 from lightning_commfree.elastic import polling
-from lightning_commfree.elastic import strategy as elastic_strategy
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import JobLog, LeftError, Member, _Flight
 from lightning_commfree.stores import retrying
-from tests.elastic.fits import Fit, Fits, Pace, fit
-from tests.elastic.log_twin import Job, Replica, play
+from tests.elastic.log_twin import (
+    Job,
+    Replica,
+    assert_equal_the_twin,
+    killing,
+    listed_in,
+    play,
+    wait_until,
+)
 from tests.elastic.memory_store import MemoryStore
 from tests.elastic.scripted_store import Eventual, Rule, ScriptedStore, refused
-from tests.elastic.test_log import assert_equal_the_twin, killing, listed_in, wait_until
 from tests.stores.faulty_store import FaultyStore
+
+pytestmark = pytest.mark.usefixtures("turns")
 
 # Flights 3, 4, 5 are launched after steps 16, 18, 21 and so on, and two are in flight.
 MANY: dict[str, Any] = {"sync_every": 8, "num_fragments": 3, "overlap_steps": 5}
@@ -37,7 +42,6 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retrying, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(retrying, "_LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(polling, "_WATCH_S", (0.05, 0.05))
-    monkeypatch.setattr(log_module, "_FOUNDING_S", 0.01)
     for module in (polling, log_module):
         monkeypatch.setattr(module, "PAUSE_S", (0.01, 0.05))
 
@@ -581,7 +585,7 @@ def test_a_replica_with_nan_equals_its_twin(wire_dtype: str) -> None:
 def test_newcomers_join_between_rare_exchanges() -> None:
     """Before the first exchange and between two of them; the job is not over for them."""
     changes = {"sync_every": 30, "num_fragments": 1, "overlap_steps": 2}
-    job = Job(MemoryStore(), 100, changes, grace_s=60.0)
+    job = Job(MemoryStore(), 100, changes, grace_s=60.0, step_s=0.05)
 
     def wait(diloco: ElasticDiLoCo, step: int) -> None:
         if key := {10: "roster/1", 29: "x/0/r1", 40: "roster/2", 59: "x/1/r2"}.get(step):
@@ -613,26 +617,3 @@ def test_who_leaves_in_an_outage_exits_as_after_sigterm(log: JobLog) -> None:
 
 def fail(verb: str) -> Any:
     raise refused(verb)
-
-
-def test_sigterm_is_honored_in_an_outage_at_a_landing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert elastic_strategy._LEAVE_S < 20
-    monkeypatch.setattr(elastic_strategy, "_LEAVE_S", 1.0)
-    store = tmp_path / "store"
-    store.mkdir()
-
-    def leave(trainer: Any) -> None:
-        store.rename(tmp_path / "away")
-        (tmp_path / "gone").touch()
-
-    def play_one(name: str) -> Fit:
-        strategy = ElasticDiLoCoStrategy(f"file://{store}", sync_every=6, overlap_steps=2)
-        return fit(strategy, Pace(0.01, 20, leave), max_steps=10_000)
-
-    fits = Fits(play_one, tmp_path, "a")
-    wait_until((tmp_path / "gone").exists)
-    time.sleep(0.5)  # it waits for an exchange now, or will
-    fits.processes["a"].terminate()
-    assert fits.wait("a") == 143

@@ -10,6 +10,8 @@ from lightning_commfree.elastic.lateness import Lateness
 from tests.elastic.log_twin import Job, Replica, play
 from tests.elastic.memory_store import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("turns")
+
 LATE = "its messages came too late in the last 3 exchanges"
 
 

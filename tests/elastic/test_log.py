@@ -15,31 +15,22 @@ from lightning_commfree.elastic import log as log_module
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import ABSTAINS, LEAVES, JobLog, LeftError, _Flight
 from tests.diloco.training import Run, assert_same_bits, twin
-from tests.elastic.log_twin import Job, Killed, LogTwin, Replica, play
+from tests.elastic.log_twin import (
+    Job,
+    LogTwin,
+    Replica,
+    assert_equal_the_twin,
+    killing,
+    listed_in,
+    play,
+    wait_until,
+)
 from tests.elastic.memory_store import MemoryStore, RecordingStore
 from tests.stores.faulty_store import FaultyStore
 
+pytestmark = pytest.mark.usefixtures("turns")
+
 FEW = {"sync_every": 8, "num_fragments": 3}
-
-
-def listed_in(store: MemoryStore) -> list[list[str]]:
-    """Return who was averaged, by flight."""
-    flights = sorted(int(key.split("/")[1]) for key in store.list("commit/"))
-    return [[name for name, _, _ in json.loads(store.objects[f"commit/{f}"])] for f in flights]
-
-
-def assert_equal_the_twin(replicas: list[Replica]) -> list[LogTwin]:
-    """Replay every replica from the log; those that finished also end with the same weights."""
-    twins = [LogTwin(replica).replay() for replica in replicas]
-    finals = [replica.final for replica in replicas if replica.final is not None]
-    for final in finals[1:]:
-        assert all(torch.equal(final[name], finals[0][name]) for name in final)
-    for replica, one in zip(replicas, twins, strict=True):
-        assert one.landings > 0, replica.name
-        if replica.final is not None:
-            state = {n: p.detach() for n, p in one.module.named_parameters()}
-            assert all(torch.equal(replica.final[name], state[name]) for name in state)
-    return twins
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -66,13 +57,6 @@ def test_blocks_of_fragments_equal_the_twin(wire_dtype: str) -> None:
     assert [one.messages for one in assert_equal_the_twin(replicas)] == [13, 13]
 
 
-def wait_until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end_s, "nothing happened"
-        time.sleep(0.01)
-
-
 def waiting(at: int, store: MemoryStore, *names: str) -> Any:
     """Return what makes a replica wait, after a step, for messages of others."""
 
@@ -82,14 +66,6 @@ def waiting(at: int, store: MemoryStore, *names: str) -> Any:
     def act(diloco: ElasticDiLoCo, step: int) -> None:
         if step == at:
             wait_until(lambda: all(map(sent, names)))
-
-    return act
-
-
-def killing(at: int) -> Any:
-    def act(diloco: ElasticDiLoCo, step: int) -> None:
-        if step == at:
-            raise Killed
 
     return act
 
@@ -255,7 +231,7 @@ def test_nan_in_all_replicas_is_an_error_on_all() -> None:
 
 
 def test_two_that_race_to_commit_take_the_first_one() -> None:
-    job = Job(MemoryStore(), 80, {"sync_every": 2, "overlap_steps": 0}, grace_s=0.0)
+    job = Job(MemoryStore(), 80, {"sync_every": 2, "overlap_steps": 0}, grace_s=0.0, step_s=0.01)
     replicas = [Replica(f"r{i}", i, job).start() for i in (0, 1, 2)]
     play(replicas)
     assert_equal_the_twin(replicas)

@@ -14,41 +14,23 @@ from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import ABSTAINS, JobLog
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from tests.diloco.training import Run, bits, twin
-from tests.elastic.log_twin import Job, Killed, LogTwin, Replica, play, start_ranks
+from tests.elastic.log_twin import (
+    Job,
+    Killed,
+    LogTwin,
+    assert_equal_the_twin,
+    listed_in,
+    play,
+    start_ranks,
+    wait_until,
+)
 from tests.elastic.memory_store import MemoryStore
 from tests.elastic.thread_channel import Meeting, ThreadChannel
 from tests.stores.faulty_store import FaultyStore
 
+pytestmark = pytest.mark.usefixtures("turns")
+
 FEW = {"sync_every": 8, "num_fragments": 3}
-
-
-def listed_in(store: MemoryStore) -> list[list[str]]:
-    """Return who was averaged, by flight."""
-    flights = sorted(int(key.split("/")[1]) for key in store.list("commit/"))
-    return [[name for name, _, _ in json.loads(store.objects[f"commit/{f}"])] for f in flights]
-
-
-def assert_equal_the_twin(replicas: list[Replica]) -> None:
-    """Replay every rank from the log; all ranks of a replica have taken the same steps."""
-    steps: dict[str, set[int]] = {}
-    for replica in replicas:
-        one = LogTwin(replica).replay()
-        assert one.landings > 0, replica.name
-        steps.setdefault(replica.name, set()).add(one.steps)
-        if replica.final is not None:
-            for name, parameter in one.module.named_parameters():
-                assert torch.equal(replica.final[name], parameter), (replica.name, name)
-    assert all(len(taken) == 1 for taken in steps.values())
-    finals = [replica.final for replica in replicas if replica.final is not None]
-    for final in finals[1:]:
-        assert all(torch.equal(final[name], finals[0][name]) for name in final)
-
-
-def wait_until(true: Any, limit_s: float = 30.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end_s, "nothing happened"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -32,11 +32,11 @@ from tests.elastic.fits import (
     listed_in,
     play_on,
     sends,
-    wait_stopped,
     wait_until,
 )
 from tests.fit.causal_lm import CausalLM, words
 from tests.fit.models import quiet_trainer
+from tests.mortal import wait_stopped
 from tests.world import run_ranks
 
 WHY_NOT = why_unavailable()

@@ -15,6 +15,7 @@ from lightning_commfree.stores import command
 from lightning_commfree.stores.retrying import Retrying
 from lightning_commfree.stores.store import StoreError, StoreLostError
 from lightning_commfree.stores.tcp import TcpStore
+from tests.mortal import wait_stopped
 from tests.stores.contract import check_contract
 from tests.world import free_port
 
@@ -41,6 +42,7 @@ def server(port: int) -> Iterator[Any]:
     try:
         yield process
     finally:
+        os.kill(process.pid, signal.SIGCONT)
         process.terminate()
         process.join(10)
         assert process.exitcode == 0
@@ -58,6 +60,7 @@ def test_a_server_that_does_not_answer_is_an_outage_that_ends() -> None:
         store = TcpStore("127.0.0.1", port, timeout_s=0.5)
         assert store.create("a", b"1")
         os.kill(process.pid, signal.SIGSTOP)
+        wait_stopped(process)
         for _ in range(2):  # on the old connection, and on a new one
             with pytest.raises(StoreError, match=r"no answer for 0.5 s"):
                 store.get("a")

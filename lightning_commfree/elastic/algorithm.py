@@ -80,7 +80,6 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._log, self.ranks, self._slot = transport.log, transport.log.ranks, 0
         self._trained_since = [0] * len(fragments)  # `inner_steps` at the landing that counted last
         self._before: dict[int, Tensor] = {}  # global copies before an outer step
-        self._residuals: dict[int, Tensor] = {}  # before the launch, by fragment
         self._late_flights = 0  # landings in a row that did not count its message
         self._sent: set[int] = set()  # fragments in flight for which this replica sent a message
         self._lateness = Lateness(len(fragments), settings.overlap_steps)
@@ -169,8 +168,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     @override
     def launch(self, p: int) -> None:
         self._refuse_frozen(p)
-        if (residual := self.fragments[p].residual) is not None:
-            self._residuals[p] = residual.clone()
+        self.fragments[p].keep_residual()
         super().launch(p)
         transport = self.transport
         if not transport.follows:
@@ -211,23 +209,15 @@ class ElasticDiLoCo(StreamingDiLoCo):
         if not listed and is_finite:
             assert before is not None
             fragment.keep_outer_gradient(before, frozen)
-            self._end_launch(p, counted=False)
+            fragment.end_launch(counted=False)
         else:
-            self._end_launch(p, counted=True)
+            fragment.end_launch(counted=True)
             super().merge(p, abstained=not listed, frozen=frozen)
             self._trained_since[p] = self.inner_steps
         flight = self.transport.flights[p]
         self.note("land", flight, listed, int(fragment.digest()))
         if self.view.rank == 0 and (flight + 1) % self.state_every == 0:
             self._write_state(flight)
-
-    def _end_launch(self, p: int, counted: bool) -> None:
-        """Keep the residual of a fragment's launch if it counted, otherwise the one before."""
-        before = self._residuals.pop(p, None)
-        if before is not None and not counted:
-            residual = self.fragments[p].residual
-            assert residual is not None
-            residual.copy_(before)
 
     @override
     def weight(self, p: int) -> int:
@@ -333,7 +323,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         # their outer gradients are in a mean, and must not count again
         counted = [p for p in landed if self._log.is_listed(self.transport.flights[p])]
         for p in landed:
-            self._end_launch(p, counted=p in counted)
+            self.fragments[p].end_launch(counted=p in counted)
         saved: dict[str, Any] = torch.load(io.BytesIO(state), weights_only=True)
         for p, (fragment, one) in enumerate(zip(self.fragments, saved["fragments"], strict=True)):
             fragment.load_state_dict(one)

@@ -345,6 +345,8 @@ class LogTwin:
         for q, names in enumerate(self.names):
             if q == p or not all(bool(one.isfinite().all()) for one in self.locals(q)):
                 self.residuals[q] = torch.zeros_like(self.residuals[q])
+                if q in self.in_flight:
+                    self.in_flight[q] = self.in_flight[q][0], self.residuals[q]
                 for local, outer in zip(self.locals(q), self.outer[q], strict=True):
                     local.copy_(outer)
                 for name in names:

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from hydra.core.global_hydra import GlobalHydra
+from torch.distributed import run as torchrun
 
 from benchmarks.lab import NetLab
 
@@ -100,8 +101,21 @@ def run_typed(command: str) -> None:
     while "=" in words[0]:
         name, _, os.environ[name] = words.pop(0).partition("=")
     program, *words = words
-    assert program in ("python", "torchrun"), command
-    run_python(*(["-m", "torch.distributed.run"] if program == "torchrun" else []), *words)
+    {"python": run_python, "torchrun": run_torchrun}[program](*words)
+
+
+def run_torchrun(*words: str) -> None:
+    """Be torchrun's agent of a machine, whose ranks are forks of it."""
+    read = torchrun.config_from_args
+
+    def forking_ranks(options: Any) -> Any:
+        config, _, (unbuffered, *started) = read(options)
+        assert unbuffered == "-u", "the interpreter's option; a script or `-m module` follows"
+        config.start_method = "fork"
+        return config, run_python, started
+
+    torchrun.config_from_args = forking_ranks  # in this forked process only
+    torchrun.main(words)
 
 
 def run_forked(command: Sequence[Any], check: bool = False, **kwargs: Any) -> Any:

@@ -126,7 +126,10 @@ def _check_python(
             assert ranks in (None, (1, 1)), "each replica has a torchrun of its own"
             return
         assert path.parent == ROOT / "examples", f"nothing tests {words[0]}"
-        assert ranks in (None, (2, 1)), "the example needs two nodes with one rank each"
+        if path.stem == "plain_pytorch":
+            assert ranks == (1, 2), "torchrun starts both ranks"
+        else:
+            assert ranks in (None, (2, 1)), "the example needs two nodes with one rank each"
         return
     name, *words = words[1:]
     if name == "pip":

@@ -168,6 +168,20 @@ class Channel:
         mine._sockets = sockets
         return mine
 
+    @classmethod
+    def of_all_ranks(cls, ledger: Ledger) -> Channel:
+        """Open a channel over a slow link between all ranks of torch's process group; collective.
+
+        Raise a RuntimeError if there is no process group.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "There is no process group yet. Call `torch.distributed.init_process_group` first,"
+                " in a script that torchrun starts."
+            )
+        ranks = list(range(dist.get_world_size()))
+        return cls.open([ranks], dist.get_rank(), ledger, full_duplex=True)
+
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Sum `tensor` over the ranks, in place; its shape must be the same on all ranks."""
         if self._is_single_rank():

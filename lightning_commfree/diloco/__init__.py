@@ -43,7 +43,8 @@ Read in this order:
 2. `codec`: how values are encoded for sending, with the arithmetic in `quantize` and
    `quantize_numba`.
 3. `outer`: a fragment's global copy and outer step. `exchange`: the mean over the replicas.
-4. `transport`: who takes part in an exchange. `streaming`: the algorithm.
+4. `transport`: who takes part in an exchange. `streaming`: the algorithm. `loop`: in a training
+   loop without a Trainer.
 5. Special cases: `nonfinite` (a replica with NaN), `frozen` (frozen parameters that the user
    unfreezes or hooks modify). `messages`: hints and warnings for the user.
 
@@ -62,6 +63,7 @@ from __future__ import annotations
 
 from lightning_commfree.diloco.codec import CODECS, Codec, Int2Codec
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
+from lightning_commfree.diloco.loop import streaming_diloco
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import (
@@ -86,4 +88,5 @@ __all__ = [
     "Transport",
     "default_outer_optimizer",
     "split_into_fragments",
+    "streaming_diloco",
 ]

@@ -72,14 +72,14 @@ class DiLoCoSettings:
         TypeError: a value has the wrong type, or `outer_optimizer` is not callable.
     """
 
-    sync_every: int | str  # a number of steps, or "auto"
-    num_fragments: int | None
-    fragment_pattern: str
-    overlap_steps: int
-    mix: float
-    wire_dtype: str | Codec
-    outer_optimizer: OuterOptimizerFactory | None
-    replica_size: int
+    sync_every: int | str = 100  # a number of steps, or "auto"
+    num_fragments: int | None = None
+    fragment_pattern: str = "strided"
+    overlap_steps: int = 1
+    mix: float = 0.5
+    wire_dtype: str | Codec = "fp4"
+    outer_optimizer: OuterOptimizerFactory | None = None
+    replica_size: int = 1
     # how the ranks of a replica hold the model; only "ddp" if `replica_size` is 1
     inside: Any = "ddp"  # a name, or Domino settings (`diloco` must not import their class)
     nonfinite: str = "raise"

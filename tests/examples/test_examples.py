@@ -25,8 +25,9 @@ from tests.world import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 MACHINES = "two_machines"
+OWN_TESTS = {MACHINES, "plain_pytorch"}
+SCRIPTS = sorted({path.stem for path in EXAMPLES.glob("*.py")} - OWN_TESTS)
 STEPS = 30
 CLI = ["fit", f"--config={EXAMPLES / 'lightning_cli.yaml'}", f"--trainer.max_steps={STEPS}"]
 QUIET = {
@@ -56,8 +57,6 @@ def play(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for script in SCRIPTS:
-            if script == MACHINES:
-                continue
             losses = Losses()
             small = {**QUIET, "max_steps": STEPS, "callbacks": [losses]}
             patch.setattr(lightning, "Trainer", lambda s=small, **given: made(**{**given, **s}))
@@ -82,7 +81,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_ranks(play, 2, folder, folder), folder
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != MACHINES])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_trains_and_all_ranks_end_with_equal_weights(script: str, ranks: Any) -> None:
     (one, other), _ = ranks
     one, other = one[script], other[script]

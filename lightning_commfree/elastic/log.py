@@ -8,13 +8,14 @@
     go/F          flight F has been launched by some replica; only with `by_time`
     state/F       outer state after flight F
     state/NAME    outer state with which the job begins, of the replica that created `config`
-    head          number of a recent state; overwritten, and may be stale
+    head          number of a recent state; overwritten, and may be stale, if a replica was stopped
+                  when it wrote it
     end           number of flights of the job, once a replica has landed all of them; the state
                   of the last one has the final weights
 
 Commits are never deleted: a replica that slept for an hour must not be able to create one again. A
 message is deleted only after `head` has moved beyond its flight, so a listed message that does not
-exist means either that it was deleted, if `head` says so, or that the store is slow.
+exist means either that it was deleted, if `head` or `end` says so, or that the store is slow.
 
 In a replica of several ranks, each of them has its own part of messages and states: rank R > 0 adds
 ".R" to their keys. Rank 0 creates its part when all others exist, so who finds it finds all. Its
@@ -313,7 +314,10 @@ class JobLog:
     def _newest(self) -> int:
         if (end := self.store.get("end")) is not None:
             return int(end) - 1
-        return int(self.store.get("head") or self._first - 1)
+        head = int(self.store.get("head") or self._first - 1)
+        # `head` may be stale and its state deleted, if a replica was stopped before it wrote it
+        names = (key.removeprefix("state/") for key in self.store.list("state/"))
+        return max([head, *(int(name) for name in names if name.isdigit())])
 
     def write_state(self, flight: int, state: bytes, is_final: bool = False) -> None:
         """Create the state after a flight; the final one ends the job."""
@@ -717,8 +721,7 @@ class JobLog:
         for name in names:
             data = self.store.get(f"x/{flight}/{name}{self._suffix}")
             if data is None:
-                head = self.store.get("head")
-                if head is not None and int(head) > flight:  # deleted
+                if self._has_gone_on(flight):  # deleted
                     one.missed = True
                     one.landed.set()
                 return
@@ -729,6 +732,12 @@ class JobLog:
                     " Start another job, in another store, from the newest checkpoint."
                 )
             self._hear(flight, {name: data})
+
+    def _has_gone_on(self, flight: int) -> bool:
+        """Return whether the job has a state after a flight."""
+        head = self.store.get("head")
+        # nobody corrects a stale `head` after the end
+        return int(head or -1) > flight or self.store.get("end") is not None
 
     def _commit(self, flight: int, one: _Flight, names: Iterable[str]) -> None:
         with self._lock:

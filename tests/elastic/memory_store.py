@@ -64,6 +64,10 @@ class RecordingStore:
         found = self.note("get_range", key, self.store.get)
         return None if found is None else found[start : start + length]
 
+    def list(self, prefix: str) -> list[str]:
+        found: list[str] = self.note("list", prefix, self.store.list)
+        return found
+
     def overwrite(self, key: str, data: bytes) -> None:
         self.note("overwrite", key, self.store.overwrite, data)
 

@@ -16,7 +16,7 @@ import pytest
 from lightning_commfree.elastic import log as log_module
 from lightning_commfree.elastic import polling
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
-from lightning_commfree.elastic.log import JobLog, LeftError, Member, _Flight
+from lightning_commfree.elastic.log import JobLog, LeftError, Member, MissedError, _Flight
 from lightning_commfree.stores import retrying
 from tests.elastic.log_twin import (
     Job,
@@ -290,6 +290,21 @@ def test_a_replica_that_was_stopped_does_not_turn_the_head_back(log: JobLog) -> 
         log._point_to(flight)
         log.store.create(f"state/{flight}", b"%d" % flight)
         assert log.newest_state()[0] == max(7, flight)
+
+
+def test_a_stale_head_stops_nobody(log: JobLog) -> None:
+    """A replica that was stopped between its look at the head and its write set it back."""
+    for key, data in (("head", b"1"), ("state/7", b"seven"), ("state/7.1", b"of another rank")):
+        log.store.overwrite(key, data)
+    assert log.newest_state() == (7, b"seven")
+    message = b"9876543210"
+    log.store.create("roster/1", b'["r1", 1]')
+    log.store.create("commit/0", f"[{entry_of(message, 'r1')}]".encode())  # x/0/r1 was deleted
+    log.store.overwrite("head", b"-1")
+    log.store.create("end", b"8")
+    log.start(0)
+    with pytest.raises(MissedError):
+        log.landed(log.launch())
 
 
 # -- kills

@@ -10,8 +10,8 @@
     state/NAME    outer state with which the job begins, of the replica that created `config`
     head          number of a recent state; overwritten, and may be stale, if a replica was stopped
                   when it wrote it
-    end           number of flights of the job, once a replica has landed all of them; the state
-                  of the last one has the final weights
+    end           number of flights of the job, once a replica has landed all of them
+    state/end     outer state after the last flight, with the final weights; created before `end`
 
 Commits are never deleted: a replica that slept for an hour must not be able to create one again. A
 message is deleted only after `head` has moved beyond its flight, so a listed message that does not
@@ -70,6 +70,7 @@ _RECENT = 4  # flights from whose times the next one's is guessed
 _ANSWER_S = 6.0  # how long the owner of a slot may take to answer a newcomer, ...
 _DEAD_S = 1.5  # ... if it is not in the latest commit any more, but in one of the ...
 _REMEMBERED = 40  # ... latest so many
+_END = "end"  # in place of a state's flight: after the last one
 _ASKS = -1  # in place of a slot: this entry of the roster is a question
 TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
 _SAY_S = 20.0  # how often to say why training waits
@@ -305,7 +306,10 @@ class JobLog:
         """Return the number of the newest state, and this rank's part of it."""
         while True:
             flight = self.ranks.first(self._newest)
-            which = flight if flight >= self._first else self._founder
+            if self.end() == flight + 1:
+                which: int | str = _END
+            else:
+                which = flight if flight >= self._first else self._founder
             data = self.store.get(f"state/{which}{self._suffix}")
             if all(self.ranks.gather(data is not None)) and data is not None:
                 return flight, data
@@ -323,10 +327,10 @@ class JobLog:
         """Create the state after a flight; the final one ends the job."""
 
         def write() -> None:
-            self._create(f"state/{flight}", state)
+            self._create(f"state/{_END if is_final else flight}", state)
             if self.ranks.rank == 0 and is_final:
                 self.store.create("end", str(flight + 1).encode())
-            if self.ranks.rank == 0:
+            elif self.ranks.rank == 0:
                 self._point_to(flight)
             self.ranks.meet()  # no rank may delete anything before that
 

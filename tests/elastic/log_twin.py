@@ -219,6 +219,8 @@ class LogTwin:
             self.train()
             while (event := events.pop(0))[0] != "at":
                 self.follow(*event)
+        while events and events[0][0] == "poison":
+            self.poison(*events.pop(0)[1:])
         if any(event[0] == "launch" for event in events):  # it died in the middle of a step
             self.train()
         for event in events:  # the end of the fit, or of the replica
@@ -244,6 +246,8 @@ class LogTwin:
     def take_state(self, flight: int, _: int, keep: bool) -> None:
         keep = keep and int(self.store.objects.get("end", b"-1")) != flight + 1  # it has ended
         which = json.loads(self.kept("config"))["founder"] if flight < 0 else flight
+        if int(self.store.objects.get("end", b"-1")) == flight + 1:
+            which = "end"
         parts = [
             torch.load(io.BytesIO(self.kept(f"state/{which}", rank)), weights_only=True)
             for rank in range(self.replica.job.ranks)

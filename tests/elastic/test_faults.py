@@ -29,6 +29,7 @@ from tests.elastic.log_twin import (
 )
 from tests.elastic.memory_store import MemoryStore
 from tests.elastic.scripted_store import Eventual, Rule, ScriptedStore, refused
+from tests.elastic.turns import Turns
 from tests.stores.faulty_store import FaultyStore
 
 pytestmark = pytest.mark.usefixtures("turns")
@@ -93,25 +94,14 @@ def test_a_death_and_a_joiner_in_a_slow_store_that_fails() -> None:
     assert {name for names in listed_in(job.store) for name in names} >= {"r0", "r1", "again"}
 
 
-class Clock:
-    """The clock of stores and logs, which can jump."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-        self.perf_counter = time.perf_counter
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-
 class Outage:
     """The store is away for an hour, from the first request of a kind on.
 
     Each replica fails at least three times before `hour` is set, and then three times.
     """
 
-    def __init__(self, verb: str, prefix: str, carried_out: bool, clock: Clock) -> None:
-        self.verb, self.prefix, self.carried_out, self.clock = verb, prefix, carried_out, clock
+    def __init__(self, verb: str, prefix: str, carried_out: bool, turns: Turns) -> None:
+        self.verb, self.prefix, self.carried_out, self.turns = verb, prefix, carried_out, turns
         self.names: list[str] = []
         self.left: dict[str, int] = {}  # how often each replica still fails
         self.phase = 0  # before, in the first and the second part of the outage, after
@@ -131,7 +121,7 @@ class Outage:
                     request()
                 self.left[name] -= 1
                 if max(self.left.values()) <= 0 and self.hour.is_set():
-                    self.clock.ahead_s += 3600 * (self.phase == 1)
+                    self.turns.now_s += 3600 * (self.phase == 1)
                     self.next_phase()
             raise refused(verb)
 
@@ -160,15 +150,12 @@ def now_needs(least: int, replicas: Sequence[Replica]) -> None:
     ],
 )
 def test_nobody_is_left_out_because_of_an_outage(
-    verb: str, prefix: str, carried_out: bool, wire_dtype: str, monkeypatch: pytest.MonkeyPatch
+    verb: str, prefix: str, carried_out: bool, wire_dtype: str, turns: Turns
 ) -> None:
     """At each of the three requests of a flight, for much longer than the grace."""
-    clock = Clock()
-    monkeypatch.setattr(log_module, "time", clock)
-    monkeypatch.setattr(retrying, "time", clock)
     changes = {**MANY, "wire_dtype": wire_dtype}
     job = Job(MemoryStore(), 40, changes, grace_s=60.0, min_replicas=3)
-    outage = Outage(verb, prefix, carried_out, clock)
+    outage = Outage(verb, prefix, carried_out, turns)
     replicas = [Replica(f"r{i}", i, job) for i in range(3)]
     for one in replicas:
         one.store = ScriptedStore(job.store, outage.rule(one.name))
@@ -177,7 +164,7 @@ def test_nobody_is_left_out_because_of_an_outage(
     wait_until(lambda: outage.phase > 0)
     now_needs(1, replicas)
     outage.hour.set()
-    play(replicas)
+    play(replicas, 2 * 3600)
     assert outage.phase == 3
     assert [one.steps for one in assert_equal_the_twin(replicas)] == [40, 40, 40]
     assert {*map(len, listed_in(job.store))} == {3}

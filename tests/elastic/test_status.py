@@ -33,6 +33,7 @@ def played(store: Any) -> list[Replica]:
     return replicas
 
 
+@pytest.mark.usefixtures("turns")
 @pytest.mark.parametrize("kind", ["memory", "folder"])
 def test_it_shows_a_job_that_has_ended(kind: str, tmp_path: Path) -> None:
     store: Any = MemoryStore() if kind == "memory" else FolderStore(tmp_path)

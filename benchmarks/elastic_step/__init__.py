@@ -1,0 +1,1 @@
+"""Step time of elastic replicas in a job that nobody joins or leaves."""

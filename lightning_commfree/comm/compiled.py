@@ -1,11 +1,10 @@
 """Compile CPU loops with numba and load GPU kernels written in Triton.
 
 Both are faster than torch operations and give the same results. The loops need numba (`pip install
-'lightning-commfree[numba]'`). Importing numba takes a second. The first call of a loop takes
-another second, unless numba finds the compiled loop in its cache, which is next to the loop's file
-if that folder is writable, and otherwise in the user's cache folder. The cache is invalidated when
-the loop's file changes, but not when other files do, so loops take constants from other files as
-arguments.
+numba`). Importing numba takes a second. The first call of a loop takes another second, unless numba
+finds the compiled loop in its cache, which is next to the loop's file if that folder is writable,
+and otherwise in the user's cache folder. The cache is invalidated when the loop's file changes, but
+not when other files do, so loops take constants from other files as arguments.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def load_loops(module: str, what: str) -> ModuleType | None:
         loops.try_out()
     except Exception as error:  # noqa: BLE001 - numba is only an optimization: its failure must not end a fit
         if isinstance(error, ModuleNotFoundError) and error.name == "numba":
-            how = "pip install 'lightning-commfree[numba]'"
+            how = "pip install numba"
             _log.info("numba is not installed (%s): %s.", how, slower)
         else:  # an unsupported numpy, a library that cannot be loaded, a damaged cache
             text = "numba cannot be used (%s: %s): %s. If its cache in %s is corrupted, delete it."

@@ -30,7 +30,7 @@ class ObjectStore:
             from obstore.store import from_url
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                f"The store {url} needs obstore: pip install 'lightning-commfree[store]'"
+                f"The store {url} needs obstore: pip install obstore"
             ) from error
         self.address = url
         self._obstore: Any = obstore

@@ -188,7 +188,7 @@ def not_asked_yet() -> Iterator[None]:
         (
             ModuleNotFoundError("No module named 'numba'", name="numba"),
             "INFO",
-            "numba is not installed (pip install 'lightning-commfree[numba]'): int8, fp4 and int2",
+            "numba is not installed (pip install numba): int8, fp4 and int2",
         ),
         (
             ImportError("Numba needs NumPy 2.3 or less."),

@@ -26,7 +26,7 @@ DATA = "data"
 TENSOR = "tensor"
 
 DEFAULT_TIMEOUT: timedelta = dist.constants.default_pg_timeout
-WARN_AFTER_S = 60.0  # time to wait for the other ranks to start
+WARN_AFTER_S = 20.0  # time to wait for the other ranks to start
 _EXIT_DELAY_S = 0.05  # time for gloo's threads to free the last tensors
 
 
@@ -166,7 +166,7 @@ class ReplicaChannels:
 
 @contextmanager
 def waiting_for_all(info: RankInfo) -> Iterator[None]:
-    """Context manager that warns if its block waits over a minute for other ranks to start.
+    """Context manager that warns if its block waits over 20 s for other ranks to start.
 
     Use it around the first collectives, which block until all ranks have started. It raises a
     RuntimeError if some ranks did not start within the timeout.
@@ -178,13 +178,42 @@ def waiting_for_all(info: RankInfo) -> Iterator[None]:
         "`fit`, `validate`, `test` and `predict` must be called on all ranks, not under"
         f" `if rank == 0:`. The `timeout` is {info.timeout.total_seconds():g} s."
     )
-    text = f"This rank is waiting for the other ranks to start. {advice}"
+    try:
+        with _warning_after(f"This rank is waiting for the other ranks to start. {advice}"):
+            yield
+    except dist.DistStoreError as error:
+        raise RuntimeError(f"Timed out waiting for the other ranks to start: {advice}") from error
+
+
+@contextmanager
+def joining(info: RankInfo) -> Iterator[None]:
+    """Context manager that says whom this rank waits for, if its block takes more than 20 s.
+
+    Use it around the creation of the first process group, which blocks until all ranks have come.
+    """
+    if info.size == 1:
+        yield
+        return
+    address = info.main_address or "127.0.0.1"
+    text = (
+        f"Rank {info.rank} is waiting until all {info.size} ranks have connected to {address}."
+        " Start the others, with the same address and port."
+    )
+    if info.main_address is not None and address in ("localhost", "127.0.0.1", "::1"):
+        text += (
+            " No other machine can reach this address: set MASTER_ADDR on all machines to the"
+            " address of the first one, and NODE_RANK to 0, 1, ..., or use torchrun."
+        )
+    with _warning_after(text):
+        yield
+
+
+@contextmanager
+def _warning_after(text: str) -> Iterator[None]:
     timer = threading.Timer(WARN_AFTER_S, warnings.warn, [text])
     timer.start()
     try:
         yield
-    except dist.DistStoreError as error:
-        raise RuntimeError(f"Timed out waiting for the other ranks to start: {advice}") from error
     finally:
         timer.cancel()
         timer.join()  # so that no other thread exists at a later fork

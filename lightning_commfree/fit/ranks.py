@@ -17,6 +17,7 @@ from lightning_commfree.comm.job import (
     ReplicaChannels,
     delay_exit,
     join_restarted_world,
+    joining,
     waiting_for_all,
     world_backend,
 )
@@ -64,7 +65,7 @@ class Ranks:
         set_world_backend(self._strategy, backend)
         try:
             # a killed rank's connections must break, even if its forked workers survive it
-            with self._sockets.opening():
+            with self._sockets.opening(), joining(info):
                 join_restarted_world(info, backend)
                 create_group()
         except RuntimeError as error:

@@ -44,7 +44,7 @@ def test_a_folder_opens_by_its_url(tmp_path: Path) -> None:
 
 def test_a_bucket_without_the_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ModuleNotFoundError, match=r"lightning-commfree\[store\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install obstore"):
         open_store("s3://bucket/run")
 
 

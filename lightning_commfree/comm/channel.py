@@ -170,7 +170,7 @@ class Channel:
 
     @classmethod
     def of_all_ranks(cls, ledger: Ledger) -> Channel:
-        """Open a channel over a slow link between all ranks of torch's process group; collective.
+        """Open a channel between all ranks of torch's process group, for a slow link; collective.
 
         Raise a RuntimeError if there is no process group.
         """

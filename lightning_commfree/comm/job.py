@@ -187,7 +187,7 @@ def waiting_for_all(info: RankInfo) -> Iterator[None]:
 
 @contextmanager
 def joining(info: RankInfo) -> Iterator[None]:
-    """Context manager that says whom this rank waits for, if its block takes more than 20 s.
+    """Context manager that warns, after 20 s, that this rank is still waiting for the others.
 
     Use it around the creation of the first process group, which blocks until all ranks have come.
     """

@@ -375,11 +375,11 @@ class OuterFragment:
                 self.residual[span] = 0.0
 
     def keep_residual(self) -> None:
-        """Keep the rounding error of before a launch that may not count (`end_launch`)."""
+        """Save the rounding error before a launch, in case it does not count (`end_launch`)."""
         self._residual_before = None if self.residual is None else self.residual.clone()
 
     def end_launch(self, counted: bool) -> None:
-        """Unless the launch counted, take back the rounding error of before it."""
+        """Restore the rounding error from before the launch, unless the launch counted."""
         before, self._residual_before = self._residual_before, None
         if self.residual is not None and before is not None and not counted:
             self.residual.copy_(before)

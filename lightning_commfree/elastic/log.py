@@ -8,8 +8,8 @@
     go/F          flight F has been launched by some replica; only with `by_time`
     state/F       outer state after flight F
     state/NAME    outer state with which the job begins, of the replica that created `config`
-    head          number of a recent state; overwritten, and may be stale, if a replica was stopped
-                  when it wrote it
+    head          number of a recent state; overwritten, and may be stale if a replica was stopped
+                  while it wrote it
     end           number of flights of the job, once a replica has landed all of them
     state/end     outer state after the last flight, with the final weights; created before `end`
 
@@ -127,7 +127,7 @@ class _Flight:
 def _leaving(
     method: Callable[Concatenate[JobLog, P], T],
 ) -> Callable[Concatenate[JobLog, P], T]:
-    """For requests on the training thread: those that `leave` has ended raise a `LeftError`."""
+    """Decorate a method of the training thread: it raises `LeftError` if `leave` cut it short."""
 
     @wraps(method)
     def call(self: JobLog, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -545,7 +545,7 @@ class JobLog:
 
     @property
     def _is_founding(self) -> bool:
-        """Whether no commit is known, so that replicas that come begin with the first flight."""
+        """Whether no commit is known yet; replicas that come now begin with the first flight."""
         return self._latest_flight < self._first
 
     def _watch_at_s(self) -> float:

@@ -167,3 +167,21 @@ def test_a_constant_float64_buffer_keeps_its_precision(mix: float) -> None:
     fragment.average_buffers(fragment.outer_gradient())
     fragment.merge(mix)
     assert torch.equal(module.table, table)
+
+
+@pytest.mark.parametrize(
+    ("counted", "is_cleared", "left"), [(True, False, 2.0), (False, False, 1.0), (False, True, 0.0)]
+)
+def test_the_rounding_error_of_a_launch_that_did_not_count(
+    counted: bool, is_cleared: bool, left: float
+) -> None:
+    """It is the one from before, unless that was cleared in the meantime."""
+    fragment = OuterFragment(Weights(), WHOLE, AVERAGING, keeps_residual=True)
+    assert fragment.residual is not None
+    fragment.residual.fill_(1.0)
+    fragment.keep_residual()
+    fragment.residual.fill_(2.0)
+    if is_cleared:
+        fragment.clear_residual()
+    fragment.end_launch(counted)
+    assert fragment.residual.unique().tolist() == [left]

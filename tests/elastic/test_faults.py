@@ -284,11 +284,14 @@ def test_a_stale_head_stops_nobody(log: JobLog) -> None:
     for key, data in (("head", b"1"), ("state/7", b"seven"), ("state/7.1", b"of another rank")):
         log.store.overwrite(key, data)
     assert log.newest_state() == (7, b"seven")
+    log.store.create("state/end", b"final")
+    assert log.newest_state() == (7, b"seven"), "nobody has written `end` yet"
     message = b"9876543210"
     log.store.create("roster/1", b'["r1", 1]')
     log.store.create("commit/0", f"[{entry_of(message, 'r1')}]".encode())  # x/0/r1 was deleted
     log.store.overwrite("head", b"-1")
-    log.store.create("end", b"8")
+    log.store.create("end", b"12")
+    assert log.newest_state() == (11, b"final")
     log.start(0)
     with pytest.raises(MissedError):
         log.landed(log.launch())
@@ -615,6 +618,14 @@ def test_who_leaves_in_an_outage_exits_as_after_sigterm(log: JobLog) -> None:
     with pytest.raises(LeftError) as raised:
         log.landed(flight)
     assert raised.value.code == 143
+
+
+def test_who_leaves_in_an_outage_while_joining_exits_as_after_sigterm(log: JobLog) -> None:
+    joiner = JobLog(ScriptedStore(log.store, lambda verb, *_: fail(verb)), "r1", lambda _: (10,))
+    joiner.leave(0.0)
+    for join in (lambda: joiner.begin({}, lambda: b""), lambda: joiner.enroll(2), joiner.end):
+        with pytest.raises(LeftError):
+            join()
 
 
 def fail(verb: str) -> Any:

@@ -15,9 +15,8 @@ paper's outer step, which they are compared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,9 @@ SEARCHED = "0.04M"  # the size of all trials
 TUNED = ("0.04M", "0.2M")  # the sizes at which learning rates are tuned
 LONG = 100  # tokens per parameter of the longer runs
 SHORT = 20
+HALF = 10  # of DDP's runs that tell how many tokens DDP needs to reach a loss
+OFTEN = 10  # H: the smallest that `sync_every="auto"` chooses
+BATCHES = (1, 4)  # times the blocks of a size, at the smallest size
 Settings = Mapping[str, Any]  # fields of a cell
 MULOCO: Settings = {"outer_lr": 0.7, "momentum": 0.6}  # arXiv:2505.23725
 SPARSELOCO: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}  # arXiv:2508.15706
@@ -109,6 +111,7 @@ class Cell:
         mix: weight of the local weights at landing.
         restart_every: outer steps between two restarts of the momentum; 0: never.
         radial: average norms and directions apart.
+        batch: times the blocks per step of its size, in so many fewer steps.
     """
 
     model: str
@@ -125,6 +128,7 @@ class Cell:
     mix: float = 0.5
     restart_every: int = 0
     radial: bool = False
+    batch: int = 1
 
     @property
     def outer(self) -> tuple[Any, ...]:
@@ -152,7 +156,12 @@ class Cell:
         """Optimizer steps of the run."""
         size = SIZES[self.size]
         tokens = self.tokens_per_parameter * size.parameters(self.model)
-        return round(tokens / (size.blocks * BLOCK))
+        return round(tokens / (self.blocks * BLOCK))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a step, of all replicas together."""
+        return SIZES[self.size].blocks * self.batch
 
     def overrides(self, corpus: Path, cache: Path) -> list[str]:
         """Return the overrides for `recipes.pretrain`; everything else has its default."""
@@ -164,7 +173,7 @@ class Cell:
             f"data.corpus.document_separator={SEPARATOR!r}",
             f"tokenizer.vocab_size={VOCABULARY}",
             f"data.block_size={BLOCK}",
-            f"data.batch_size={size.blocks}",  # of all replicas together
+            f"data.batch_size={self.blocks}",
             f"trainer.max_steps={self.steps}",
             f"trainer.devices={max(self.replicas, 1)}",
             *OPTIMIZERS[self.optimizer],
@@ -205,6 +214,7 @@ class Cell:
 OUTER = ("outer_lr", "momentum", "mix", "restart_every", "radial")
 PAPERS_OUTER = Cell("", "", 0, 0).outer
 Losses = Mapping[Cell, float]
+WithRate = Callable[[Losses, Cell], Cell | None]  # gives a cell its learning rate
 
 
 def lr_of(rung: int) -> float:
@@ -212,10 +222,15 @@ def lr_of(rung: int) -> float:
     return round(0.008 * 2 ** (rung / 2), 5)
 
 
-def tuned_for_length(losses: Losses, cell: Cell) -> Cell | None:
-    """Return a cell with the learning rate that is best for its own length; None: unknown."""
-    rung = best_rung(_loss_near(losses, cell), FIRST_RUNGS)
+def with_own_rate(losses: Losses, cell: Cell) -> Cell | None:
+    """Return a cell with the rate that is best for its own length, H and batch; None: unknown."""
+    rung = best_rung(_loss_near(losses, cell), _rungs_near(cell))
     return None if rung is None else row(losses, replace(cell, rung=rung))
+
+
+def _rungs_near(cell: Cell) -> list[int]:
+    """Return where a search begins, from the rate of `row`: it grows with the batch's root."""
+    return [rung + cell.batch.bit_length() - 1 for rung in FIRST_RUNGS]
 
 
 def _loss_near(losses: Losses, cell: Cell) -> LossAt:
@@ -254,9 +269,11 @@ def _transferred_rung(losses: Losses, cell: Cell) -> int | None:
 
 
 def _tuned(cell: Cell) -> Cell:
-    """Return the cell whose learning rate this one takes."""
+    """Return the cell whose learning rate this one takes, or begins its own search with."""
     tuned = Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=cell.optimizer)
-    return tuned.default if cell.outer == tuned.default.outer else tuned
+    if cell.sync_every == OFTEN or cell.outer == tuned.default.outer:
+        return tuned.default
+    return tuned
 
 
 def _first_rungs(losses: Losses, cell: Cell) -> list[int]:
@@ -283,7 +300,25 @@ def reference(cell: Cell) -> Cell:
         0,
         tokens_per_parameter=cell.tokens_per_parameter,
         optimizer=cell.optimizer,
+        batch=cell.batch,
     )
+
+
+def pairs(
+    losses: Losses, cell: Cell, other: Cell, with_rate: WithRate = row
+) -> list[tuple[Cell, Cell]]:
+    """Return the runs of two cells with open rate, for each seed that both have."""
+    ours, theirs = with_rate(losses, cell), with_rate(losses, other)
+    if ours is None or theirs is None:
+        return []
+    seeds = sorted({run.seed for run in losses})
+    runs = [(replace(ours, seed=seed), replace(theirs, seed=seed)) for seed in seeds]
+    return [pair for pair in runs if losses.keys() >= set(pair)]
+
+
+def percent(losses: Losses, ours: Cell, theirs: Cell) -> float:
+    """Return by how much the loss of a run exceeds that of another."""
+    return 100 * (losses[ours] / losses[theirs] - 1)
 
 
 def change_of_trial(losses: Losses, cell: Cell) -> float | None:
@@ -320,10 +355,12 @@ def grid(
     optimizer: str = "adamw",
     replicas: tuple[int, ...] = (4, 2, 1, 8),
     models: Sequence[str] = MODELS,
+    batch: int = 1,
     **settings: Any,
 ) -> Iterator[Cell]:
     """Yield DDP and DiLoCo for each M, of one size and seed, with learning rates left open."""
     common: dict[str, Any] = {"tokens_per_parameter": tokens_per_parameter, "optimizer": optimizer}
+    common["batch"] = batch
     ddps = [Cell(model, size, seed, 0, **common) for model in models]
     yield from ddps
     for m in replicas:
@@ -348,6 +385,7 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(middle, replicas=(4, 2), models=steady)
     yield from of_seeds(middle, replicas=(2, 4))
     yield from of_seeds(middle, replicas=(8, 1), models=steady)
+    yield from _often(losses, seeds)
     # does more training close the gap that grows with size?
     yield from of_seeds(middle, replicas=(2,), models=varying, **long)
     # a third size, with one seed: there, too, are more cycles of H
@@ -358,9 +396,8 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(small, replicas=(2, 4), wire="fp32", **long)
     yield from of_seeds(small, replicas=(2, 4), sync_every=30, **long)
     # GPT-2's gap grows there: is it because the rates were tuned in short runs?
-    yield from chain.from_iterable(
-        _tuning_for_length(losses, cell, seeds)
-        for cell in grid(small, 1, replicas=(2, 4), models=varying, **long)
+    yield from _with_own_search(
+        losses, grid(small, 1, replicas=(2, 4), models=varying, **long), seeds
     )
     yield from grid(large, 1, replicas=(2,), models=varying)
     yield from of_seeds(small, **muon, **long)
@@ -399,13 +436,30 @@ def open_cells(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from of_seeds(largest)
 
 
-def _tuning_for_length(losses: Losses, cell: Cell, seeds: int) -> Iterator[Cell]:
-    """Yield the runs that search for this rate with seed 1, then those of all seeds at it."""
-    near = _loss_near(losses, cell)
-    yield from (replace(cell, rung=rung) for rung in rungs_to_run(near, FIRST_RUNGS))
-    best = best_rung(near, FIRST_RUNGS)
-    if best is not None:
-        yield from (replace(cell, rung=best, seed=seed) for seed in range(1, seeds + 1))
+def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
+    """Yield runs that exchange as often as a link hides, and those with larger batches."""
+    small, middle = TUNED
+    steady = MODELS[1:]
+    # how many of its tokens does DDP need for the same loss?
+    for seed in range(1, seeds + 1):
+        yield from grid(middle, seed, HALF, replicas=())
+    for m, models in ((2, MODELS), (4, MODELS), (8, steady)):
+        cells = grid(middle, 1, replicas=(m,), models=models, sync_every=OFTEN)
+        yield from _with_own_search(losses, cells, seeds)
+    for batch in BATCHES:
+        common: dict[str, Any] = {"models": steady, "batch": batch, "sync_every": OFTEN}
+        cells = grid(small, 1, LONG, replicas=(2, 4, 8), **common)
+        yield from _with_own_search(losses, cells, seeds)
+
+
+def _with_own_search(losses: Losses, cells: Iterable[Cell], seeds: int) -> Iterator[Cell]:
+    """Yield the runs that search for each cell's own rate, then those of all seeds at it."""
+    for cell in cells:
+        near, first = _loss_near(losses, cell), _rungs_near(cell)
+        yield from (replace(cell, rung=rung) for rung in rungs_to_run(near, first))
+        best = best_rung(near, first)
+        if best is not None:
+            yield from (replace(cell, rung=best, seed=seed) for seed in range(1, seeds + 1))
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Cell]:

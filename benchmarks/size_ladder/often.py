@@ -1,0 +1,195 @@
+"""What replicas lose that exchange as often as a link hides, and what a larger batch changes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+
+from benchmarks.common.runs import mean_text
+from benchmarks.size_ladder.cells import (
+    BATCHES,
+    BLOCK,
+    HALF,
+    LONG,
+    MODELS,
+    OFTEN,
+    SEARCHED,
+    SHORT,
+    TUNED,
+    Cell,
+    Losses,
+    lr_of,
+    pairs,
+    percent,
+    reference,
+    row,
+    with_own_rate,
+)
+
+REPLICAS = (2, 4, 8)
+SIZE = TUNED[-1]
+BATCH_MODEL = "llama"
+AIMS = {2: (0.5, 1.05), 4: (1.0, 1.1), 8: (2.0, 1.2)}  # percent above DDP, factor of tokens
+README_AIM = 2.0  # percent above DDP: GPT-2, M = 2
+SIGMAS = 2.0
+SUCCESS = f"""\
+Written down before the first run with H = {OFTEN}:
+
+- *As often as a link hides.* At {SIZE} with {SHORT} tokens per parameter and H = {OFTEN}, the
+  smallest that `sync_every="auto"` chooses, DDP and each M take the rate that is best with seed 1:
+  it has a worse one on both sides. Over three seeds of each model, the mean gap is at most
+  +0.5, +1.0 and +2.0 % for M = 2, 4 and 8, and the factor of tokens at most 1.05, 1.1 and 1.2.
+  GPT-2 with M = 2, README's configuration, ends at most {README_AIM} % above DDP.
+- *Factor of tokens.* How many times as many tokens DiLoCo takes as DDP to the same loss. DDP's
+  loss is interpolated linearly over log(tokens), between complete runs of {HALF}, {SHORT} and
+  {LONG} tokens per parameter with the same seed and rate.
+- *Batch.* Llama at {SEARCHED} with {LONG} tokens per parameter and H = {OFTEN}, with batches of
+  {BATCHES[0]} and {BATCHES[1]} times its size's, each with its own best rate. More tokens per
+  replica and step "help" if the gap at equal batch is smaller with the larger batch for each of
+  M = 2, 4 and 8, by more than {SIGMAS:.0f} standard errors of the difference. Best against best:
+  the better batch of each method."""
+
+
+def often_cell(model: str, replicas: int) -> Cell:
+    """Return a cell of the first table, with open rate."""
+    return Cell(model, SIZE, 1, 0, replicas, OFTEN).default
+
+
+def batch_cell(replicas: int, batch: int) -> Cell:
+    """Return a cell of the second table, with open rate."""
+    cell = Cell(BATCH_MODEL, SEARCHED, 1, 0, replicas, OFTEN, LONG, batch=batch)
+    return cell.default if replicas else reference(cell)
+
+
+def runs_of(losses: Losses, cell: Cell) -> list[tuple[Cell, Cell]]:
+    """Return the runs of a cell and those of DDP, each with its own best rate."""
+    return pairs(losses, cell, reference(cell), with_own_rate)
+
+
+def gaps_of(losses: Losses, cell: Cell) -> list[float]:
+    """Return the percent above DDP of each seed."""
+    return [percent(losses, *runs) for runs in runs_of(losses, cell)]
+
+
+def tokens_factor(losses: Losses, run: Cell) -> float | None:
+    """Return how many times as many tokens a run takes as DDP to the same loss; None: unknown."""
+    points = []
+    for tokens in (HALF, SHORT, LONG):
+        ddp = row(losses, replace(reference(run), tokens_per_parameter=tokens))
+        if ddp in losses:
+            points.append((math.log(tokens), losses[ddp]))
+    for (low, before), (high, after) in pairwise(points):
+        if before >= losses[run] >= after:
+            share = (before - losses[run]) / (before - after)
+            return run.tokens_per_parameter / math.exp(low + share * (high - low))
+    return None
+
+
+def findings(losses: Losses) -> list[str]:
+    """Return the verdicts, for the top of the page."""
+    lines = []
+    for m in REPLICAS:
+        parts, gaps, factors = [], [], []
+        for model in MODELS:
+            runs = runs_of(losses, often_cell(model, m))
+            found = [percent(losses, *each) for each in runs]
+            of_tokens = [tokens_factor(losses, run) for run, _ in runs]
+            gaps += found if len(found) > 2 else []
+            factors += of_tokens if len(found) > 2 else []
+            if found:
+                told = _factor_text(of_tokens)
+                parts.append(f"{model} {mean_text(found, '+.2f', ' %')}, {told} times the tokens")
+        if gaps:
+            line = f"- **Found, M = {m}, H = {OFTEN}:** at {SIZE}, {'; '.join(parts)} of DDP."
+            line += f" Aims, {AIMS[m][0]:+} % and {AIMS[m][1]} times: {_judged(m, gaps, factors)}."
+            lines.append(line)
+    readme = gaps_of(losses, often_cell(MODELS[0], 2))
+    if len(readme) > 2:
+        told = "met" if statistics.mean(readme) <= README_AIM else "missed"
+        lines.append(f"- **Found, README's configuration:** at most {README_AIM} % above: {told}.")
+    return lines + _batch_finding(losses)
+
+
+def _judged(m: int, gaps: Sequence[float], factors: Sequence[float | None]) -> str:
+    known = [factor for factor in factors if factor is not None]
+    gap = "met" if statistics.mean(gaps) <= AIMS[m][0] else "missed"
+    enough = len(known) == len(factors) and statistics.mean(known) <= AIMS[m][1]
+    return f"{gap} and {'met' if enough else 'missed'}"
+
+
+def _factor_text(factors: Sequence[float | None]) -> str:
+    known = [factor for factor in factors if factor is not None]
+    return mean_text(known, ".2f") if len(known) == len(factors) else f"above {SHORT / HALF:g}"
+
+
+def _batch_finding(losses: Losses) -> list[str]:
+    changes = []
+    for m in REPLICAS:
+        small, large = (
+            gaps_of(losses, batch_cell(m, batch)) for batch in (BATCHES[0], BATCHES[-1])
+        )
+        if min(len(small), len(large)) < 3:
+            return []
+        error = math.sqrt(sum(statistics.variance(each) / len(each) for each in (small, large)))
+        changes.append((m, statistics.mean(small), statistics.mean(large), error))
+    helps = all(large - small < -SIGMAS * error for _, small, large, error in changes)
+    texts = [f"{small:+.2f} to {large:+.2f} % (M = {m})" for m, small, large, _ in changes]
+    return [
+        f"- **Found, batch:** with {BATCHES[-1]} times the tokens per step the gap goes from"
+        f" {', '.join(texts)}: more tokens per replica and step"
+        f" {'help' if helps else 'do not help each time'}."
+    ]
+
+
+def often_table(losses: Losses) -> list[str]:
+    """Return the runs with the smallest H as Markdown lines."""
+    lines = [
+        "| model | M | seeds | DDP's rate | DDP | our rate | DiLoCo | gap | factor of tokens |",
+        "|" + "---|" * 9,
+    ]
+    for m, model in product(REPLICAS, MODELS):
+        runs = runs_of(losses, often_cell(model, m))
+        if runs:
+            factors = [tokens_factor(losses, run) for run, _ in runs]
+            lines.append(f"| {model} | {m} | {_columns(losses, runs)} | {_factor_text(factors)} |")
+    return lines
+
+
+def batch_table(losses: Losses) -> list[str]:
+    """Return the runs with larger batches as Markdown lines."""
+    lines = [
+        "| M | tokens per replica and step | steps | seeds | DDP's rate | DDP | our rate | DiLoCo |"
+        " gap | best against best |",
+        "|" + "---|" * 10,
+    ]
+    for m in REPLICAS:
+        found = [runs_of(losses, batch_cell(m, batch)) for batch in BATCHES]
+        for runs in found:
+            if runs:
+                cell, _ = runs[0]
+                tokens = f"{cell.blocks * BLOCK // m:,} | {cell.steps:,}"
+                best = _best_against_best(losses, found)
+                lines.append(f"| {m} | {tokens} | {_columns(losses, runs)} | {best} |")
+    return lines
+
+
+def _columns(losses: Losses, runs: Sequence[tuple[Cell, Cell]]) -> str:
+    (ours, ddp), *_ = runs
+    return (
+        f"{len(runs)} | {lr_of(ddp.rung)} | {mean_text([losses[run] for _, run in runs], '.4f')}"
+        f" | {lr_of(ours.rung)} | {mean_text([losses[run] for run, _ in runs], '.4f')}"
+        f" | {mean_text([percent(losses, *each) for each in runs], '+.2f', ' %')}"
+    )
+
+
+def _best_against_best(losses: Losses, found: Sequence[Sequence[tuple[Cell, Cell]]]) -> str:
+    if not all(found):
+        return ""
+    ours, ddp = (
+        min(statistics.mean(losses[run[place]] for run in runs) for runs in found)
+        for place in (0, 1)
+    )
+    return f"{100 * (ours / ddp - 1):+.2f} %"

@@ -79,7 +79,7 @@ def tokens_factor(losses: Losses, run: Cell) -> float | None:
     points = []
     for tokens in (HALF, SHORT, LONG):
         ddp = row(losses, replace(reference(run), tokens_per_parameter=tokens))
-        if ddp in losses:
+        if ddp is not None and ddp in losses:
             points.append((math.log(tokens), losses[ddp]))
     for (low, before), (high, after) in pairwise(points):
         if before >= losses[run] >= after:

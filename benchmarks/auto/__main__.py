@@ -107,9 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{_STEPS['0.19M']} or {_STEPS['5.8M']} steps, `OMP_NUM_THREADS=1`, two nodes on two cores."
         " *Computing* is one minus the time that the training thread spends in Streaming DiLoCo's"
         " work after a step, waits included, over the time of the steps: of whole cycles, from one"
-        " cycle after the last change on, on the node that computes least. It does not count what"
-        " the thread that sends takes from the training thread's core. *Later*: both links change"
-        " after half of the steps. The bound of 99 % was set before the run.",
+        " cycle after the last change on, on the node that computes most: the other one's steps are"
+        " shorter here, by a few percent, so it also waits for this one, whatever H is. It does not"
+        " count what the thread that sends takes from the training thread's core. *Later*: both"
+        " links change after half of the steps. The bound of 99 % was set before the run.",
     ]
     write_page(options.page, result_page(TITLE, first, [block], body))
     return 0

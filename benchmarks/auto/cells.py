@@ -58,7 +58,10 @@ class Figures(NamedTuple):
 
 
 def figures_of(nodes: Sequence[Measured]) -> Figures:
-    """Return the figures of a cell: of the node that computes least."""
+    """Return the figures of a cell: of the node that computes most.
+
+    The other node's steps are shorter, so it also waits for this one, whatever H is.
+    """
     paces = [tuple(pace) for pace in nodes[0].paces]
     assert all([tuple(pace) for pace in node.paces] == paces for node in nodes), "they choose alike"
     steps = len(nodes[0].step_s)
@@ -69,8 +72,8 @@ def figures_of(nodes: Sequence[Measured]) -> Figures:
     first = slice(paces[0][1], paces[1][0] if len(paces) > 1 else steps)
     return Figures(
         [(int(a), int(b), int(c)) for a, b, c in paces],
-        min(utilization(node, first) for node in nodes),
-        min(utilization(node, last) for node in nodes),
+        max(utilization(node, first) for node in nodes),
+        max(utilization(node, last) for node in nodes),
         last.stop - last.start,
     )
 

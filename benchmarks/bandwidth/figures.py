@@ -13,15 +13,20 @@ from numpy.typing import NDArray
 
 from lightning_commfree.comm.ledger import ring_all_reduce_bytes
 
+ACCUMULATED = 8  # batches whose gradients DDP adds up before it sends them
 LABELS = {
     "none": "no communication",
     "ddp": "DDP",
+    "ddp_accumulate": f"DDP, gradients of {ACCUMULATED} batches",
     "ddp_bf16": "DDP, bf16 hook",
     "ddp_powersgd": "DDP, PowerSGD rank 4",
+    "ddp_powersgd_1": "DDP, PowerSGD rank 1",
+    "local_sgd": "local SGD (plain mean every 10 steps, fp32)",
     "diloco": "DiLoCo (P=1, overlap 0, fp32)",
     "streaming": "streaming (default fragments, overlap 0, fp32)",
     "overlap": "+ overlap 5",
     "overlap_fp4": "+ fp4",
+    "auto": '`sync_every="auto"`, fp4',
     "torchft": "torchft DiLoCo, no delay",
     "torchft_delay": "torchft DiLoCo, delay 5, alpha 0.5",
 }
@@ -29,6 +34,7 @@ LABELS = {
 # turns with `none`
 BASELINES = {
     "ddp_powersgd": "ddp_powersgd_none",
+    "ddp_powersgd_1": "ddp_powersgd_1_none",
     "torchft": "torchft_none",
     "torchft_delay": "torchft_delay_none",
 }
@@ -130,8 +136,9 @@ def _figures(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -
     # DDP has no ledger: use the ledger's formula for this collective
     num_bytes = 4 * nodes[0]["parameters"]
     computed = None
-    if row == "ddp":
+    if row in ("ddp", "ddp_accumulate"):
         computed = ring_all_reduce_bytes(num_bytes, len(next(iter(rounds.values()))))
+        computed //= ACCUMULATED if row == "ddp_accumulate" else 1
     return Figures(
         ms_by_round=step_ms,
         steps_by_round={

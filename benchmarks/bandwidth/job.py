@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2LMHeadModel
 from typing_extensions import override
 
+from benchmarks.bandwidth.figures import ACCUMULATED
 from benchmarks.bandwidth.window import WARM_UP, Stopwatch, Window
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.common.relay import Relay, Run
@@ -74,28 +76,36 @@ class HookedDDP(DDPStrategy):
         self.model.register_comm_hook(state, hook)
 
 
-def _powersgd() -> tuple[Any, Callable[..., Any]]:
+def _powersgd(rank: int) -> tuple[Any, Callable[..., Any]]:
     # the default starts to compress at step 1000; its warm start needs 2 uncompressed steps
-    return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return state, powerSGD_hook
 
 
-def _diloco(sync_every: int, **settings: Any) -> Callable[[], Strategy]:
+def _diloco(sync_every: int | str, **settings: Any) -> Callable[[], Strategy]:
     return lambda: StreamingDiLoCoStrategy(sync_every=sync_every, **settings)
 
 
 def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
     """Return factories for the strategies of the rows that a Trainer runs, in table order."""
     late = {"overlap_steps": min(5, sync_every - 1)}
+    mean = partial(torch.optim.SGD, lr=1.0)
+    plain = {"num_fragments": 1, "overlap_steps": 0, "wire_dtype": "fp32"}
     return {
         "none": lambda: SingleDeviceStrategy(device="cpu"),
         "ddp": DDPStrategy,
+        "ddp_accumulate": DDPStrategy,
         "ddp_bf16": lambda: HookedDDP(lambda: (None, bf16_compress_hook)),
-        "ddp_powersgd": lambda: HookedDDP(_powersgd),
+        "ddp_powersgd": lambda: HookedDDP(partial(_powersgd, 4)),
+        "ddp_powersgd_1": lambda: HookedDDP(partial(_powersgd, 1)),
+        "ddp_powersgd_1_none": lambda: SingleDeviceStrategy(device="cpu"),
         "ddp_powersgd_none": lambda: SingleDeviceStrategy(device="cpu"),
-        "diloco": _diloco(sync_every, num_fragments=1, overlap_steps=0, wire_dtype="fp32"),
+        "local_sgd": _diloco(10, mix=0.0, outer_optimizer=mean, **plain),
+        "diloco": _diloco(sync_every, **plain),
         "streaming": _diloco(sync_every, overlap_steps=0, wire_dtype="fp32"),
         "overlap": _diloco(sync_every, wire_dtype="fp32", **late),
         "overlap_fp4": _diloco(sync_every, wire_dtype="fp4", **late),
+        "auto": _diloco("auto"),
     }
 
 
@@ -119,14 +129,17 @@ def measure(
     Before the first step all nodes raise the same error. A later error ends the job, because the
     other nodes may be continuing.
     """
-    stopwatch = Stopwatch(row, steps, sync_every, pass_on)
+    stopwatch = Stopwatch(row, steps, pass_on)
     strategy = (strategies(sync_every) | lion_strategies())[row]()
     optimizer = DistributedLion if row in lion_strategies() else torch.optim.AdamW
     module = Module(workload.model(), optimizer, zeros=row == "lion_zeros")
     dist.barrier()
     try:
         nodes = 1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size()
-        trainer = quiet_trainer(strategy, nodes, WARM_UP + steps + 1, [stopwatch])
+        batches = ACCUMULATED if row == "ddp_accumulate" else 1  # of an optimizer step
+        steps_in_all = -(-(WARM_UP + steps + 1) // batches)
+        trainer = quiet_trainer(strategy, nodes, steps_in_all, [stopwatch])
+        trainer.accumulate_grad_batches = batches
         tokens = Tokens(workload.vocabulary, workload.tokens)
         trainer.fit(module, loader(tokens, workload.batch))
     except (RuntimeError, TypeError) as error:  # torch rejects a hook

@@ -17,7 +17,7 @@ TORCHFT_ROWS = ("torchft", "torchft_delay")
 DDP_ROWS = ("ddp", "ddp_bf16")  # slow on a slow link
 # torch's hook starts all-reduces in callbacks. On a busy machine two buckets may start in a
 # different order on each rank; gloo then aborts, and with it all rows of the job.
-MAY_ABORT = ("ddp_powersgd",)
+MAY_ABORT = ("ddp_powersgd", "ddp_powersgd_1")
 # By default, glibc keeps twice the size of the largest freed block and fetches the rest from the
 # system in every step, so rows would differ by the sizes of their blocks. One heap, because each
 # fit's thread would otherwise have its own; freed blocks below 32 MiB stay in it.
@@ -96,7 +96,7 @@ def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespac
     The rows of torchft are separate jobs, each with its baseline.
     """
     steps = dict.fromkeys(rows, options.cycles * options.sync_every)
-    steps["ddp_powersgd"] = options.steps
+    steps |= dict.fromkeys(("ddp_accumulate", *MAY_ABORT), options.steps)
     steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
     fits = [row for row in rows if row not in TORCHFT_ROWS]
     yield from jobs_of_fits([(row, steps[row]) for row in fits], round_)

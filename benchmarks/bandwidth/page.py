@@ -19,6 +19,7 @@ from benchmarks.bandwidth.figures import (
     noise_lines,
 )
 from benchmarks.bandwidth.job import WORKLOADS
+from benchmarks.bandwidth.window import LEG_STEPS
 from benchmarks.common.page import draw_bars
 from benchmarks.lab import BURST_KIB
 
@@ -32,6 +33,7 @@ DRAWN = {
     "torchft_delay": "torchft DiLoCo, delay (own loop)",
     "overlap": "Streaming DiLoCo, fp32",
     "overlap_fp4": "Streaming DiLoCo, fp4",
+    "auto": 'Streaming DiLoCo, "auto"',
 }
 
 
@@ -152,6 +154,11 @@ def headline(found: dict[str, Figures | str]) -> list[str]:
     agreement = ours.wire_bytes / ours.ledger_bytes
     within = abs(agreement - 1) <= 0.03
     lines.append(target("interface / ledger, within 3 %", agreement, within))
+    auto = found.get("auto")
+    if isinstance(auto, Figures):
+        (ratio, _) = compare(auto, ours)
+        text = 'step time with `sync_every="auto"` / with H = 100, at most 1.02'
+        lines.append(target(text, ratio, ratio <= 1.02))
     return lines
 
 
@@ -201,7 +208,21 @@ def _windows(records: Sequence[dict[str, Any]], rate: str) -> list[str]:
         of_row = [r["nodes"][0] for r in records if r["rate"] == rate and r["row"] == row]
         for steps in {node["steps"] for node in of_row if not node["error"]}:
             rows.setdefault(steps, []).append(LABELS[row])
-    return [f"- A window of {steps} steps: {', '.join(names)}." for steps, names in rows.items()]
+    lines = [f"- A window of {steps} steps: {', '.join(names)}." for steps, names in rows.items()]
+    return lines + _chosen(records, rate)
+
+
+def _chosen(records: Sequence[dict[str, Any]], rate: str) -> list[str]:
+    """Return what `sync_every="auto"` had chosen by the end of each round's window."""
+    found = [r["nodes"][0] for r in records if r["rate"] == rate and r["row"] == "auto"]
+    every = sorted({node["sync_every"] for node in found if not node["error"]})
+    if not every:
+        return []
+    return [
+        f"- {LABELS['auto']}: every {' or '.join(map(str, every))} steps at the end of a window. It"
+        f" nearly always has a fragment in flight, so its turns end {LEG_STEPS} steps after a"
+        " launch at the earliest."
+    ]
 
 
 def how_it_was_measured(settings: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ Between two legs the fits of the other rows have theirs.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Window:
         own_s: seconds of each step in which Streaming DiLoCo blocked training, including waiting;
             empty for other rows.
         beside_s: CPU seconds of all threads except the training thread; None if not measured.
+        sync_every: H of Streaming DiLoCo at the end of the window; None for other rows.
         error: why the measurement failed; None if it succeeded.
     """
 
@@ -56,31 +58,33 @@ class Window:
     step_s: Sequence[float] = ()
     own_s: Sequence[float] = ()
     beside_s: float | None = None
+    sync_every: int | None = None
     error: str | None = None
 
 
 class Stopwatch(pl.Callback):
     """Measure the window of a fit.
 
+    A fit of DiLoCo sends nothing in its first `sync_every` steps; here its step counter is set so
+    that the first fragment leaves after the window's first step, which makes the window whole
+    cycles. Before the window every fragment is exchanged once, like DDP's gradients in the warm-up,
+    to exclude the one-time costs of a first exchange.
+
     Args:
         row: name of the row.
         steps: number of steps in the window.
-        sync_every: H of DiLoCo. A fit of DiLoCo sends nothing in its first `sync_every` steps; here
-            its step counter is set so that the first fragment leaves after the window's first
-            step, which makes the window whole cycles. Before the window every fragment is exchanged
-            once, like DDP's gradients in the warm-up, to exclude the one-time costs of a first
-            exchange.
         pass_on: called after the warm-up and after every leg but the last; returns when the next
             leg may begin. A leg has `LEG_STEPS` steps, and more while a fragment is in flight,
-            because an exchange must overlap with steps of its own fit.
+            because an exchange must overlap with steps of its own fit. With `sync_every="auto"`, a
+            fragment nearly always is; there it has more steps for `LEG_STEPS` after a launch.
 
     Attributes:
         began: whether the fit has reached its first step.
         window: the measurement; None before the end of the window.
     """
 
-    def __init__(self, row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) -> None:
-        self._steps, self._sync_every, self._pass_on = steps, sync_every, pass_on
+    def __init__(self, row: str, steps: int, pass_on: Callable[[], None]) -> None:
+        self._steps, self._pass_on = steps, pass_on
         self._row = row
         self._before = LedgerTotals(0, 0.0, 0)  # at the start of the window
         self._wire_bytes, self._beside_s = 0, 0.0  # of the finished legs
@@ -89,6 +93,7 @@ class Stopwatch(pl.Callback):
         self._step_s: list[float] = []
         self._leg = 0  # steps of this leg
         self._own: list[float] = []  # of every step of the fit
+        self._taken = 0  # steps; a batch counts as one with gradient accumulation, too
         self.began = False
         self.window: Window | None = None
 
@@ -98,7 +103,7 @@ class Stopwatch(pl.Callback):
         if isinstance(trainer.strategy, StreamingDiLoCoStrategy):
             running = trainer.strategy.algorithm
             running.finish()  # all replicas are equal, so no weight changes
-            running.step = self._sync_every - 1 - WARM_UP
+            running.step = trainer.strategy.settings.first_sync_every - 1 - WARM_UP
             running.after_step = self._timed(running.after_step)
 
     @override
@@ -110,11 +115,12 @@ class Stopwatch(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if trainer.global_step == WARM_UP:
+        self._taken += 1
+        if self._taken == WARM_UP:
             self._pass_on()
             self._before = _ledger(trainer.strategy) or self._before
             self._begin_leg()
-        elif WARM_UP < trainer.global_step <= WARM_UP + self._steps:
+        elif WARM_UP < self._taken <= WARM_UP + self._steps:
             now = time.perf_counter()
             self._step_s.append(now - self._end)
             self._end = now
@@ -122,7 +128,7 @@ class Stopwatch(pl.Callback):
             if len(self._step_s) == self._steps:
                 self._end_leg()
                 self.window = self._measured(trainer, pl_module)
-            elif self._leg >= LEG_STEPS and not _in_flight(trainer.strategy):
+            elif self._leg >= LEG_STEPS and not _in_flight(trainer.strategy, self._step_s):
                 self._end_leg()
                 self._pass_on()
                 self._begin_leg()
@@ -153,6 +159,7 @@ class Stopwatch(pl.Callback):
             ledger_bytes=counted.bytes_sent - before.bytes_sent if counted else None,
             waited_s=counted.seconds_waited - before.seconds_waited if counted else None,
             formula_bytes=self._formula_bytes(trainer),
+            sync_every=_sync_every(trainer.strategy),
             parameters=sum(p.numel() for p in pl_module.parameters()),
         )
 
@@ -176,10 +183,19 @@ def _ledger(strategy: Strategy) -> LedgerTotals | None:
     return strategy.ledger.totals() if isinstance(strategy, ReplicaStrategy) else None
 
 
-def _in_flight(strategy: Strategy) -> bool:
+def _sync_every(strategy: Strategy) -> int | None:
+    if not isinstance(strategy, StreamingDiLoCoStrategy):
+        return None
+    return strategy.algorithm.schedule.paces[-1].sync_every
+
+
+def _in_flight(strategy: Strategy, step_s: Sequence[float]) -> bool:
     if not isinstance(strategy, StreamingDiLoCoStrategy):
         return False
-    return bool(strategy.algorithm.in_flight)
+    flights = strategy.algorithm.flights.values()
+    if not strategy.settings.is_auto:
+        return bool(flights)
+    return any(flight.seconds() < LEG_STEPS * statistics.median(step_s) for flight in flights)
 
 
 def _cpu_s_of_other_threads() -> float:

@@ -171,10 +171,12 @@ class OuterFragment:
         keeps_residual: bool = False,  # keep the codec's rounding error, for error feedback
         buffers: AveragedBuffers | None = None,  # of the whole module; None: of the fragment
     ) -> None:
-        self._module, self.fragment = module, fragment
+        self.fragment = fragment
         self._buffers = buffers or AveragedBuffers(module, fragment.buffers)
         self.within = within or Channel([0], 0, Ledger())
-        named = [_tensor(module, name) for name in (*fragment.parameters, *fragment.buffers)]
+        # a submodule that a hook replaces is refused at the next launch (`StreamingDiLoCo`)
+        self._owners = [_owner(module, name) for name in fragment.parameters]
+        named = [*self._parameters(), *(getattr(*_owner(module, b)) for b in fragment.buffers)]
         are_shards, split = [is_shard(tensor) for tensor in named], len(fragment.parameters)
         self._own = local_tensor if any(are_shards) else Tensor.detach
         self._layout = ShardLayout(self.local, are_shards, split, self.within)
@@ -208,9 +210,11 @@ class OuterFragment:
     def local(self) -> list[Tensor]:
         """The local copy: the module's own tensors, parameters before buffers."""
         # not cached, because a module may replace a buffer, and a parameter's `.data` may change
-        parameters = [_tensor(self._module, name) for name in self.fragment.parameters]
         buffers = self._buffers.tensors(self.fragment.buffers)
-        return [self._own(tensor) for tensor in (*parameters, *buffers)]
+        return [self._own(tensor) for tensor in (*self._parameters(), *buffers)]
+
+    def _parameters(self) -> list[Tensor]:
+        return [getattr(owner, name) for owner, name in self._owners]
 
     # -- the local copy
 
@@ -261,10 +265,11 @@ class OuterFragment:
         """
         if mix == 1.0 and not frozen.settling:
             return
-        split, device = len(self.fragment.parameters), self.local[0].device
-        outers = self._layout.unflatten(self.global_copy if shown is None else shown, device)
+        split, own = len(self.fragment.parameters), self.local
+        shown = self.global_copy if shown is None else shown
+        outers = self._layout.unflatten(shown, own[0].device)
 
-        for i, (local, outer) in enumerate(zip(self.local, outers, strict=True)):
+        for i, (local, outer) in enumerate(zip(own, outers, strict=True)):
             if i >= split and (not buffers or mix == 1.0):
                 break
             own_mix = 0.0 if i in frozen.settling else mix
@@ -408,10 +413,10 @@ class OuterFragment:
         self.landings, self.settled = state["landings"], frozenset(state["settled"])
 
 
-def _tensor(module: nn.Module, name: str) -> Tensor:
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the submodule with a tensor, and the tensor's name in it."""
     owner, _, own_name = name.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(owner), own_name)
-    return tensor
+    return module.get_submodule(owner), own_name
 
 
 def _to_device(copy: Tensor, device: str) -> Tensor:

@@ -5,7 +5,6 @@ Between two legs the fits of the other rows have theirs.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -128,7 +127,7 @@ class Stopwatch(pl.Callback):
             if len(self._step_s) == self._steps:
                 self._end_leg()
                 self.window = self._measured(trainer, pl_module)
-            elif self._leg >= LEG_STEPS and not _in_flight(trainer.strategy, self._step_s):
+            elif self._leg >= LEG_STEPS and not _in_flight(trainer.strategy):
                 self._end_leg()
                 self._pass_on()
                 self._begin_leg()
@@ -189,13 +188,14 @@ def _sync_every(strategy: Strategy) -> int | None:
     return strategy.algorithm.schedule.paces[-1].sync_every
 
 
-def _in_flight(strategy: Strategy, step_s: Sequence[float]) -> bool:
+def _in_flight(strategy: Strategy) -> bool:
     if not isinstance(strategy, StreamingDiLoCoStrategy):
         return False
-    flights = strategy.algorithm.flights.values()
+    diloco = strategy.algorithm
     if not strategy.settings.is_auto:
-        return bool(flights)
-    return any(flight.seconds() < LEG_STEPS * statistics.median(step_s) for flight in flights)
+        return bool(diloco.in_flight)
+    # steps, not seconds: both nodes must decide alike
+    return any(diloco.schedule.launched_at(diloco.step - ago) for ago in range(LEG_STEPS))
 
 
 def _cpu_s_of_other_threads() -> float:

@@ -36,6 +36,8 @@ LONG = 100  # tokens per parameter of the longer runs
 SHORT = 20
 HALF = 10  # of DDP's runs that tell how many tokens DDP needs to reach a loss
 OFTEN = 10  # H: the smallest that `sync_every="auto"` chooses
+CHOSEN = 20  # H: what it chooses for GPT-2 with 0.2M on the bandwidth page, at 20 and 100 Mbit/s
+ACCUMULATED = 8  # batches whose gradients DDP adds, as on the bandwidth page
 BATCHES = (1, 4)  # times the blocks of a size, at the smallest size
 Settings = Mapping[str, Any]  # fields of a cell
 MULOCO: Settings = {"outer_lr": 0.7, "momentum": 0.6}  # arXiv:2505.23725
@@ -271,7 +273,7 @@ def _transferred_rung(losses: Losses, cell: Cell) -> int | None:
 def _tuned(cell: Cell) -> Cell:
     """Return the cell whose learning rate this one takes, or begins its own search with."""
     tuned = Cell(cell.model, cell.size, 1, 0, cell.replicas, optimizer=cell.optimizer)
-    if cell.sync_every == OFTEN or cell.outer == tuned.default.outer:
+    if cell.sync_every in (OFTEN, CHOSEN) or cell.outer == tuned.default.outer:
         return tuned.default
     return tuned
 
@@ -443,9 +445,17 @@ def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
     # how many of its tokens does DDP need for the same loss?
     for seed in range(1, seeds + 1):
         yield from grid(middle, seed, HALF, replicas=())
-    for m, models in ((2, MODELS), (4, MODELS), (8, steady)):
-        cells = grid(middle, 1, replicas=(m,), models=models, sync_every=OFTEN)
+    for m, models, every in (
+        (2, MODELS, OFTEN),
+        (2, MODELS[:1], CHOSEN),
+        (4, MODELS, OFTEN),
+        (8, steady, OFTEN),
+    ):
+        cells = grid(middle, 1, replicas=(m,), models=models, sync_every=every)
         yield from _with_own_search(losses, cells, seeds)
+        if every == CHOSEN:
+            accumulated = Cell(MODELS[0], middle, 1, 0, batch=ACCUMULATED)
+            yield from _with_own_search(losses, [accumulated], seeds)
     for batch in BATCHES:
         common: dict[str, Any] = {"models": steady, "batch": batch, "sync_every": OFTEN}
         cells = grid(small, 1, LONG, replicas=(2, 4, 8), **common)

@@ -72,7 +72,7 @@ class DiLoCoSettings:
         TypeError: a value has the wrong type, or `outer_optimizer` is not callable.
     """
 
-    sync_every: int | str = 100  # a number of steps, or "auto"
+    sync_every: int | str = "auto"  # or a number of steps
     num_fragments: int | None = None
     fragment_pattern: str = "strided"
     overlap_steps: int = 1
@@ -83,7 +83,7 @@ class DiLoCoSettings:
     # how the ranks of a replica hold the model; only "ddp" if `replica_size` is 1
     inside: Any = "ddp"  # a name, or Domino settings (`diloco` must not import their class)
     nonfinite: str = "raise"
-    evaluate: str = "outer"
+    evaluate: str = "mean"
     check_drift_every: int = 1
     outer_device: str | None = None
 

@@ -41,9 +41,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     as its gradient, and the result is mixed into the local parameters. Nothing is sent between
     exchanges.
 
-    Validation and checkpoints (`state_dict`) use the *outer* weights, on which all replicas agree:
-    each fragment's *global copy*, as opposed to a replica's local copy.
-    At the end of `fit`, all ranks have the mean of all replicas' weights. `WeightAveraging`
+    Validation, checkpoints (`state_dict`) and the end of `fit` use the mean of all replicas'
+    weights. With `evaluate="outer"`, the former two use the *outer* weights, on which all replicas
+    agree: each fragment's *global copy*, as opposed to a replica's local copy. `WeightAveraging`
     averages the outer weights. Gradient clipping, weight decay and learning-rate schedules act
     within a replica. A metric that `training_step` logs per step with `sync_dist=True` covers only
     that replica; a metric logged per epoch is averaged over all ranks.
@@ -54,13 +54,14 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     `fit`. The traffic forecast (`traffic()`) includes neither these averages nor new fragments.
 
     Args:
-        sync_every: H, the number of inner (optimizer) steps between two exchanges of a fragment.
-            The paper uses 30 to 100; 1 gives the worst quality. "auto" begins with 10, measures the
-            exchanges, and then chooses the shortest of 10, 20, 30, 50, 100 and 200 steps in which
-            the link is busy for at most 80 % of the time and the work of exchanges takes at most
-            1.25 %. H and tau change again when the link or the steps do. Each change is logged and
-            saved in checkpoints, and restarts the outer optimizer. Two fits may choose differently,
-            so their weights may differ; with a number they do not. See
+        sync_every: H, the number of inner (optimizer) steps between two exchanges of a fragment;
+            the lower, the closer the loss to that of data parallelism. "auto" exchanges as often as
+            the link hides: it begins with 10, measures the exchanges, and then chooses the shortest
+            of 10, 20, 30, 50, 100 and 200 steps in which the link is busy for at most 80 % of the
+            time and the work of exchanges takes at most 1.25 %. H and tau change again when the
+            link or the steps do. Each change is logged and saved in checkpoints, and restarts the
+            outer optimizer. Two fits may choose differently, and so may a fit and its resumption,
+            so their weights may differ; with a number they do not. The paper uses 30 to 100. See
             `lightning_commfree.diloco.pace`.
         num_fragments: P, the number of fragments. If None, each fragment contains up to 3
             transformer blocks, and one additional fragment contains all other parameters; a model
@@ -96,12 +97,12 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             "raise": all ranks stop with an error that names the replica, and no checkpoint with
             such weights is written. "abstain": the replica is left out of that fragment's mean and
             continues from the global copy; see `lightning_commfree.diloco.nonfinite`.
-        evaluate: the weights to use for validation and for checkpoints saved with it. "outer": the
-            outer weights, which are the initial weights until a fragment first lands, and later up
-            to `sync_every` steps old. "mean": the mean of the replicas' local weights, which costs
-            an extra exchange (half a byte per parameter in fp4) but makes early stopping and best
-            checkpoints meaningful in short runs. A checkpoint that is saved outside of a
-            validation needs another exchange. The choice does not affect training.
+        evaluate: the weights to use for validation and for checkpoints saved with it. "mean": the
+            mean of the replicas' local weights, with which the fit also ends. Each validation, and
+            each checkpoint that is saved outside of one, waits for an exchange of all fragments
+            (half a byte per parameter in fp4). "outer": the outer weights, which need no exchange.
+            They are the initial weights until a fragment first lands, and later up to `sync_every`
+            steps old. The choice does not affect training.
         check_drift_every: number of cycles (of `sync_every` steps) between checks that all replicas
             have the same global copies. They compare hashes, which are sent with the exchange; a
             difference ends the fit. 0 disables the check.
@@ -122,13 +123,13 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     Example::
 
-        strategy = StreamingDiLoCoStrategy(sync_every=50, overlap_steps=2)
+        strategy = StreamingDiLoCoStrategy()
         trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
     """
 
     def __init__(  # noqa: PLR0913 - flat keywords, as YAML files and LightningCLI set them
         self,
-        sync_every: int | str = 100,
+        sync_every: int | str = "auto",
         num_fragments: int | None = None,
         fragment_pattern: str = "strided",
         overlap_steps: int = 1,
@@ -138,7 +139,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         replica_size: int = 1,
         inside: str | FSDPSettings | DominoSettings = "ddp",
         nonfinite: str = "raise",
-        evaluate: str = "outer",
+        evaluate: str = "mean",
         check_drift_every: int = 1,
         outer_device: str | None = None,
         **ddp_kwargs: Any,

@@ -178,8 +178,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             in the exchange after their current step, with the steps they have taken, and skip the
             remaining steps.
         **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
-            ranks of this Trainer, and `evaluate` must be "outer". The default outer learning rate
-            is 0.4, regardless of the number of replicas.
+            ranks of this Trainer, `sync_every` a number of steps, by default 100, and `evaluate`
+            "outer". The default outer learning rate is 0.4, regardless of the number of replicas.
 
     Attributes:
         slot: this replica's slot; 0 until a fit has begun.
@@ -204,6 +204,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         sync: str = "steps",
         **kwargs: Any,
     ) -> None:
+        kwargs = {"sync_every": 100, "evaluate": "outer", **kwargs}
         # The number of replicas changes, but the outer optimizer must be the same on all of them.
         default = default_outer_optimizer(replicas=1, sync_every=1)
         kwargs["outer_optimizer"] = kwargs.get("outer_optimizer") or default

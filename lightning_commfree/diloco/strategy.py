@@ -122,8 +122,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     Example::
 
-        strategy = StreamingDiLoCoStrategy(sync_every=50, overlap_steps=2)
-        trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
+        trainer = Trainer(strategy=StreamingDiLoCoStrategy(), devices=2, num_nodes=4)
     """
 
     def __init__(  # noqa: PLR0913 - flat keywords, as YAML files and LightningCLI set them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -11,12 +12,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from commfree_planner import payload_bytes
+from commfree_planner.pace import SYNC_EVERY
 from docs.site.loss_over_bytes import TARGET as PLOT
 from docs.site.loss_over_bytes import description, draw, points
 from docs.site.messages import sentences
 from docs.site.planner_page import page as page_with_planner
-from docs.site.reference import packages
+from docs.site.reference import MODULES, SHOWN, STRATEGIES, packages
 from docs.site.schedule_svg import SCHEDULE, TARGET, drawing, flights
+from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.diloco.messages import _MIN_EXCHANGES
+from lightning_commfree.diloco.settings import default_outer_optimizer
 from lightning_commfree.diloco.streaming import Landing
 from lightning_commfree.lion.voting import vote_shares
 
@@ -53,12 +59,34 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    for package, names in packages(ROOT).items():
-        page = site / "api" / f"{package.removeprefix('lightning_commfree.')}.html"
-        text = page.read_text("utf-8")
-        missing = [name for name in names if f'id="{package}.{name}"' not in text]
-        assert not missing, page
+def test_the_reference_shows_every_public_name_and_the_strategies_first(site: Path) -> None:
+    shown = {
+        page.stem: [
+            name.rpartition(".")[2]
+            for name in re.findall(r'<h\d id="([\w.]+)"', page.read_text("utf-8"))
+        ]
+        for page in (site / "api").glob("*.html")
+    }
+    assert shown.keys() == {"lightning_commfree", "commfree_planner", *SHOWN, *MODULES}
+    for page, exported in packages(ROOT).items():
+        if page in shown:
+            assert {*exported} <= {*shown[page]}, page
+    for page, names in SHOWN.items():
+        assert {*names} <= {*shown[page]}, page
+    first = shown["lightning_commfree"]
+    assert [name for name in first if name.endswith("Strategy")] == [*STRATEGIES]
+    assert first.index("DistributedLion") > first.index(STRATEGIES[-1])
+    assert "join" not in first, "members that nobody should call"
+
+
+def test_a_search_finds_guides_before_results_and_no_source_code(site: Path) -> None:
+    index = json.loads((site / "search/search_index.json").read_text("utf-8"))
+    boosts = {entry["location"]: entry.get("boost", 1) for entry in index["docs"]}
+    assert boosts["choose.html"] == 1
+    assert boosts["results/size_ladder/result.html"] < 1
+    assert boosts["messages.html"] < 1
+    assert (site / "source/lightning_commfree/diloco/streaming.py.html").is_file()
+    assert [found for found in boosts if ".py.html" in found] == []
 
 
 def test_nothing_is_fetched_from_another_server(site: Path) -> None:
@@ -150,52 +178,123 @@ def test_every_figure_is_explained() -> None:
     assert set(re.findall(r"`((?:comm|outer|lion)/\w+)`", page)) >= {*outer, *lion, *comm}
 
 
-def test_the_plot_shows_the_saved_losses_and_readme_quotes_them(tmp_path: Path) -> None:
+def rows_of(page: Path, heading: str) -> list[list[str]]:
+    """Return the cells of the first table under a heading of a page, without its two head rows."""
+    under = page.read_text("utf-8").partition(f"\n{heading}\n")[2]
+    table = re.search(r"(?:^\|.*\n)+", under, re.MULTILINE)
+    assert table, f"{page} has no table under {heading}"
+    return [[c.strip() for c in row.split("|")[1:-1]] for row in table[0].splitlines()[2:]]
+
+
+def test_the_price_is_what_the_size_ladder_measured() -> None:
+    """In figures.md, every cell; in README, the lowest and the highest of two replicas."""
+    steps: dict[tuple[str, str, str], tuple[str, str]] = {}  # by model, size, tokens per parameter
+    for size, model, _, _, _, tokens, short, long in rows_of(LADDER, "## The runs"):
+        for per_parameter, cell in (("20", short), ("100", long)):
+            steps[model, size, per_parameter] = cell.split()[0], tokens
+    gaps = {}  # the default outer step comes last
+    for row in rows_of(LADDER, "## Gap by size, M and H"):
+        size, per_parameter, every, replicas, _, model, optimizer, seeds, _, _, gap, _ = row
+        if optimizer == "adamw":
+            key = (model, size, *steps[model, size, per_parameter], replicas, every)
+            gaps[key] = gap.split()[0].removeprefix("+")
+            assert replicas == "1" or (seeds == "1") == (size == "0.8M"), "as the page says"
+
+    shown = {}
+    columns = [("2", "100"), ("2", "30"), ("4", "100"), ("4", "30")]
+    for run, taken, tokens, *cells in rows_of(DOCS / "figures.md", "## The price"):
+        model, size = run.split()
+        for (replicas, every), cell in zip(columns, cells, strict=True):
+            key = model.lower().replace("-", ""), size, taken, tokens, replicas, every
+            assert gaps.get(key, "") == cell, key
+            if cell:
+                shown[key] = cell
+    assert {key for key in gaps if key[4:] in columns} == shown.keys(), "the page leaves out none"
+
+    two = sorted(float(gap) for key, gap in gaps.items() if key[4:] == ("2", "100"))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert f"| **{two[0]:.2f} to {two[-1]:.0f} % higher** |" in readme
+    page = " ".join((DOCS / "figures.md").read_text("utf-8").split())
+    assert f"to {two[-1]:.1f} % above DDP" in page
+    alone = sorted(float(gap) for key, gap in gaps.items() if key[4] == "1")
+    assert f"ends {alone[0]:.1f} to {alone[-1]:.1f} % above DDP" in page
+    found = LADDER.read_text("utf-8")
+    tuned = re.search(r"rates of longer runs:.* gpt2 at 0.04M is \+(\S+) ", found)
+    assert tuned
+    assert f"two replicas end {tuned[1]} % above DDP" in page
+
+
+def test_pages_name_the_values_of_the_code() -> None:
+    """Of settings that a page explains; `test_readme.py` compares the signatures that are shown."""
+    pages = {p.stem: " ".join(p.read_text("utf-8").split()) for p in DOCS.glob("*.md")}
+    lengths = f"{', '.join(map(str, SYNC_EVERY[:-1]))} and {SYNC_EVERY[-1]} steps"
+    assert lengths in " ".join(str(StreamingDiLoCoStrategy.__doc__).split())
+    for page in ("streaming_diloco", "tuning"):
+        assert lengths in pages[page]
+        assert f"{_lr(4, 100)} for four replicas or more with" in pages[page]
+        assert (_lr(3, 100), _lr(4, 99)) == (0.4, 0.4), "as the pages say"
+    for page, saying in (
+        ("choose", "exchanged fewer than {} times"),
+        ("figures", "A fit warns below {} for each"),
+        ("streaming_diloco", "Below {} times it warns"),
+        ("troubleshooting", "Below {} times it is a warning"),
+    ):
+        assert saying.format(_MIN_EXCHANGES) in pages[page]
+    conf = (ROOT / "conf/strategy/streaming_diloco.yaml").read_text("utf-8")
+    assert f"lr {_lr(2, 100)} (4 replicas and 100 steps or more: {_lr(4, 100)})" in conf
+    for row in rows_of(DOCS / "tuning.md", "## Which wire"):
+        wire, bits = row[0].strip('`"'), float(row[1])
+        many = 1 << 20
+        assert 8 * payload_bytes(many, wire) / many == pytest.approx(bits, abs=0.006), wire
+
+
+def _lr(replicas: int, sync_every: int) -> float:
+    return default_outer_optimizer(replicas, sync_every).keywords["lr"]
+
+
+def sizes(cell: str) -> list[float]:
+    """Return the seconds and bytes in a cell of README's table."""
+    scale = {"s": 1.0, "kB": 1e3, "MB": 1e6}
+    found = re.findall(r"([\d.]+) (s|kB|MB)\b", cell)
+    return [float(number) * scale[unit] for number, unit in found]
+
+
+def test_the_table_in_readme_is_what_was_measured_and_predicted() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    table = re.findall(r"^\| (?:measured|predicted): .*$", readme, re.MULTILINE)
+    pages = (("result.md", "## 100mbit"), ("small.md", "## 20mbit"))
+    expected = []
+    for name, heading in pages:
+        measured = {row[0]: row for row in rows_of(ROOT / "benchmarks/bandwidth" / name, heading)}
+        assert heading[3:].replace("mbit", " Mbit/s") in table[len(expected)]
+        rows = [measured[method] for method in ("no communication", "DDP", "+ fp4")]
+        ms = [float(row[1]) / 1000 for row in rows]
+        sent = [float(row[8].replace(",", "")) for row in rows]
+        expected.append([ms[0], ms[1], sent[1], ms[2], sent[2]])
+    planned = [
+        re.findall(rf"^{re.escape(method)} .*% +([\d.]+) +([\d.]+)$", readme, re.MULTILINE)[0]
+        for method in ("data parallel", "+ fp4")
+    ]
+    [computing] = re.findall(r"--step-time (\S+)", readme)
+    pairs = (figure for s, mb in planned for figure in (float(s), 1e6 * float(mb)))
+    expected.append([float(computing), *pairs])
+    for row, figures in zip(table, expected, strict=True):
+        assert sizes(row.partition("|")[2].partition("|")[2]) == pytest.approx(figures, rel=0.03)
+
+
+def test_the_plot_shows_the_saved_losses(tmp_path: Path) -> None:
     found = points()
     draw(
         tmp_path / "again.svg", found
     )  # the file depends on matplotlib's release, its points do not
     for picture in (tmp_path / "again.svg", PLOT):
         assert description(found) in picture.read_text("utf-8"), "run docs.site.loss_over_bytes"
-    assert {len(point.gaps) for point in found} == {3}, "as many seeds as README says"
-    gap = {(p.model, p.replicas, p.sync_every): f"{p.mean:.1f}" for p in found}
-    rows = [line.split(" | ") for line in LADDER.read_text("utf-8").splitlines()]
-    # the default outer step comes last
-    shown = {
-        (row[0], row[5], int(row[3]), int(row[2])): f"{float(row[10].split()[0]):.1f}"
-        for row in rows
-        if row[0] in ("| 0.04M", "| 0.2M") and row[1] == "20" and row[6] == "adamw"
-    }
-    gap_of = {tuple(row[:6]): row[10].split() for row in rows if len(row) > 10}
-    long = gap_of["| 0.2M", "100", "100", "2", "0.4", "gpt2"]
-    longest = gap_of["| 0.04M", "100", "100", "2", "0.4", "gpt2"]
-    assert long[1] == longest[1] == "±", "three seeds, as README says"
-    two, gpt2_two = (gap_of["| 0.8M", "20", "100", "2", "0.4", of] for of in ("llama", "gpt2"))
-    four = gap_of["| 0.8M", "20", "100", "4", "0.8", "llama"]
-    assert two[1:] == gpt2_two[1:] == four[1:] == ["%"], "one seed, as README says"
-    tuned = re.search(
-        r"rates of longer runs:.* gpt2 at 0.04M is \+(\S+) ", LADDER.read_text("utf-8")
-    )
-    assert tuned is not None
-    quoted = {("| 0.04M", *key): value for key, value in gap.items()}
-    assert quoted.items() <= shown.items(), "the size ladder's page"
+    assert {len(point.gaps) for point in found} == {3}, "as many seeds as the page says"
     # the ledger's formula: 4-bit codes, one scale per 256
     assert found[0].share == pytest.approx((0.5 + 1 / 256) / 30 / 4)
-
-    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    shares = {p.sync_every: f"1/{1 / p.share:.0f}" for p in found}
-    often = f"{gap['gpt2', 2, 30]} % (GPT-2) and {gap['llama', 2, 30]} % (Llama) above DDP"
-    assert f"{often} and send {shares[30]}" in readme
-    gpt2, llama = (shown["| 0.2M", model, 2, 100] for model in ("gpt2", "llama"))
-    assert f"the loss is {gpt2} % above DDP's" in readme
-    assert f"after 100 tokens per parameter, it is {float(long[0]):.2f} % above" in readme
-    largest = f"{float(gpt2_two[0]):.1f} % (GPT-2) and {float(two[0]):.2f} % (Llama) above"
-    assert f"{largest}, and the Llama {float(four[0]):.1f} % with four replicas" in readme
-    more = f"and {float(longest[0]):.1f} % after 100 ({tuned[1]} % with learning rates tuned"
-    assert f"ends {gap['gpt2', 2, 100]} % above DDP after 20 tokens per parameter, {more}" in readme
-    assert f"A Llama of the same size ends {llama} % above DDP" in readme
-    assert f"{gap['gpt2', 2, 100]} and {gap['llama', 2, 100]} % with {shares[100]}" in readme
-    assert f"{gap['gpt2', 4, 30]} to {gap['llama', 4, 100]} % above" in readme
+    two = {p.sync_every: f"1/{1 / p.share:.0f}" for p in found if p.replicas == 2}
+    page = " ".join((DOCS / "figures.md").read_text("utf-8").split())
+    assert f"{two[30]} of DDP's bytes with H = 30, and {two[100]} with H = 100" in page
 
 
 def test_the_animation_follows_the_schedule() -> None:

@@ -241,10 +241,28 @@ def test_a_wrong_command_is_found(page: str, wrong: str, monkeypatch, capsys) ->
     assert wrong in f"{failed.value}{capsys.readouterr().err}"
 
 
-def test_the_readme_says_which_links_do_not_work_on_a_package_page() -> None:
-    before, _, _ = PAGES["README.md"].partition("These links lead into the repository")
+def test_the_readme_answers_on_its_first_screen() -> None:
+    before, _, after = PAGES["README.md"].partition("\n## Read on\n")
+    assert after
+    assert len(before.split()) <= 700
     relative = [link for link in re.findall(r"\]\(([^)\s]+)\)", before) if "://" not in link]
-    assert relative == re.findall(r"!\[[^\]]{40,}\]\(([^)\s]+)\)", before)  # pictures with a text
+    # on a package page, only pictures' texts are left of these
+    assert relative == re.findall(r"!\[[^\]]{40,}\]\(([^)\s]+)\)", before)
+    assert "These links lead into the repository" in after.partition("\n- ")[0]
+    for name in PUBLIC:
+        assert name in before or not name.endswith("Strategy"), name
+
+
+def test_the_readme_shows_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+    (_, demo), (plan, planned) = re.findall(
+        r"```console\n\$ (.*)\n```\n\n```text\n((?:.*\n)*?)```", PAGES["README.md"]
+    )
+    commfree_plan(plan.split()[1:])
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in planned.splitlines() if line not in printed] == []
+    measured = (ROOT / "benchmarks/demo/result.md").read_text("utf-8")
+    for figure in re.findall(r"[\d.]+ (?:nats|MB|GB)", demo):
+        assert figure.removesuffix(" nats") in measured, figure
 
 
 def _calls_shown(block: str) -> Iterator[ast.Call]:

@@ -30,6 +30,8 @@ INDEX = {
     "README.md": "index.md",
 }
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".ipynb": "json", ".toml": "toml"}
+# how far results of a search come behind those of the guides
+BEHIND = {"source/": 0.3, "results/": 0.5, "messages": 0.5, "api/": 0.7}
 log = logging.getLogger("mkdocs.hooks")
 origins: dict[str, str] = {}  # generated page -> its file in the repository
 
@@ -91,10 +93,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite links between files of the repository to their paths in the site."""
+    """Rewrite links between files of the repository; let a search find the guides first."""
     here = page.file.src_uri
+    for begin, boost in BEHIND.items():
+        if here.startswith(begin):
+            page.meta["search"] = {"boost": boost}
     origin = origins.get(here, f"docs/{here}")
     if not origin.endswith(".md"):
+        page.meta["search"] = {"exclude": True}  # source code
         return markdown
     paths = linked(origin, markdown)
 

@@ -1,24 +1,37 @@
-"""Generate the API reference: what packages and modules export, and some modules."""
+"""Generate the API reference: what users call, and what they need for an algorithm of their own."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from logging import Logger
 from pathlib import Path
 
 import griffe
 
 PACKAGE, PLANNER = "lightning_commfree", "commfree_planner"
-# the interfaces for writing your own algorithm or layout
-MODULES = (
-    "comm.channel",
-    "comm.liveness",
-    "domino.families",
-    "fit.contracts",
-    "fit.fit",
-    "model.weight_swap",
+STRATEGIES = (
+    "StreamingDiLoCoStrategy",
+    "ElasticDiLoCoStrategy",
+    "DistributedLionStrategy",
+    "DominoTPStrategy",
 )
+# Per page, what it shows of a module; the first page shows all that the package exports. The other
+# names in the `__all__` of a package are for the library itself.
+SHOWN = {
+    "diloco": (
+        "streaming_diloco",
+        "Codec",
+        "Int2Codec",
+        "default_outer_optimizer",
+        "OuterOptimizerFactory",
+    ),
+    "domino": ("DominoSettings",),
+    "strategies": ("ReplicaStrategy", "EveryStep", "LocalCopies", "DataParallel", "Traffic"),
+}
+# the interfaces for writing your own algorithm or layout
+MODULES = ("comm.channel", "fit.contracts", "fit.fit", "model.weight_swap")
+WITHOUT_MEMBERS = ("DistributedLion",)  # they are torch's, or called by its strategy
 
 
 def exported(init: Path) -> list[str]:
@@ -51,7 +64,10 @@ def pages(root: Path, log: Logger) -> Iterator[tuple[str, str]]:
         for name in names:
             if module[name].docstring is None:
                 log.warning("the public name %s.%s has no docstring", package, name)
-        yield f"api/{short}.md", page(package, module, names)
+        if package == PACKAGE:
+            names = [*STRATEGIES, *(name for name in names if name not in STRATEGIES)]
+        if package in (PACKAGE, PLANNER) or short in SHOWN:
+            yield f"api/{short}.md", page(package, module, SHOWN.get(short, names))
     for short in MODULES:
         yield f"api/{short}.md", page(f"{PACKAGE}.{short}", tree[short], public_in(tree[short]))
 
@@ -63,9 +79,12 @@ def public_in(module: griffe.Module) -> list[str]:
     return [m.name for m in own if m.name[0] != "_" and m.kind in kinds]
 
 
-def page(package: str, module: griffe.Object | griffe.Alias, names: list[str]) -> str:
+def page(package: str, module: griffe.Object | griffe.Alias, names: Sequence[str]) -> str:
     """Return a page: the module docstring, verbatim, and then its names."""
     said = module.docstring.value if module.docstring else ""
     title = f"# `{package}`\n\n"
-    blocks = "\n".join(f"::: {package}.{name}\n" for name in names)
+    hidden = "    options:\n      members: false\n"
+    blocks = "\n".join(
+        f"::: {package}.{name}\n{hidden if name in WITHOUT_MEMBERS else ''}" for name in names
+    )
     return f"{title}````text\n{said}\n````\n\n{blocks}"

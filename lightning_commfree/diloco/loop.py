@@ -45,7 +45,7 @@ def streaming_diloco(
     Example::
 
         dist.init_process_group("gloo")
-        with streaming_diloco(model, optimizer, sync_every=50) as diloco:
+        with streaming_diloco(model, optimizer) as diloco:
             for inputs, targets in loader:
                 with diloco.stepping():
                     loss(model(inputs), targets).backward()

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_commfree.comm.text import counted
 from lightning_commfree.diloco.schedule import Schedule
-from lightning_commfree.diloco.settings import DiLoCoSettings, is_single_fragment
+from lightning_commfree.diloco.settings import AUTO_BEGINS, DiLoCoSettings, is_single_fragment
 
 _ONE_FRAGMENT = (
     "No list of equal modules (transformer blocks) was found, so the whole model is one fragment,"
@@ -24,7 +24,9 @@ _AUTO = (
     "`sync_every='auto'` exchanges each fragment every {} steps at first, and then as often as the"
     " link hides: each change is logged."
 )
-_MIN_EXCHANGES = 5  # per fragment in a fit; warn if there are fewer
+# Per fragment in a fit; warn if there are fewer. With two replicas, fits of 7 to 18 exchanges ended
+# 3 to 10 % above data parallelism's loss (`benchmarks/size_ladder/result.md`).
+_MIN_EXCHANGES = 20
 
 
 class Message(NamedTuple):
@@ -55,7 +57,7 @@ def startup_messages(
 
 
 def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Message:
-    """Report the number of exchanges in a fit; if it is low, warn and suggest a `sync_every`."""
+    """Report the number of exchanges in a fit; if it is low, warn and say what to change."""
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
     least = f"{min(counts)} to " if max(counts) > min(counts) else ""
     whole = len(counts) == 1
@@ -68,15 +70,20 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
     if min(counts) >= _MIN_EXCHANGES:
         return Message(f"{report}.", warns=False)
 
-    advised = last_step // (_MIN_EXCHANGES + 1)
-    advice = (
-        f"Try `sync_every={advised}`."
-        if advised > settings.overlap_steps
-        else "The fit is too short for more exchanges."
+    cycles = _MIN_EXCHANGES + 1  # a fragment is first launched in the second cycle
+    at_least = counted(cycles * schedule.sync_every, "step")
+    # below AUTO_BEGINS, losses were not lower
+    shorter = max(last_step // cycles, AUTO_BEGINS, schedule.overlap_steps + 1)
+    change = f", or set `sync_every={shorter}`" if shorter < schedule.sync_every else ""
+    until_then = (
+        " Until a fragment first lands, validations use its initial weights, unless"
+        " `evaluate='mean'`."
+        if settings.evaluate == "outer"
+        else ""
     )
     text = (
-        f"{report}: the replicas train independently for most of the fit, and until a fragment"
-        f" first lands, validations use its initial weights, unless `evaluate='mean'`. {advice}"
+        f"{report}. With fewer than {_MIN_EXCHANGES} exchanges, expect a loss well above that of"
+        f" data parallelism. Train for at least {at_least}{change}.{until_then}"
     )
     return Message(text, warns=True)
 

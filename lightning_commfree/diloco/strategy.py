@@ -123,8 +123,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     Example::
 
-        strategy = StreamingDiLoCoStrategy()
-        trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
+        trainer = Trainer(strategy=StreamingDiLoCoStrategy(), devices=2, num_nodes=4)
     """
 
     def __init__(  # noqa: PLR0913 - flat keywords, as YAML files and LightningCLI set them

@@ -40,7 +40,7 @@ class DistributedLion(Optimizer):
     an fp32 master copy: steps update the copy, and the parameter is its rounded value. In bf16
     without a master copy, most steps would be rounded away.
 
-    To choose hyperparameters, start from those of AdamW (`docs/choose.md` has measurements):
+    To choose hyperparameters, start from those of AdamW (`docs/tuning.md` has measurements):
 
     - `lr`: 3 to 10 times smaller (arXiv:2302.06675, section 5), because every step moves each
       parameter by `lr`; 4 times smaller was best for small language models.

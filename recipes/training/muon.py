@@ -2,7 +2,7 @@
 
 Muon orthogonalizes the momentum of a matrix by a Newton-Schulz iteration (arXiv:2502.16982), so it
 needs whole matrices: a shard of one would take another step. Inside DiLoCo it is MuLoCo
-(arXiv:2505.23725). `docs/choose.md` shows both for a module of your own.
+(arXiv:2505.23725). `docs/tuning.md` shows both for a module of your own.
 """
 
 from __future__ import annotations

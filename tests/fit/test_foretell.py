@@ -45,10 +45,10 @@ def what_is_said(**changes: Any) -> tuple[list[str], list[str]]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "enough": {"sync_every": 4, "num_fragments": 1},
-    "few": {"sync_every": 4, "num_fragments": 2, "max_steps": 17},
-    "none": {},
-    "too short": {"sync_every": 4, "num_fragments": 1, "max_steps": 6},
+    "enough": {"sync_every": 2, "num_fragments": 1, "max_steps": 41},
+    "few": {"sync_every": 2, "num_fragments": 2, "max_steps": 38, "evaluate": "outer"},
+    "long cycles": {"sync_every": 100},
+    "evaluate mean": {"sync_every": 12, "overlap_steps": 10, "evaluate": "mean"},
     "epochs": {"sync_every": 4, "max_epochs": 1, "max_steps": -1},
     "endless data": {"max_epochs": 1, "max_steps": -1},
     "no blocks": {"sync_every": 4, "module": Convolutions},
@@ -72,26 +72,33 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_it_says_how_often_a_fragment_is_exchanged(said: Any) -> None:
     assert said["enough"] == (
         [
-            "Within 20 steps the only fragment is exchanged 5 times (`sync_every=4`), and once more"
-            " when the fit ends."
+            "Within 41 steps the only fragment is exchanged 20 times (`sync_every=2`), and once"
+            " more when the fit ends."
         ],
         [],
     )
     # 160 rows on 2 ranks in batches of 2; 4 blocks, and parameters outside them
-    (text,) = said["epochs"][0]
+    (text,) = said["epochs"][1]
     assert text.startswith("Within 40 steps each of the 3 fragments is exchanged 9 to 10")
 
 
 def test_few_exchanges_bring_the_advice(said: Any) -> None:
     infos, (warning,) = said["few"]
     assert infos == []
-    assert warning.startswith("Within 17 steps each of the 2 fragments is exchanged 3 to 4 times")
-    assert warning.endswith("Try `sync_every=2`.")
-    assert Schedule(2, 2, 1).launches_until(1, 17) >= 5, "the advice is good"
-    assert said["none"][1][0].endswith("Try `sync_every=3`.")
-    assert "is exchanged 0 times" in said["none"][1][0]
-    assert "the only fragment is exchanged 1 time (" in said["too short"][1][0]
-    assert said["too short"][1][0].endswith("The fit is too short for more exchanges.")
+    assert warning.startswith("Within 38 steps each of the 2 fragments is exchanged 18 to 19 times")
+    assert warning.endswith(
+        " Train for at least 42 steps. Until a fragment first lands, validations use its initial"
+        " weights, unless `evaluate='mean'`."
+    )
+    last = 1
+    assert Schedule(2, 2, 1).launches_until(last, 42) >= 20, "the advice is good"
+    assert Schedule(2, 2, 1).launches_until(last, 40) < 20, "and no more than needed"
+
+    (warning,) = said["long cycles"][1]
+    assert "is exchanged 0 times" in warning
+    assert " Train for at least 2,100 steps, or set `sync_every=10`." in warning
+    (warning,) = said["evaluate mean"][1]
+    assert warning.endswith(" Train for at least 252 steps, or set `sync_every=11`.")
 
 
 def test_one_replica_is_told_that_nothing_is_exchanged(said: Any) -> None:

@@ -179,7 +179,7 @@ def test_a_run_that_ends_with_its_first_checkpoint(compose_config) -> None:
 
 @pytest.mark.parametrize("suffix", ["", "_finetune"])
 def test_lions_rate_and_decay_follow_adamws(suffix, compose_config) -> None:
-    """As `docs/choose.md` says; a tenth of the rate undertrained a small model by far."""
+    """As `docs/distributed_lion.md` says; a tenth of the rate undertrained a small model by far."""
     names = (f"distributed_lion{suffix}", f"adamw{suffix}")
     ours, theirs = (compose_config(f"optimizer={name}")["optimizer"] for name in names)
     assert ours["lr"] == pytest.approx(theirs["lr"] / 4)

@@ -50,11 +50,15 @@ def plan_rows(
         f" {human_bytes(recorder.meter.ddp_start_bytes)} before the first",
     }
     if isinstance(strategy, StreamingDiLoCoStrategy):
+        means = strategy.settings.evaluate == "mean"
         aside = sum(local_tensor(p).nbytes for p in module.parameters() if p.requires_grad)
         rows["a save takes"] = (
             f"{human_bytes(aside)} more memory on each rank, as does a validation: the model"
-            " then has the outer weights, beside a copy of its own"
+            f" then has the {'mean' if means else 'outer'} weights, beside a copy of its own"
         )
+        if means and traffic.bytes_per_cycle:
+            sent = human_bytes(traffic.bytes_per_cycle)
+            rows["a validation sends"] = f"{sent} from each rank, as does a save outside of one"
         if codec_of(strategy.settings.wire_dtype).error_feedback:
             residual = 4 * trained // strategy.settings.replica_size
             rows["error feedback"] = (

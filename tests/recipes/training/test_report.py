@@ -138,7 +138,7 @@ def test_a_ddp_runs_figures(fit, tmp_path, capfd) -> None:
 
 def test_a_diloco_runs_figures_are_the_ledgers(fit, capfd) -> None:
     strategy = StreamingDiLoCoStrategy(
-        sync_every=4, num_fragments=2, wire_dtype="fp32", start_method="fork"
+        sync_every=4, num_fragments=2, wire_dtype="fp32", evaluate="outer", start_method="fork"
     )
     _, module, summary = fit(strategy=strategy)
     parameters = sum(p.numel() for p in module.parameters())

@@ -446,8 +446,8 @@ def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
     for seed in range(1, seeds + 1):
         yield from grid(middle, seed, HALF, replicas=())
     for m, models, every in (
-        (2, MODELS, OFTEN),
         (2, MODELS[:1], CHOSEN),
+        (2, MODELS, OFTEN),
         (4, MODELS, OFTEN),
         (8, steady, OFTEN),
     ):

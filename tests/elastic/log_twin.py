@@ -52,7 +52,8 @@ class Job:
     ranks: int = 1  # of each replica
 
     def settings(self) -> DiLoCoSettings:
-        return DiLoCoSettings(**{**DEFAULTS, "replica_size": self.ranks, **self.changes})
+        own = {"evaluate": "outer", "replica_size": self.ranks, **self.changes}
+        return DiLoCoSettings(**{**DEFAULTS, **own})
 
 
 @dataclass

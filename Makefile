@@ -4,6 +4,9 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up-done
+# The demos need a third of the packages; where all are installed, they need nothing else.
+DEMO_STAMP := $(VENV)/.demo-set-up-done
+DEMO_READY := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 # Tried in this order; the first one that is new enough creates .venv.
 PYTHONS := python3 python3.13 python3.12 python3.11 python3.10
 # constraints.txt stays at this release of torch, even if a newer one exists.
@@ -40,15 +43,15 @@ help:
 	@echo "make clean        remove .venv, builds and caches, but not the outputs of recipes"
 
 # OMP_NUM_THREADS=1: the ranks of one machine share its cores, and waiting OpenMP threads would spin on them.
-demo: $(STAMP)
+demo: $(DEMO_READY)
 	OMP_NUM_THREADS=1 $(PY) -m recipes.pretrain experiment=demo $(DEMO_ARGS)
 
 # The page in benchmarks/ names the commit that made it; this one is a trial.
-elastic-demo: $(STAMP)
+elastic-demo: $(DEMO_READY)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.elastic_demo --page build/elastic_demo.md $(ELASTIC_DEMO_ARGS)
 
 # The settings fit a run this short, as the demo's do.
-compare: $(STAMP)
+compare: $(DEMO_READY)
 	OMP_NUM_THREADS=1 $(PY) -m recipes.compare trainer.max_steps=600 trainer.val_check_interval=100 \
 	  'overrides.streaming_diloco={strategy.sync_every:20}' $(COMPARE_ARGS)
 
@@ -128,13 +131,23 @@ bench: $(STAMP)
 gpu-check: $(STAMP)
 	$(PY) -m benchmarks.gpu_check $(GPU_ARGS)
 
-# The stamp comes last, so that an interrupted set-up is resumed. pip compiles on one core, compileall on all of them;
-# files that it cannot compile (templates, the syntax of other Pythons) are never imported.
+# --quiet leaves errors and warnings.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+SHOW_PIP := PIP_VERBOSE=1 shows the downloads.
+
+# A stamp comes last, so that an interrupted set-up is resumed. What every test imports is compiled here, even where
+# Python is told to write no bytecode: tests start many processes, of which each would compile it again.
 $(STAMP): pyproject.toml constraints.txt
 	@$(make-venv)
-	@echo "Installing the releases in constraints.txt into $(VENV): some minutes, once."
-	@$(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,dev,docs]'
-	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
+	@echo "Installing the releases in constraints.txt into $(VENV): some minutes, once. $(SHOW_PIP)"
+	@$(INSTALL) -e '.[recipes,dev,docs]'
+	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import torch, lightning.pytorch, transformers'
+	@touch $@
+
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	@$(make-venv)
+	@echo "Installing torch, Lightning and what else the demos need into $(VENV): a few minutes, once. $(SHOW_PIP)"
+	@$(INSTALL) -e '.[demo,numba]'
 	@touch $@
 
 # A .venv without pip was interrupted while it was created: venv completes it.

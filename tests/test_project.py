@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import sys
@@ -81,6 +82,39 @@ def test_the_targets_in_contributing_exist() -> None:
     helped = set(re.findall(r'@echo "make ([a-z-]+) ', text_of("Makefile")))
     hidden = {"help"}
     assert TARGETS - hidden == helped
+
+
+# modules of packages with another name, or that come with another package
+PACKAGE_OF = {"hydra": "hydra-core", "omegaconf": "hydra-core", "pydantic_core": "pydantic"}
+DEMOS = ("recipes", "benchmarks/common", "benchmarks/elastic_demo", "benchmarks/lab")
+
+
+def imported_at_start(path: Path) -> set[str]:
+    """Libraries that importing a file imports: not those named inside functions."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+    ours = {"lightning_commfree", "commfree_planner", "recipes", "benchmarks"}
+    return {name.partition(".")[0] for name in found} - sys.stdlib_module_names - ours
+
+
+def test_the_demos_start_with_the_packages_that_their_set_up_installs(tmp_path: Path) -> None:
+    extras = project()["optional-dependencies"]
+    texts = [*project()["dependencies"], *extras["demo"]]
+    named = {Requirement(text).name for text in texts}
+    files = [path for folder in DEMOS for path in (ROOT / folder).rglob("*.py")]
+    modules = {name for path in files for name in imported_at_start(path)}
+    needed = {PACKAGE_OF.get(name, name.replace("_", "-")) for name in modules}
+    assert needed - named == set()
+    assert "matplotlib" in needed
+    for target in ("demo", "elastic-demo", "compare"):
+        assert f"\n{target}: $(DEMO_READY)\n" in text_of("Makefile")
+
+    (tmp_path / "one.py").write_text("import wandb.sdk\ndef late():\n    import peft\n")
+    assert imported_at_start(tmp_path / "one.py") == {"wandb"}
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])

@@ -107,7 +107,8 @@ def _pretend_launch(by: str, ranks: tuple[int, int], monkeypatch: pytest.MonkeyP
 
 def _check_make(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # -o: take .venv as up to date, so that only the target's own commands are printed
-    options = ["--no-print-directory", "-n", "-o", ".venv/.set-up-done", "PY=python"]
+    stamps = ["-o", ".venv/.set-up-done", "-o", ".venv/.demo-set-up-done"]
+    options = ["--no-print-directory", "-n", *stamps, "PY=python"]
     dry = subprocess.run(
         ["make", *options, *words], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -28,7 +28,7 @@ from lightning_commfree.comm.ledger import (
     Traffic,
     ring_all_reduce_bytes,
 )
-from lightning_commfree.comm.text import counted, human_bytes, plain
+from lightning_commfree.comm.text import traffic_sentences
 from lightning_commfree.fit.clock import Clock, StepHooks
 from lightning_commfree.fit.contracts import Algorithm
 from lightning_commfree.fit.ranks import Ranks
@@ -405,13 +405,9 @@ class FitLog:
         """
         now, steps = self._ledger.totals(), self._means.steps
         sent = now.bytes_sent - self._before.bytes_sent
+        waited_s = now.seconds_waited - self._before.seconds_waited
         ddp = steps * self.traffic.ddp_bytes_per_step
-        times = f", {plain(ddp / sent)} times as much" if sent else ""
-        return (
-            f"Trained {counted(steps, 'step')}. Rank 0 sent {human_bytes(sent)}{to} (fp32 DDP would"
-            f" have sent {human_bytes(ddp)}{times}) and waited"
-            f" {now.seconds_waited - self._before.seconds_waited:.2f} s for communication."
-        )
+        return traffic_sentences(steps, sent, ddp, waited_s, to)
 
     def close(self) -> None:
         """Stop updating metrics at the end of the fit; `figures` still returns the last ones."""

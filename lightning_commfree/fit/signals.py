@@ -106,7 +106,7 @@ class DeferredSigterm:
         self._requeues = requeues
         if self._trainer.is_global_zero and not self._announced:
             self._announce(
-                "Another rank received SIGTERM: all ranks stop together after this step."
+                "Another rank was asked to stop: all ranks stop together after this step."
             )
         set_sigterm_received(self._trainer)
 
@@ -132,9 +132,10 @@ class DeferredSigterm:
             return
         self.requested = True
         log.info("[rank %d] Received SIGTERM.", self._trainer.global_rank)
+        # names no signal, because the recipes raise this one for Ctrl-C
         # one message per machine; none if a failing rank ends the others with SIGTERM
         if self._trainer.local_rank == 0 and sys.exc_info()[1] is None:
-            self._announce(f"Received SIGTERM: all ranks stop together, {self._expected_stop()}.")
+            self._announce(f"Asked to stop: all ranks stop together, {self._expected_stop()}.")
         launcher = self._trainer.strategy.launcher
         if launcher is not None:  # forward it to launched processes, as Lightning does
             launcher.kill(signum)

@@ -164,7 +164,13 @@ class LanguageModel(pl.LightningModule):
             self.model.loss_type = "ForCausalLM"
         if lora is not None:
             # here: importing it takes a third of a second, which only LoRA needs
-            from peft import LoraConfig, get_peft_model
+            try:
+                from peft import LoraConfig, get_peft_model
+            except ImportError as error:
+                raise ValueError(
+                    "`lora` needs the library `peft`: pip install 'peft>=0.14', or this project's"
+                    " extra `recipes`."
+                ) from error
 
             lora_config = built_from_config(
                 lambda: LoraConfig(task_type="CAUSAL_LM", **lora), "lora"

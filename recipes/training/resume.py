@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 import warnings
 from pathlib import Path
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 
 from lightning_commfree.comm.text import counted
 from lightning_commfree.resume.folders import REST, is_folder
+from recipes.training.launch import launched_outside
 from recipes.training.report import CHECKPOINT_FOLDER
+from recipes.training.summary import shown
 
 _LIGHTNINGS_WORDS = ("best", "hpc")  # Lightning resolves these itself
 
@@ -59,6 +65,20 @@ def find_checkpoint(
             " from scratch."
         )
     return str(path)
+
+
+def resume_command(run_dir: str) -> str:
+    """Return a sentence with the command that resumes the run; call it in the launching process."""
+    there = [f"hydra.run.dir={shown(run_dir)}", "ckpt_path=last"]
+    if launched_outside() or not HydraConfig.initialized():  # torchrun's own words are not known
+        return f"To resume, run the same command with {shlex.join(there)}"
+    words = sys.argv[1:]
+    start = sys.orig_argv[: len(sys.orig_argv) - len(words)]  # such as `python -m recipes.pretrain`
+    # not `words`, which in a sweep are those of all jobs
+    kept = [word for word in HydraConfig.get().overrides.task if not word.startswith("ckpt_path=")]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    variables = f"OMP_NUM_THREADS={threads} " if threads else ""
+    return f"To resume:\n{variables}{shlex.join([*start, *kept, *there])}"
 
 
 def _newest(folder: Path) -> Path:

@@ -14,12 +14,13 @@ forever. Here a handler only sets a flag:
    ranks exit with 128 + the signal's number, as shells report processes ended by a signal.
 
 The first process to receive the signal prints it, strategies of this project print which step will
-be the last, and rank 0 prints the cost of a second Ctrl-C, which ends everything at once. Further
-SIGTERMs have no effect.
+be the last, and rank 0 prints the cost of a second Ctrl-C, which ends everything at once, and the
+command that resumes. Further SIGTERMs have no effect.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -46,6 +47,8 @@ from typing_extensions import override
 from lightning_commfree.strategies import ReplicaStrategy
 from recipes.stages import is_first_rank
 from recipes.training.report import CHECKPOINT_FOLDER
+from recipes.training.resume import resume_command
+from recipes.training.summary import shown
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODES = tuple(128 + signum for signum in _SIGNALS)
@@ -67,6 +70,9 @@ class StopOnSignal(pl.Callback):
         self._pid = os.getpid()  # of the process that owns the handlers
         self._launcher: Any = None  # of the ranks; None in a rank
         self._received: signal.Signals | None = None
+        # the first signal on this machine: ranks receive their launcher's SIGINT as SIGTERM
+        self._first = multiprocessing.RawValue("i", 0)
+        self._resume = resume_command(run_dir)  # here: a spawned rank has another command line
         self._interrupts = 0
         self._step = 0
         self._is_launched = False  # by another process, which has received it too
@@ -130,11 +136,11 @@ class StopOnSignal(pl.Callback):
             return
         path = f"{self._run_dir}/{CHECKPOINT_FOLDER}/last.ckpt"
         trainer.save_checkpoint(path)
-        signum = self._received or signal.SIGTERM
+        signum = signal.Signals(self._first.value or signal.SIGTERM)
         if trainer.is_global_zero:
             print(
-                f"\nStopped by {signum.name} after step {self._step}; '{path}' is saved. To resume,"
-                f" run the same command with hydra.run.dir='{self._run_dir}' ckpt_path=last",
+                f"\nStopped by {signum.name} after step {self._step}; '{shown(path)}' is saved."
+                f" {self._resume}",
                 flush=True,
             )
         self._leave(trainer, pl_module, Stopped(_exit_code(trainer, signum)))
@@ -194,6 +200,7 @@ class StopOnSignal(pl.Callback):
             _end_now(signum)
         if self._received is None:
             self._received = signal.Signals(signum)
+            self._first.value = self._first.value or signum
             if is_first_rank() and not self._is_launched:
                 _write_now(_FIRST.format(self._received.name))
             if self._launcher is not None:

@@ -15,11 +15,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lightning_commfree.comm.ledger import STEPS
-from lightning_commfree.comm.text import counted, human_bytes, plain
+from lightning_commfree.comm.ledger import START, STEPS
+from lightning_commfree.comm.text import counted, human_bytes, plain, traffic_sentences
 from recipes.training.progress import History
 from recipes.training.traffic import by_tag
 
+_LINK_MBIT = 20  # per second, for an example: a slow uplink
 _FRAME = 8  # columns of a panel for its frame and padding
 
 
@@ -58,7 +59,7 @@ def write_json(content: RunSummary | History, path: Path) -> None:
 
 def summary_rows(summary: RunSummary) -> dict[str, str]:
     """Return the rows of the panel at the end, label to text."""
-    waited = summary.seconds_waited
+    in_all = _in_all(summary)
     rows = {
         "trained": f"{counted(summary.steps, 'step')}, {summary.tokens:,} tokens,"
         f" {summary.seconds:.0f} s",
@@ -69,7 +70,9 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
         "one rank sent": _sent(summary),
         "besides": _besides(summary),
         "fp32 DDP": _against_ddp(summary),
-        "waited": "not measured" if waited is None else f"{waited:.2f} s for communication, rank 0",
+        "in all": in_all,
+        "waited": "" if in_all else _waited(summary.seconds_waited),
+        f"at {_LINK_MBIT} Mbit/s": _on_a_slow_link(summary),
         "sample": re.sub(r"\n\s*\n", "\n", summary.sample),  # without its empty lines
         "checkpoint": shown(summary.checkpoint) or "none was written",
         "Hugging Face": shown(summary.huggingface),
@@ -104,16 +107,39 @@ def _against_ddp(summary: RunSummary) -> str:
     text = f"{human_bytes(summary.ddp_bytes)} in as many steps (computed); this run's sent "
     if not summary.bytes_in_steps:
         return f"{text}none of it"
-    in_all = (summary.ddp_bytes + summary.ddp_start_bytes) / summary.bytes_sent
+    times_less = summary.ddp_bytes / summary.bytes_in_steps
+    return f"{text}{share(times_less)} {'of' if times_less > 1.005 else 'times'} that"
+
+
+def _waited(seconds: float | None) -> str:
+    return "not measured" if seconds is None else f"{seconds:.2f} s for communication, rank 0"
+
+
+def _in_all(summary: RunSummary) -> str:
+    """Return the line with which a fit of several ranks ends; empty for Lightning's DDP."""
+    waited_s = summary.seconds_waited
+    if not (summary.bytes_are_counted and summary.ddp_bytes) or waited_s is None:
+        return ""
+    sent = summary.bytes_sent - sum(summary.bytes_by_phase.get(START, {}).values())
+    return traffic_sentences(summary.steps, sent, summary.ddp_bytes, waited_s)
+
+
+def _on_a_slow_link(summary: RunSummary) -> str:
+    """Compare how long the bytes of a step take to send; empty if there is nothing to compare."""
+    if not (summary.bytes_are_counted and summary.bytes_in_steps):
+        return ""
+    ours, ddp = (
+        8 * sent / summary.steps / (1e6 * _LINK_MBIT)
+        for sent in (summary.bytes_in_steps, summary.ddp_bytes)
+    )
     return (
-        f"{text}{_part(summary.ddp_bytes / summary.bytes_in_steps)} that. All in all"
-        f" {human_bytes(summary.bytes_sent)}, {_part(in_all)} what DDP sends with the"
-        f" {human_bytes(summary.ddp_start_bytes)} of its start"
+        f"the bytes of one step would take {_duration(ours)} on average, those of fp32 DDP"
+        f" {_duration(ddp)} (computed)"
     )
 
 
-def _part(times_less: float) -> str:
-    return f"{share(times_less)} {'of' if times_less > 1.005 else 'times'}"
+def _duration(seconds: float) -> str:
+    return f"{plain(1e3 * seconds)} ms" if seconds < 1 else f"{plain(seconds)} s"
 
 
 def share(times_less: float) -> str:

@@ -258,10 +258,10 @@ def tell(rank: int, size: int, folder: Path) -> list[tuple[str, int]]:
 
 def test_one_sentence_says_when_all_will_have_stopped(tmp_path: Path) -> None:
     first, other = run_ranks(tell, 2, tmp_path, tmp_path)
-    stops = "Received SIGTERM: all ranks stop together, after"
+    stops = "Asked to stop: all ranks stop together, after"
     assert [(text.strip(), step) for text, step in first[:-1]] == [
         (f"{stops} step 15 at the latest (9 are done).", 15),
-        ("Another rank received SIGTERM: all ranks stop together after this step.", 15),
+        ("Another rank was asked to stop: all ranks stop together after this step.", 15),
         (f"{stops} step 14 at the latest (9 are done).", 14),
         (f"{stops} step 7 at the latest (2 are done).", 7),
         (f"{stops} step 4 at the latest (2 are done).", 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,11 @@ def refused(compose_finetune, monkeypatch, tmp_path):
 )
 def test_it_is_refused_before_a_launch(refused, kind, overrides, message) -> None:
     assert message in refused(kind, *overrides.split())
+
+
+def test_lora_without_its_library_is_refused(refused, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "`lora` needs the library `peft`: pip install" in refused("text", "lora=default")
 
 
 def test_a_tokenizer_with_more_words_than_the_model(refused, tmp_path) -> None:

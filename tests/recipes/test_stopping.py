@@ -140,10 +140,10 @@ def _to_rank_1(job: Job, signum: int) -> None:
     ("strategy", "send", "signum"),
     [
         (DDP, _to_rank_1, signal.SIGTERM),
-        (DILOCO, _to_launcher, signal.SIGTERM),
+        (DILOCO, _to_launcher, signal.SIGINT),
         (LION, _to_all, signal.SIGINT),
     ],
-    ids=["ddp-term", "diloco-term", "lion-int"],
+    ids=["ddp-term", "diloco-int", "lion-int"],
 )
 def test_an_ended_run_continues_to_the_same_weights(start, strategy, send, signum) -> None:
     whole = start("whole", *strategy)
@@ -153,9 +153,10 @@ def test_an_ended_run_continues_to_the_same_weights(start, strategy, send, signu
     send(job, signum)
     assert job.exit_code() == 128 + signum, job.log.read_text()
     assert not (job.run / "summary.json").exists()
-    name = signal.SIGTERM.name if send is _to_launcher else signal.Signals(signum).name
+    name = signal.Signals(signum).name
     said = job.log.read_text()
     assert f"Stopped by {name} after step" in said
+    assert name == "SIGTERM" or "SIGTERM" not in said, "the ranks know who asked their launcher"
     assert "ckpt_path=last" in said
     assert "] Received SIGTERM" not in said, "every rank's word, instead of one that says more"
     if send is not _to_rank_1:

@@ -168,6 +168,11 @@ def test_a_diloco_runs_figures_are_the_ledgers(fit, capfd) -> None:
     assert re.search(r"start .*\(start .*; end .* \(outer_gradient ", rows["besides"])
     sent = summary.bytes_in_steps
     assert f"this run's sent {share(summary.ddp_bytes / sent)} of that" in rows["fp32 DDP"]
+    in_fit = human_bytes(sent + sum(summary.bytes_by_phase["end"].values()))
+    assert f"Trained {STEPS} steps. Rank 0 sent {in_fit} (fp32 DDP would" in rows["in all"]
+    ours, ddp = (f"{8e3 * x / STEPS / 20e6:.3g} ms" for x in (sent, summary.ddp_bytes))
+    slow = f"would take {ours} on average, those of fp32 DDP {ddp} (computed)"
+    assert slow in rows["at 20 Mbit/s"]
 
 
 def test_the_loss_of_a_divided_model_is_that_of_the_whole_one(fit, data, capfd) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from recipes.training.resume import find_checkpoint
+from recipes.training import resume
+from recipes.training.resume import find_checkpoint, resume_command
 
 
 def _save(run: Path, name: str, step: int, age: int) -> Path:
@@ -75,3 +78,19 @@ def test_a_finished_run_has_nothing_left(tmp_path, word) -> None:
     ):
         find_checkpoint(given, str(tmp_path), 60)
     assert find_checkpoint(given, str(tmp_path), 61) == path
+
+
+def test_the_command_that_resumes_is_the_one_that_was_typed(tmp_path, monkeypatch) -> None:
+    job = ["experiment=demo", "callbacks=[{_target_: a.B}]", "ckpt_path=a/last.ckpt"]
+    typed = [*job, "hydra.run.dir=elsewhere"]
+    composed = SimpleNamespace(overrides=SimpleNamespace(task=job))
+    hydra = SimpleNamespace(initialized=lambda: True, get=lambda: composed)
+    monkeypatch.setattr(resume, "HydraConfig", hydra)
+    monkeypatch.setattr(sys, "argv", ["/there/recipes/pretrain.py", *typed])
+    monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", "-m", "recipes.pretrain", *typed])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    assert resume_command(str(tmp_path / "runs/one")).splitlines()[1] == (
+        "OMP_NUM_THREADS=1 .venv/bin/python -m recipes.pretrain experiment=demo"
+        " 'callbacks=[{_target_: a.B}]' hydra.run.dir=runs/one ckpt_path=last"
+    )

@@ -32,7 +32,8 @@ Read in this order:
    kernels). `vote`: how ballots are counted.
 2. `ballot`: how ballots are exchanged. `buckets`: which parameters share a ballot. `voting`: a full
    step, with overlap of votes and backward.
-3. `optimizer`: the `torch.optim.Optimizer`. `algorithm`: runs its votes during a fit.
+3. `optimizer`: the `torch.optim.Optimizer`. `algorithm`: runs its votes during a fit, or in a loop
+   without a Trainer (`loop`).
 
 Departures from the paper:
 
@@ -48,6 +49,7 @@ Departures from the paper:
 from __future__ import annotations
 
 from lightning_commfree.lion.algorithm import LionVotes, only_lion, refuse_without_momenta
+from lightning_commfree.lion.loop import distributed_lion
 from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
@@ -58,6 +60,7 @@ __all__ = [
     "LionSettings",
     "Voting",
     "LionVotes",
+    "distributed_lion",
     "mean_momenta",
     "only_lion",
     "refuse_without_momenta",

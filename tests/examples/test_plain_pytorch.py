@@ -1,4 +1,4 @@
-"""A loop without a Trainer trains as `StreamingDiLoCoStrategy` does, bit for bit."""
+"""A loop without a Trainer trains as the strategy does, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import (
+    DistributedLion,
+    DistributedLionStrategy,
+    StreamingDiLoCoStrategy,
+)
 from lightning_commfree.diloco import DiLoCoSettings, streaming_diloco
 from lightning_commfree.host import pl
+from lightning_commfree.lion import LionSettings, distributed_lion
 from tests.fit.models import quiet_trainer
 from tests.forks import run_forked, run_typed
 from tests.world import free_port, run_ranks
@@ -70,6 +75,50 @@ def both(rank: int, size: int) -> Any:
     return [p.detach() for p in net.parameters()], [p.detach() for p in module.parameters()]
 
 
+class Voting(Module):
+    """The same with votes."""
+
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=1e-3)
+
+
+def both_vote(rank: int, size: int, overlap: bool) -> Any:
+    example = runpy.run_path(str(PATH))
+    net, loader = example["make_net"](), example["make_loader"]()
+    if rank:
+        torch.nn.init.zeros_(net[0].weight)
+    optimizer = DistributedLion(net.parameters(), lr=1e-3)
+    with (
+        pytest.raises(TypeError, match=r"`node_size` is for a Trainer"),
+        distributed_lion(net, optimizer, node_size=2),
+    ):
+        pass
+    sgd: Any = torch.optim.SGD(net.parameters())
+    with pytest.raises(TypeError, match=r"not `SGD`: use"), distributed_lion(net, sgd):
+        pass
+    with distributed_lion(net, optimizer, overlap, vote="average") as votes:
+        for batch in loader:
+            with votes.stepping():
+                example["loss_of"](net, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    module = Voting(example)
+    strategy = DistributedLionStrategy(vote="average")
+    trainer = quiet_trainer(
+        strategy=strategy, devices=size, max_epochs=1, use_distributed_sampler=False
+    )
+    trainer.fit(module, example["make_loader"]())
+    return [p.detach() for p in net.parameters()], [p.detach() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_loop_votes_as_the_strategy_does_bit_for_bit(tmp_path: Path, overlap: bool) -> None:
+    (loop, fit), (other, _) = run_ranks(both_vote, 2, tmp_path, overlap)
+    assert all(map(torch.equal, loop, fit))
+    assert all(map(torch.equal, loop, other))
+
+
 def test_the_loop_equals_the_strategy_bit_for_bit(tmp_path: Path) -> None:
     (loop, fit), (other, _) = run_ranks(both, 2, tmp_path)
     assert all(map(torch.equal, loop, fit))
@@ -102,3 +151,4 @@ def test_without_a_process_group_a_loop_is_refused() -> None:
 
 def test_settings_have_the_defaults_of_the_strategy() -> None:
     assert DiLoCoSettings() == StreamingDiLoCoStrategy().settings
+    assert LionSettings() == DistributedLionStrategy().settings

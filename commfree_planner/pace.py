@@ -16,7 +16,10 @@ SYNC_EVERY = (10, 20, 30, 50, 100, 200)
 # From 5, so that a replica does not wait for one that is a few steps behind.
 OVERLAP_STEPS = (5, 10, 15, 20, 30, 50, 75, 100)
 _RESERVE = 1.25  # of the link's time, before H grows
-_WORK = 0.01  # largest share of a replica's own work for exchanges, before H grows
+# Largest share of a replica's own work for exchanges, before H grows. It is worth more than its time:
+# two replicas of a GPT-2 with 0.2M parameters ended 1 % lower with H = 10, where it is 1.5 %, than
+# with H = 20 (`benchmarks/size_ladder/result.md`).
+_WORK = 0.02
 _BEFORE_FALLING = 1.25  # more reserve of both, so that H does not go back and forth
 
 
@@ -26,7 +29,7 @@ def choose_pace(
     """Return the H and tau to change to.
 
     H is the smallest of `SYNC_EVERY` for which the link is busy for at most 80 % of a cycle and the
-    replica's own work takes at most 1 %. tau is the smallest of `OVERLAP_STEPS`, and at least
+    replica's own work takes at most 2 %. tau is the smallest of `OVERLAP_STEPS`, and at least
     `least_overlap`, in which the largest fragment arrives.
 
     Args:

@@ -58,7 +58,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             the lower, the closer the loss to that of data parallelism. "auto" exchanges as often as
             the link hides: it begins with 10, measures the exchanges, and then chooses the shortest
             of 10, 20, 30, 50, 100 and 200 steps in which the link is busy for at most 80 % of the
-            time and the work of exchanges takes at most 1 %. H and tau change again when the
+            time and the work of exchanges takes at most 2 %. H and tau change again when the
             link or the steps do. Each change is logged and saved in checkpoints, and restarts the
             outer optimizer. Two fits may choose differently, and so may a fit and its resumption,
             so their weights may differ; with a number they do not. The paper uses 30 to 100. See

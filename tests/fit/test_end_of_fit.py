@@ -111,7 +111,9 @@ def fit(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 def fit_scored(size: int, folder: Path, saving: dict[str, Any]) -> Any:
     """Return the weights in the end and what a `ModelCheckpoint` says that its files score."""
-    strategy = StreamingDiLoCoStrategy(sync_every=6, num_fragments=2, wire_dtype="fp32")
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=6, num_fragments=2, wire_dtype="fp32", evaluate="outer"
+    )
     scored = ModelCheckpoint(
         dirpath=folder, monitor="val_loss", filename="{val_loss:.9f}", **saving
     )
@@ -137,7 +139,7 @@ def fit_one(size: int, folder: Path, name: str) -> Any:
     arguments, saving, callbacks = FITS[name]
     checkpoint = ModelCheckpoint(dirpath=folder, **saving)
     strategy = StreamingDiLoCoStrategy(
-        sync_every=6, num_fragments=2, overlap_steps=2, wire_dtype="fp32"
+        sync_every=6, num_fragments=2, overlap_steps=2, wire_dtype="fp32", evaluate="outer"
     )
     trainer = quiet_trainer(
         strategy=strategy,

@@ -106,7 +106,7 @@ def summaries(rank: int, size: int) -> Any:
             place = "lightning_commfree.fit.base.rank_zero_info"
             patch.setattr(place, said.setdefault(name, []).append)
             replica = 2 if name == "replica of two" else 1
-            strategy = StreamingDiLoCoStrategy(sync_every=4, replica_size=replica)
+            strategy = StreamingDiLoCoStrategy(sync_every=4, replica_size=replica, evaluate="outer")
             trainer = logging_trainer(
                 Rows(), devices=devices, strategy=strategy, **{"max_steps": 20, **more}
             )

@@ -85,7 +85,7 @@ class Thawing(Tiny):
 
 def fit(size: int, module: Tiny, *extra: pl.Callback, **kwargs: Any) -> tuple[Recorder, str]:
     recorder = Recorder()
-    settings = {"sync_every": 4, "num_fragments": 1, "wire_dtype": "fp32"}
+    settings = {"sync_every": 4, "num_fragments": 1, "wire_dtype": "fp32", "evaluate": "outer"}
     strategy = StreamingDiLoCoStrategy(**{**settings, **kwargs.pop("settings", {})})
     path = kwargs.pop("ckpt_path", None)
     trainer = quiet_trainer(

@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "long cycles": {"sync_every": 100},
     "evaluate mean": {"sync_every": 12, "overlap_steps": 10, "evaluate": "mean"},
     "epochs": {"sync_every": 4, "max_epochs": 1, "max_steps": -1},
-    "endless data": {"max_epochs": 1, "max_steps": -1},
+    "endless data": {"sync_every": 100, "max_epochs": 1, "max_steps": -1},
     "no blocks": {"sync_every": 4, "module": Convolutions},
     "one replica": {"sync_every": 4, "replica_size": 2},
     "balanced": {"sync_every": 4, "module": Convolutions, "fragment_pattern": "balanced"},

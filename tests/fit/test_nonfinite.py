@@ -46,7 +46,8 @@ class Outcome:
 def fit(module: Tiny, rank: int, size: int, folder: Path | None = None, **changes: Any) -> Outcome:
     """Train; with a `folder` a file after every step that `every` divides, and `last.ckpt`."""
     every, resume = changes.pop("every", 1), changes.pop("resume", None)
-    strategy = StreamingDiLoCoStrategy(sync_every=4, num_fragments=2, wire_dtype="fp32", **changes)
+    settings = {"sync_every": 4, "num_fragments": 2, "wire_dtype": "fp32", "evaluate": "outer"}
+    strategy = StreamingDiLoCoStrategy(**{**settings, **changes})
     keep = ModelCheckpoint(
         folder, "{step}", save_last=True, save_top_k=-1, every_n_train_steps=every
     )

@@ -51,7 +51,7 @@ class Habits(Tiny):
 
 def fit_with_habits(rank: int, size: int, folder: Path) -> Any:
     strategy = StreamingDiLoCoStrategy(
-        sync_every=6, num_fragments=2, overlap_steps=2, wire_dtype="bf16"
+        sync_every=6, num_fragments=2, overlap_steps=2, wire_dtype="bf16", evaluate="outer"
     )
     recorder = Recorder()
     trainer = quiet_trainer(
@@ -182,7 +182,9 @@ def look_early(rank: int, size: int, folder: Path) -> list[list[str]]:
     """Return what a fit says of outer weights that validations and checkpoints take."""
     texts = []
     for every in (3, 16):
-        strategy = StreamingDiLoCoStrategy(sync_every=8, num_fragments=2, overlap_steps=3)
+        strategy = StreamingDiLoCoStrategy(
+            sync_every=8, num_fragments=2, overlap_steps=3, evaluate="outer"
+        )
         trainer = quiet_trainer(
             strategy=strategy,
             devices=size,

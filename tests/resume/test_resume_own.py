@@ -73,7 +73,7 @@ def fit(folder: Path, module: pl.LightningModule, size: int = 1, **kwargs: Any) 
     if isinstance(module, Voter):
         strategy: Any = DistributedLionStrategy()
     else:
-        strategy = StreamingDiLoCoStrategy(sync_every=3, num_fragments=3)
+        strategy = StreamingDiLoCoStrategy(sync_every=3, num_fragments=3, evaluate="outer")
     recorder = Recorder()
     ckpt = {key: kwargs.pop(key) for key in kwargs.keys() & {"ckpt_path", "weights_only"}}
     callbacks = [recorder, *kwargs.pop("callbacks", [])]

@@ -66,7 +66,11 @@ def save(rank: int, size: int, folder: Path) -> tuple[float, int, int]:
     measured = Measured(folder / "a.ckpt", after=5)
     trainer = quiet_trainer(
         strategy=StreamingDiLoCoStrategy(
-            sync_every=2, num_fragments=2, fragment_pattern="balanced", wire_dtype="int8"
+            sync_every=2,
+            num_fragments=2,
+            fragment_pattern="balanced",
+            wire_dtype="int8",
+            evaluate="outer",
         ),
         devices=size,
         max_steps=6,

@@ -187,7 +187,7 @@ def rows_of(page: Path, heading: str) -> list[list[str]]:
 
 
 def test_the_price_is_what_the_size_ladder_measured() -> None:
-    """In figures.md, every cell; in README, the lowest and the highest of two replicas."""
+    """In figures.md, every cell; in README, two replicas with H = 10 and 100."""
     steps: dict[tuple[str, str, str], tuple[str, str]] = {}  # by model, size, tokens per parameter
     for size, model, _, _, _, tokens, short, long in rows_of(LADDER, "## The runs"):
         for per_parameter, cell in (("20", short), ("100", long)):
@@ -212,9 +212,16 @@ def test_the_price_is_what_the_size_ladder_measured() -> None:
     assert {key for key in gaps if key[4:] in columns} == shown.keys(), "the page leaves out none"
 
     two = sorted(float(gap) for key, gap in gaps.items() if key[4:] == ("2", "100"))
-    readme = (ROOT / "README.md").read_text("utf-8")
-    assert f"| **{two[0]:.2f} to {two[-1]:.0f} % higher** |" in readme
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    often = {
+        tuple(row[:3]): row for row in rows_of(LADDER, "## Exchanges as often as a link hides")
+    }
+    gap, factor = (often["gpt2", "2", "10"][place].removeprefix("+") for place in (8, 9))
+    assert f"| **{gap.split()[0]} % higher** (0.19M) |" in readme
+    assert f"every 100 steps, which would cost it {two[-1]:.0f} %" in readme
     page = " ".join((DOCS / "figures.md").read_text("utf-8").split())
+    assert f"end {gap} above DDP" in page
+    assert f"reaches that loss with 1/{factor.split()[0]} of the tokens" in page
     assert f"to {two[-1]:.1f} % above DDP" in page
     alone = sorted(float(gap) for key, gap in gaps.items() if key[4] == "1")
     assert f"ends {alone[0]:.1f} to {alone[-1]:.1f} % above DDP" in page
@@ -262,12 +269,13 @@ def sizes(cell: str) -> list[float]:
 def test_the_table_in_readme_is_what_was_measured_and_predicted() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     table = re.findall(r"^\| (?:measured|predicted): .*$", readme, re.MULTILINE)
-    pages = (("result.md", "## 100mbit"), ("small.md", "## 20mbit"))
+    auto = '`sync_every="auto"`, fp4'
+    pages = (("result.md", "## 100mbit", "+ fp4"), ("small.md", "## 20mbit", auto))
     expected = []
-    for name, heading in pages:
+    for name, heading, ours in pages:
         measured = {row[0]: row for row in rows_of(ROOT / "benchmarks/bandwidth" / name, heading)}
         assert heading[3:].replace("mbit", " Mbit/s") in table[len(expected)]
-        rows = [measured[method] for method in ("no communication", "DDP", "+ fp4")]
+        rows = [measured[method] for method in ("no communication", "DDP", ours)]
         ms = [float(row[1]) / 1000 for row in rows]
         sent = [float(row[8].replace(",", "")) for row in rows]
         expected.append([ms[0], ms[1], sent[1], ms[2], sent[2]])
@@ -280,6 +288,17 @@ def test_the_table_in_readme_is_what_was_measured_and_predicted() -> None:
     expected.append([float(computing), *pairs])
     for row, figures in zip(table, expected, strict=True):
         assert sizes(row.partition("|")[2].partition("|")[2]) == pytest.approx(figures, rel=0.03)
+
+
+def test_the_alternatives_are_what_was_measured() -> None:
+    page = ROOT / "benchmarks/bandwidth/small.md"
+    slow, fast = (
+        {row[0]: row for row in rows_of(page, f"## {rate}")} for rate in ("20mbit", "100mbit")
+    )
+    shown = rows_of(DOCS / "figures.md", "## What people would do instead")
+    assert len(shown) == 6
+    for method, *figures in shown:
+        assert figures == [slow[method][1], fast[method][1], slow[method][8]]
 
 
 def test_the_plot_shows_the_saved_losses(tmp_path: Path) -> None:

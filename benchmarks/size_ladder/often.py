@@ -45,7 +45,8 @@ Written down before the first run with H = {OFTEN}:
   it has a worse one on both sides. Over three seeds of each model, the mean gap is at most
   +0.5, +1.0 and +2.0 % for M = 2, 4 and 8, and the factor of tokens at most 1.05, 1.1 and 1.2.
   GPT-2 with M = 2, README's configuration, ends at most {README_AIM} % above DDP, at the H that
-  `sync_every="auto"` chooses for it: {CHOSEN} (added before the first run with H = {CHOSEN}).
+  `sync_every="auto"` chooses for it. That was {CHOSEN} when exchanges were allowed 1.25 % of a
+  replica's time. After the first runs with H = {CHOSEN}, that became 2 %, and H {OFTEN}.
 - *Factor of tokens.* How many times as many tokens DiLoCo takes as DDP to the same loss. DDP's
   loss is interpolated linearly over log(tokens), between complete runs of {HALF}, {SHORT} and
   {LONG} tokens per parameter with the same seed and rate.
@@ -109,11 +110,13 @@ def findings(losses: Losses) -> list[str]:
             line = f"- **Found, M = {m}, H = {OFTEN}:** at {SIZE}, {'; '.join(parts)} of DDP."
             line += f" Aims, {AIMS[m][0]:+} % and {AIMS[m][1]} times: {_judged(m, gaps, factors)}."
             lines.append(line)
-    readme = gaps_of(losses, often_cell(MODELS[0], 2, CHOSEN))
-    if len(readme) > 2:
-        told = "met" if statistics.mean(readme) <= README_AIM else "missed"
-        gap = f"{mean_text(readme, '+.2f', ' %')} with H = {CHOSEN}"
-        lines += [f"- **Found, README's configuration:** {gap}; at most +{README_AIM} %: {told}."]
+    for every in (OFTEN, CHOSEN):
+        readme = gaps_of(losses, often_cell(MODELS[0], 2, every))
+        if readme:
+            told = "met" if statistics.mean(readme) <= README_AIM else "missed"
+            gap = f"{mean_text(readme, '+.2f', ' %')} ({len(readme)} seeds)"
+            head = f"- **Found, README's configuration, H = {every}:**"
+            lines.append(f"{head} {gap}; at most +{README_AIM} %: {told}.")
     return lines + _accumulated(losses) + _batch_finding(losses)
 
 

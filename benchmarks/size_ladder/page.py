@@ -18,7 +18,6 @@ from benchmarks.common.page import result_page
 from benchmarks.common.runs import MISSING, mean_text
 from benchmarks.size_ladder.cells import (
     BLOCK,
-    CHOSEN,
     LONG,
     MODELS,
     NAMES,
@@ -161,9 +160,8 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         "## Exchanges as often as a link hides",
         "",
-        f"{SIZE}, {SHORT} tokens per parameter; each method with its own best rate. With"
-        f' `sync_every="auto"`, this GPT-2 exchanges every {CHOSEN} steps at 20 and 100 Mbit/s'
-        " ([bandwidth](../bandwidth/small.md)).",
+        f"{SIZE}, {SHORT} tokens per parameter; each method with its own best rate. At H = {OFTEN},"
+        " exchanges take 1.5 % of a replica's time in this GPT-2 ([auto](../auto/result.md)).",
         "",
         *often_table(losses),
         "",

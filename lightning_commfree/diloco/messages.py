@@ -51,8 +51,10 @@ def startup_messages(
         messages.append(Message(_ONE_FRAGMENT, warns=False))
     if settings.is_auto:
         messages.append(Message(_AUTO.format(schedule.sync_every), warns=False))
-    elif last_step is not None:
-        messages.append(_exchange_count(settings, schedule, last_step))
+    if last_step is not None:
+        count = _exchange_count(settings, schedule, last_step)
+        if count.warns or not settings.is_auto:  # "auto" may exchange less often later
+            messages.append(count)
     return messages
 
 
@@ -64,7 +66,7 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
     report = (
         f"Within {counted(last_step, 'step')}"
         f" {'the only fragment' if whole else f'each of the {len(counts)} fragments'} is exchanged"
-        f" {least}{counted(max(counts), 'time')} (`sync_every={settings.sync_every}`), and"
+        f" {least}{counted(max(counts), 'time')} (`sync_every={settings.sync_every!r}`), and"
         f" {'' if whole else 'all of them '}once more when the fit ends"
     )
     if min(counts) >= _MIN_EXCHANGES:

@@ -51,6 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
     "evaluate mean": {"sync_every": 12, "overlap_steps": 10, "evaluate": "mean"},
     "epochs": {"sync_every": 4, "max_epochs": 1, "max_steps": -1},
     "endless data": {"sync_every": 100, "max_epochs": 1, "max_steps": -1},
+    "auto, short": {"sync_every": "auto"},
+    "auto": {"sync_every": "auto", "max_steps": 250, "num_fragments": 1},
     "no blocks": {"sync_every": 4, "module": Convolutions},
     "one replica": {"sync_every": 4, "replica_size": 2},
     "balanced": {"sync_every": 4, "module": Convolutions, "fragment_pattern": "balanced"},
@@ -105,6 +107,14 @@ def test_one_replica_is_told_that_nothing_is_exchanged(said: Any) -> None:
     (text,), warnings = said["one replica"]
     assert text.startswith("There is only one replica, so nothing is exchanged: the outer")
     assert warnings == []
+
+
+def test_auto_warns_of_a_fit_that_is_too_short_even_for_its_shortest_cycle(said: Any) -> None:
+    infos, (warning,) = said["auto, short"]
+    assert "exchanges each fragment every 10 steps at first" in infos[-1]
+    assert "(`sync_every='auto'`), and" in warning
+    assert warning.endswith("Train for at least 210 steps.")
+    assert not said["auto"][1]
 
 
 def test_no_forecast_for_data_of_unknown_length(said: Any) -> None:

@@ -17,8 +17,8 @@ SYNC_EVERY = (10, 20, 30, 50, 100, 200)
 OVERLAP_STEPS = (5, 10, 15, 20, 30, 50, 75, 100)
 _RESERVE = 1.25  # of the link's time, before H grows
 # Largest share of its own work for exchanges, before H grows. It is worth more than its time:
-# two replicas of a GPT-2 with 0.2M parameters ended 1 % lower with H = 10, where it is 1.5 %, than
-# with H = 20 (`benchmarks/size_ladder/result.md`).
+# two replicas of a GPT-2 with 0.2M parameters needed 1.10 times DDP's tokens with H = 10, where it is
+# 1.5 %, and 1.21 times with H = 20 (`benchmarks/size_ladder/result.md`).
 _WORK = 0.02
 _BEFORE_FALLING = 1.25  # more reserve of both, so that H does not go back and forth
 

@@ -16,9 +16,9 @@ SYNC_EVERY = (10, 20, 30, 50, 100, 200)
 # From 5, so that a replica does not wait for one that is a few steps behind.
 OVERLAP_STEPS = (5, 10, 15, 20, 30, 50, 75, 100)
 _RESERVE = 1.25  # of the link's time, before H grows
-# Largest share of a replica's own work for exchanges, before H grows. It is worth its time: to reach
-# a loss, two replicas of a GPT-2 with 0.2M parameters need 1.10 times DDP's tokens with H = 10, where
-# it is 1.5 %, and 1.21 times with H = 20 (`benchmarks/size_ladder/result.md`).
+# Largest share of a replica's own work for exchanges, before H grows. It is worth its time: for the
+# same loss, two replicas of a GPT-2 with 0.2M parameters need 1.10 times DDP's tokens with H = 10,
+# where it is 1.5 %, and 1.21 times with H = 20 (`benchmarks/size_ladder/result.md`).
 _WORK = 0.02
 _BEFORE_FALLING = 1.25  # more reserve of both, so that H does not go back and forth
 

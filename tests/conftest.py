@@ -90,6 +90,9 @@ def _run_a_fit() -> None:
     os.environ.update(environment)
 
 
+_LOGGERS = ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_commfree")
+
+
 @pytest.fixture(autouse=True)
 def _same_seed() -> None:
     torch.manual_seed(0)
@@ -110,9 +113,13 @@ def _no_leaks_of_a_module() -> Iterator[None]:
     """Restore what a fixture of a whole module has set, before `_no_leaks` looks.
 
     A fit leaves its MASTER_PORT in the environment, and ranks of later modules would listen on it.
+    Recipes make loggers quiet, and later modules read what they say.
     """
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGTERM, handler)

@@ -116,6 +116,8 @@ def differing(straight: list[Any], resumed: list[Any], batches: int) -> list[str
 def in_the_middle(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
     # loaders' workers are its children
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # on a busy machine, a worker may end before its last descriptor has been received
+    torch.multiprocessing.set_sharing_strategy("file_system")
     found = {}
     for case in loaders(size):
         saves = folder / case

@@ -11,6 +11,8 @@ that:
 - If what it needs has been deleted, or is more than two cycles old, it continues from the newest
   state, and keeps the outer gradients that no commit has counted.
 - If the job has ended, it takes the final weights from the log.
+- A replica that left after a step may come back with its own state. It has another name in the log
+  then, and is otherwise one that was stopped. Landings that were due when it left come first.
 
 In the mean, a replica's values are weighted by the inner steps that they contain, so the first
 message of a new replica, which contains only zeros, has weight 0.
@@ -39,7 +41,7 @@ from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 from lightning_commfree.elastic.lateness import Lateness
-from lightning_commfree.elastic.log import MissedError
+from lightning_commfree.elastic.log import LeftError, MissedError
 from lightning_commfree.elastic.transport import NOT_LISTED, StoreTransport
 
 _NO_SLOT = -1
@@ -55,6 +57,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
         last_step: the step after which the fit ends; no steps are skipped beyond it.
         weight_per_step: weight of one inner step in a mean, such as its number of samples.
         ended: whether the job has ended without this replica, which now has the final weights.
+        own: the position in the log in a checkpoint of a replica that left; None after `begin`.
+        continues: whether this replica has continued from its own state.
+        postponed: whether landings are due that it will do when it comes back: it must leave now.
         state_every: flights between two states in the log, a multiple of the number of fragments.
         note: called with what happens, for a log of this replica's own.
     """
@@ -75,7 +80,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         assert settings.evaluate == "outer", "other weights need all replicas at the same time"
         self.inner_steps = self.skipped = 0
         self.weight_per_step, self.last_step = 1, math.inf
-        self.ended = False
+        self.ended = self.continues = self.postponed = self._left = False
+        self.own: dict[str, Any] | None = None
         self.state_every, self.note = state_cycles * len(fragments), note
         self._log, self.ranks, self._slot = transport.log, transport.log.ranks, 0
         self._trained_since = [0] * len(fragments)  # `inner_steps` at the landing that counted last
@@ -98,12 +104,21 @@ class ElasticDiLoCo(StreamingDiLoCo):
         total = len(self.fragments)
         first = sum(self.schedule.launches_until(p, self.step) for p in range(total))
         self._log.begin(fingerprint, self._state, first)
+        own = self.own
         if self._log.end() < 0:
+            if own:
+                self.continues = self._log.take_over(own["name"], own["launched"])
             slot = self.ranks.first(lambda: self._enroll(max_replicas))
             if slot == _NO_SLOT:
                 return None
             self._slot = slot
-        self._continue_from(*self._log.newest_state(), keep=False)
+        self.own = None
+        if own and self.continues:
+            self._take_up(own)
+        else:
+            for fragment in self.fragments:
+                fragment.clear_residual()
+            self._continue_from(*self._log.newest_state(), keep=False)
         if not self.ended:
             self._log.start(self._log.launched)
         return self._slot
@@ -148,9 +163,25 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.skipped = self.step - position
         self.note("at", self.inner_steps, self.step)
 
+    @torch.no_grad()
+    def land_postponed(self) -> None:
+        """Land what was due when this replica left; call it before the first step."""
+        if not self.continues:
+            return
+        before = self.step
+        try:
+            for p in self.schedule.landed_at(self.step):
+                if p in self.flights:
+                    self.land(p)
+        except MissedError:
+            self._continue_from(*self._log.newest_state(), keep=True)
+        self.skipped = self.step - before
+        self.note("begins")
+
     @property
     def _may_skip(self) -> bool:
-        return self.step < self.last_step and not self.requests.stops and not self.ended
+        is_over = self.requests.stops or self.ended or self.postponed
+        return self.step < self.last_step and not is_over
 
     def _is_behind(self) -> bool:
         # once may be chance, and skipped steps are lost
@@ -177,9 +208,17 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def land(self, p: int) -> None:
+        if self.postponed and self._log.may_postpone:
+            return
         ledger = self.view.channel.ledger
         before_s = ledger.seconds_waited
-        super().land(p)
+        try:
+            super().land(p)
+        except LeftError:
+            if not self._log.may_postpone:
+                raise
+            self.postponed = True
+            return
         if p in self._sent:
             self._sent.remove(p)
             self._lateness.landed(ledger.seconds_waited - before_s, time.monotonic())
@@ -295,13 +334,62 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     # -- states
 
+    def leave(self, within_s: float) -> bool:
+        """Leave the job after a step, for good; from now on, `state_dict` has the own state.
+
+        Return False if the store did not confirm this replica's messages in time, so that it must
+        join as a new one. Collective within the replica.
+        """
+        self._log.say_leaving()
+        self._log.leave(within_s)
+        self._left = self._log.is_stored(within_s)
+        return self._left
+
+    @override
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the outer state and this replica's own state.
+
+        The latter has the position in the log only once this replica has left: with the next
+        message of one that goes on, it would be out of date, and steps would count twice.
+        """
+        shared, own = super().state_dict()
+        position = {
+            "name": self._log.name,
+            "launched": self._log.launched,
+            "landed": self.landed,
+            "sent": sorted(self._sent),
+            "residuals_before": [fragment.residual_before for fragment in self.fragments],
+            "inner_steps": self.inner_steps,
+            "trained_since": self._trained_since,
+            "late_flights": self._late_flights,
+            "follows": self.transport.follows,
+        }
+        return shared, {**own, "elastic": position if self._left else None}
+
     @override
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Restore the outer state from a checkpoint, without what was in flight, before `begin`.
+        """Restore the state from a checkpoint, before `begin`, which may not use `own`.
 
-        `own`, a replica's own state, is not used: the local weights become the outer weights.
+        If `own` has no position in the log, the local weights become the outer weights.
         """
-        super().load_state_dict(shared, None)
+        self.own = own and own.get("elastic")
+        super().load_state_dict(shared, own if self.own else None)
+
+    def _take_up(self, own: Mapping[str, Any]) -> None:
+        """Continue as if this replica had only been stopped since it left."""
+        self.landed, self._sent = own["landed"], set(own["sent"])
+        self.inner_steps, self._trained_since = own["inner_steps"], [*own["trained_since"]]
+        self._late_flights = own["late_flights"]
+        for fragment, before in zip(self.fragments, own["residuals_before"], strict=True):
+            fragment.residual_before = before
+        self.note("renamed", own["launched"], self._log.name)
+        self._log.continue_at(self.landed)
+        total = len(self.fragments)
+        for flight in range(self.landed, own["launched"]):
+            self.flights[flight % total] = self.transport.follow(flight % total)
+        # if the others have gone on, it begins its next flight when they do, as a joiner does
+        has_commit = self._log.has_commit(own["launched"])
+        self.transport.follows = own["follows"] or has_commit
 
     def _state(self) -> bytes:
         file = io.BytesIO()

@@ -1,7 +1,8 @@
 """An elastic job as a log in a store, as one rank of a replica sees it.
 
     config        settings of the job, its first flight, and the replica that created it
-    roster/N      the N-th replica that came, from 0: its name and slot, or a question (`enroll`)
+    roster/N      the N-th replica that came, from 0: its name and slot, or a question (`enroll`);
+                  after an orderly stop also its former name (`take_over`)
     here/N/NAME   the answer of replica NAME to the question roster/N
     x/F/NAME      message of replica NAME in flight F; `ABSTAINS` or `LEAVES` if it takes no part
     commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
@@ -90,6 +91,8 @@ class Member(NamedTuple):
 
     name: str  # unique for each start of a process
     slot: int  # index of its share of the training data; `_ASKS`: the entry is a question
+    former: str = ""  # its name before an orderly stop, ...
+    renamed_at: int = 0  # ... under which it takes part in the flights before this one
 
 
 class Landed(NamedTuple):
@@ -173,7 +176,7 @@ class JobLog:
         self._asked = -1  # the flight about which the training thread has asked
         self._others_launched = -1  # latest flight that another replica is known to have launched
         self._latest: frozenset[str] = frozenset()  # replicas in the latest commit
-        self._left: set[str] = set()  # replicas that said so
+        self._left: dict[str, int] = {}  # replicas that said so, and their first flight without
         self._first, self._founder = 0, name  # the job's first flight, and who created it
         self._latest_flight = -1
         self._heard: dict[str, int] = {}  # by replica, its latest flight, or when it came
@@ -260,6 +263,46 @@ class JobLog:
                 self._pause()  # another one was faster
             elif not free:
                 asked = number
+
+    @_leaving
+    def take_over(self, former: str, flight: int) -> bool:
+        """Enter the roster as the replica `former`, which has left before it launched `flight`.
+
+        Return False if `former` does not own a slot: it was in another job, or another replica has
+        its slot now, perhaps one that has continued its state already. Collective.
+        """
+        took = bool(self.ranks.first(lambda: self._take_over(former, flight)))
+        while took and self.name not in {one.name for one in self.roster}:
+            self._pause()
+            self._read_roster()
+        return took
+
+    def _take_over(self, former: str, flight: int) -> bool:
+        while True:
+            self._read_roster()
+            slots = {one.slot: one.name for one in self.roster if one.slot != _ASKS}
+            if self.name in slots.values():
+                return True
+            slot = next((slot for slot, owner in slots.items() if owner == former), _ASKS)
+            if slot == _ASKS:
+                return False
+            me = Member(self.name, slot, former, flight)
+            if not self.store.create(f"roster/{len(self.roster)}", json.dumps(me).encode()):
+                self._pause()  # another one was faster
+
+    def name_in(self, flight: int, name: str = "") -> str:
+        """Return the name of a replica in a flight; `name` is any that it has had.
+
+        By default, the replica is this one.
+        """
+        name, renamed = name or self.name, [one for one in self.roster if one.former]
+        for one in reversed(renamed):
+            if one.name == name and flight < one.renamed_at:
+                name = one.former
+        for one in renamed:
+            if one.former == name and flight >= one.renamed_at:
+                name = one.name
+        return name
 
     def _silent(self, owners: Mapping[int, int], asked: int) -> list[int]:
         """Return the slots whose owners do not answer an earlier question.
@@ -373,12 +416,21 @@ class JobLog:
         key = f"x/{self.launched}/{self.name}{self._suffix}"
         self.later(lambda: self.store.create(key, LEAVES))
 
+    def is_stored(self, within_s: float) -> bool:
+        """Wait until the store has all that this replica has created; collective.
+
+        Return False if that takes longer than `within_s` seconds.
+        """
+        stored = threading.Event()
+        self.later(stored.set)
+        return all(self.ranks.gather(stored.wait(within_s)))
+
     def landed(self, flight: int) -> Landed:
         """Wait for a flight's commit, and return its messages.
 
         Raises:
             MissedError: the messages have been deleted.
-            LeftError: `leave` was called, and its time has passed.
+            LeftError: `leave` was called, and its time has passed, or `may_postpone`.
         """
         with self._lock:
             one = self._flights[flight]
@@ -392,7 +444,7 @@ class JobLog:
                 ) from self._error
             if one.landed.wait(0.1):
                 break
-            if time.monotonic() > self._leave_by_s:
+            if time.monotonic() > self._leave_by_s or self.may_postpone:
                 raise LeftError(TERMINATED)
             if time.monotonic() > say_s:
                 say_s += _SAY_S
@@ -409,7 +461,7 @@ class JobLog:
         return Landed(
             [by_name[name] for name in names],
             [message[: len(message) - self._appended] for message in messages],
-            one.messages.get(self.name) == ABSTAINS,
+            one.messages.get(self.name_in(flight)) == ABSTAINS,
         )
 
     def _why_waiting(self, flight: int, one: _Flight) -> str:
@@ -463,7 +515,12 @@ class JobLog:
         """Return whether a flight that others have landed counted this replica's message."""
         while (data := self.store.get(f"commit/{flight}")) is None:
             self._pause()
-        return self.name in [Entry(*entry).name for entry in json.loads(data)]
+        return self.name_in(flight) in [Entry(*entry).name for entry in json.loads(data)]
+
+    @_leaving
+    def has_commit(self, flight: int) -> bool:
+        """Return whether the others have decided a flight; collective."""
+        return bool(self.ranks.first(lambda: self.store.get(f"commit/{flight}") is not None))
 
     def _point_to(self, flight: int) -> None:
         """Overwrite `head` unless it is newer: a replica that was stopped must not set it back."""
@@ -500,6 +557,11 @@ class JobLog:
         timer = threading.Timer(within_s, self._stop.set)
         timer.daemon = True
         timer.start()
+
+    @property
+    def may_postpone(self) -> bool:
+        """Whether this replica leaves and may land what is in flight when it comes back."""
+        return self.ranks.size == 1 and self._leave_by_s < math.inf and self.last_round == math.inf
 
     def close(self) -> None:
         """Complete what is to be created, unless `leave` has a limit, and stop the threads."""
@@ -576,7 +638,8 @@ class JobLog:
         if self._by_time:
             return self.store.get(f"go/{flight}") is not None
         with self._lock:
-            others = self._latest - {self.name}
+            latest = self._latest
+        others = {self.name_in(flight, name) for name in latest} - {self.name_in(flight)}
         begins = (self.store.get_range(f"x/{flight}/{name}", 0, 2) for name in others)
         return any(begin not in (None, LEAVES) for begin in begins)
 
@@ -628,7 +691,8 @@ class JobLog:
             # store that did not answer tells nothing about the other replicas.
             late_s = one.looked_s - one.due_s - (self.store.away_s - one.away_s)
         with self._lock:
-            counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
+            messages = dict(one.messages)
+        counts = {n: data != ABSTAINS for n, data in messages.items() if data != LEAVES}
         return Heard(one.launched and self.ranks.rank == 0, counts, commit, late_s)
 
     def _rules(self, flight: int) -> Rules:
@@ -640,18 +704,19 @@ class JobLog:
         return Rules(patience_s if flight >= self.last_round else grace_s, patience_s, self._min)
 
     def _group(self, flight: int) -> Group:
-        names = {member.name for member in self.roster if member.slot != _ASKS}
         with self._lock:
             heard, latest, new = dict(self._heard), self._latest, set(self._new)
-            names -= self._left
+            left = {name for name, first in self._left.items() if first <= flight}
+        names = {one.name for one in self.roster if one.slot != _ASKS}
+        names = {self.name_in(flight, name) for name in names} - left
         possible = {n for n in names if heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
         if flight % _SILENT_FLIGHTS == 0:  # it may be back; not if another one has its slot
             possible |= names & {*{one.slot: one.name for one in self.roster}.values()}
         recent = {n for n, last in heard.items() if last >= flight - 1} - new
         if flight == self.last_round:
             recent = possible
-        expected = (latest | recent) & possible
-        me = {self.name}
+        expected = {self.name_in(flight, name) for name in latest | recent} & possible
+        me = {self.name_in(flight)}
         return Group(frozenset(expected | me), frozenset(possible | me))
 
     def _hear(self, flight: int, messages: Mapping[str, bytes]) -> None:
@@ -662,7 +727,7 @@ class JobLog:
                 self._heard[name] = max(self._heard.get(name, -1), flight)
                 self._new.discard(name)
                 if message == LEAVES:
-                    self._left.add(name)
+                    self._left[name] = flight
 
     # -- requests
 

@@ -15,7 +15,7 @@ from tests.elastic.log_twin import Job, Replica, assert_equal_the_twin, listed_i
 from tests.elastic.memory_store import MemoryStore
 from tests.elastic.turns import Turns
 
-WIRES = [("fp4", 2), ("int2", 0), ("int2", 3)]
+WIRES = [("fp4", 0), ("int2", 3)]
 
 
 def job_of(wire_dtype: str, overlap_steps: int, **settings: Any) -> Job:
@@ -158,7 +158,7 @@ def test_trainers_that_are_stopped_and_started_again_equal_those_that_are_not(
 
 
 def test_a_state_that_is_out_of_date_is_not_used(tmp_path: Path) -> None:
-    alone = {"min_replicas": 1, "grace": 0.2}
+    alone = {"min_replicas": 1, "grace": 0.05}
     for step, act, code in ((10, TERM, 143), (20, KILL, -KILL)):
         fits = Fits(saving(tmp_path, {"a": Pace(0.0, step, sends(act))}, **alone), tmp_path, "a")
         assert fits.wait("a") == code, fits.output("a")

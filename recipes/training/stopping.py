@@ -13,6 +13,8 @@ forever. Here a handler only sets a flag:
 3. Step 102: all ranks know. They save `last.ckpt`, callbacks and loggers close their files, and all
    ranks exit with 128 + the signal's number, as shells report processes ended by a signal.
 
+A signal to an elastic replica ends only that replica, and only the first replica saves.
+
 The first process to receive the signal prints it, strategies of this project print which step will
 be the last, and rank 0 prints the cost of a second Ctrl-C, which ends everything at once. Further
 SIGTERMs have no effect.
@@ -43,6 +45,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
+from lightning_commfree import ElasticDiLoCoStrategy
 from lightning_commfree.strategies import ReplicaStrategy
 from recipes.stages import is_first_rank
 from recipes.training.report import CHECKPOINT_FOLDER
@@ -52,6 +55,10 @@ _EXIT_CODES = tuple(128 + signum for signum in _SIGNALS)
 _FIRST = (
     "\n{}: the run ends with a checkpoint, after the same step on all ranks."
     "\nA second Ctrl-C ends it at once, losing all steps since the last checkpoint.\n"
+)
+_FIRST_ELASTIC = (
+    "\n{}: this replica leaves the job after its current step, and the others continue."
+    "\nA second Ctrl-C ends it at once.\n"
 )
 
 
@@ -67,6 +74,7 @@ class StopOnSignal(pl.Callback):
         self._pid = os.getpid()  # of the process that owns the handlers
         self._launcher: Any = None  # of the ranks; None in a rank
         self._received: signal.Signals | None = None
+        self._first_words = _FIRST
         self._interrupts = 0
         self._step = 0
         self._is_launched = False  # by another process, which has received it too
@@ -88,6 +96,8 @@ class StopOnSignal(pl.Callback):
             return
         before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
         self._launcher = trainer.strategy.launcher
+        if isinstance(trainer.strategy, ElasticDiLoCoStrategy):
+            self._first_words = _FIRST_ELASTIC
         self._listen()
         try:
             yield
@@ -132,16 +142,14 @@ class StopOnSignal(pl.Callback):
         trainer.save_checkpoint(path)
         signum = self._received or signal.SIGTERM
         if trainer.is_global_zero:
-            print(
-                f"\nStopped by {signum.name} after step {self._step}; '{path}' is saved. To resume,"
-                f" run the same command with hydra.run.dir='{self._run_dir}' ckpt_path=last",
-                flush=True,
-            )
+            then = _again(trainer, path)
+            print(f"\nStopped by {signum.name} after step {self._step}; {then}", flush=True)
         self._leave(trainer, pl_module, Stopped(_exit_code(trainer, signum)))
 
     def _print_cost(self, trainer: pl.Trainer) -> None:
         """Print once, on rank 0, the cost of a second Ctrl-C before the last step."""
-        if self._received is None or self._cost_printed or not trainer.is_global_zero:
+        elastic = isinstance(trainer.strategy, ElasticDiLoCoStrategy)  # its steps are in the store
+        if self._received is None or self._cost_printed or elastic or not trainer.is_global_zero:
             return
         self._cost_printed = True
         folder = Path(self._run_dir) / CHECKPOINT_FOLDER
@@ -195,7 +203,7 @@ class StopOnSignal(pl.Callback):
         if self._received is None:
             self._received = signal.Signals(signum)
             if is_first_rank() and not self._is_launched:
-                _write_now(_FIRST.format(self._received.name))
+                _write_now(self._first_words.format(self._received.name))
             if self._launcher is not None:
                 # never SIGINT: a terminal sends it to all processes itself, and a rank would take
                 # the forwarded one for a second Ctrl-C
@@ -214,6 +222,17 @@ class StopOnSignal(pl.Callback):
 
 class Stopped(SIGTERMException):
     """The exit of a run whose ranks have all stopped after the same step and saved."""
+
+
+def _again(trainer: pl.Trainer, path: str) -> str:
+    """Return how to continue a run that has stopped after saving `path`."""
+    if isinstance(trainer.strategy, ElasticDiLoCoStrategy):
+        return "the other replicas continue. To join them again, run the same command."
+    folder = Path(path).parents[1]
+    return (
+        f"'{path}' is saved. To resume, run the same command with hydra.run.dir='{folder}'"
+        " ckpt_path=last"
+    )
 
 
 def _strategy_agrees(trainer: pl.Trainer) -> bool:

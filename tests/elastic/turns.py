@@ -106,10 +106,11 @@ class Turns:
 
     def _pass_on(self) -> _Turn:
         """Let the thread run that is next."""
-        before, self._running = self._running, self._next()
-        if self._running is not before:
-            self._running.baton.release()
-        return self._running
+        before, chosen = self._running, self._next()
+        self._running = chosen
+        if chosen is not before:
+            chosen.baton.release()  # from here on, it may pass its turn on
+        return chosen
 
     def _next(self) -> _Turn:
         while True:

@@ -12,9 +12,8 @@ PYTHONS := python3 python3.13 python3.12 python3.11 python3.10
 # constraints.txt stays at this release of torch, even if a newer one exists.
 TORCH := 2.13.0
 PYTEST_ARGS :=
-# Ranks wait for each other for a third of the time. Three test files in parallel take a fifth less time on two cores, but
-# there the elastic demo, which runs on real time, may end before its last replica has joined.
-TEST_WORKERS := 2
+# Ranks wait for each other for a third of the time: three test files in parallel take a fifth less time on two cores.
+TEST_WORKERS := 3
 OLDEST_ARGS :=
 DEMO_ARGS :=
 ELASTIC_DEMO_ARGS :=

@@ -35,7 +35,8 @@ from recipes.training.pretraining import build_data, build_module
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "What do elastic replicas lose when one is killed and one is drained?"
 STEPS = 600
-STEP_S = 0.03  # least: on a fast machine, too, a replica has time to join
+STEP_S = 0.03  # least: on a fast machine, too, a replica joins while most of the fit lies ahead
+HOLD = 0.9  # share of the steps after which a replica waits until all have joined
 ACTS = {  # by the share of the steps that replica "a" has taken
     0.2: ("SIGKILL", "b"),
     0.3: ("start", "b2"),
@@ -221,7 +222,8 @@ def body(
         "## Method",
         "",
         f"Two runs of {plan.config['trainer']['max_steps']} steps, {work}. {settings}. A step takes"
-        f" at least {plan.step_s:g} s.",
+        f" at least {plan.step_s:g} s. After step {plan.hold_step}, replicas wait until all have"
+        " joined.",
         "",
         *HOW_TO_READ.splitlines(),
         "",
@@ -272,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = options.work / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        plan = Plan(config, strategy, folder.resolve(), options.step_seconds)
+        plan = Plan(config, strategy, folder.resolve(), options.step_seconds, round(HOLD * steps))
         print(f"== {name}", flush=True)
         runs[name] = run(plan, planned)
         losses[name] = validation_loss(config, folder / "a.pt")

@@ -101,6 +101,8 @@ class _Job:
                 self._note(f"{name} exits with code {self._processes[name].exitcode}")
             while acts and acts[0].step <= self._last.step:
                 alive |= self._do(acts.pop(0))
+            if not acts and alive <= joined:
+                (self._plan.folder / "joined").touch()
         for act in acts:
             self._note(f"too late for {act.kind} {act.name}")
         codes = {n: None if n in alive else p.exitcode for n, p in self._processes.items()}

@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     strategy: dict[str, Any]  # arguments of `ElasticDiLoCoStrategy`
     folder: Path  # for logs and results
     step_s: float  # a step takes at least this long
+    hold_step: int  # a replica waits after this step until all others have joined
 
 
 class Row(NamedTuple):
@@ -47,20 +48,18 @@ class Recorder(pl.Callback):
 
     Args:
         path: of the log.
-        go: file; the fit begins when it exists.
-        step_s: what a step takes at least, so that a fast machine does not end the fit before a
-            replica can join.
+        plan: of the run. The fit begins when "go" exists in its folder, and goes on after its
+            `hold_step` when "joined" does, so that no machine ends the fit before a replica joins.
     """
 
-    def __init__(self, path: Path, go: Path, step_s: float) -> None:
-        self._path, self._go, self._step_s = path, go, step_s
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self._path, self._plan = path, plan
         self._begun_s = 0.0
 
     @override
     def setup(self, *_: Any, **__: Any) -> None:
         self._path.with_suffix(".ready").touch()
-        while not self._go.exists():
-            time.sleep(_POLL_S)
+        self._wait_for("go")
         self._file = self._path.open("w", buffering=1)  # by line: SIGKILL loses none
 
     @override
@@ -71,11 +70,17 @@ class Recorder(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any
     ) -> None:
-        time.sleep(max(0.0, self._begun_s + self._step_s - time.monotonic()))
+        time.sleep(max(0.0, self._begun_s + self._plan.step_s - time.monotonic()))
         strategy: Any = trainer.strategy
         members = len(strategy._elastic.view.members)
         row = Row(time.monotonic(), trainer.global_step, float(outputs["loss"]), members)
         self._file.write(json.dumps(row) + "\n")
+        if trainer.global_step >= self._plan.hold_step:
+            self._wait_for("joined")
+
+    def _wait_for(self, name: str) -> None:
+        while not (self._plan.folder / name).exists():
+            time.sleep(_POLL_S)
 
 
 def fit(name: str, plan: Plan) -> None:
@@ -91,7 +96,7 @@ def fit(name: str, plan: Plan) -> None:
     strategy = ElasticDiLoCoStrategy(**plan.strategy)
     trainer = factory(plan.config["trainer"])(
         strategy=strategy,
-        callbacks=[Recorder(plan.folder / f"{name}.jsonl", plan.folder / "go", plan.step_s)],
+        callbacks=[Recorder(plan.folder / f"{name}.jsonl", plan)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

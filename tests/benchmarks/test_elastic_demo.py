@@ -16,7 +16,7 @@ TOY = [
     "data.corpus.validation_characters=4000",
     "tokenizer=bytes",
     "trainer.max_steps=200",
-    *["--step-seconds=0.05", "--sync-every=6"],
+    *["--step-seconds=0.01", "--sync-every=6"],
 ]
 
 

@@ -21,7 +21,8 @@ from benchmarks.common.page import provenance, write_page
 from benchmarks.common.runs import new_pool, run_missing
 from benchmarks.size_ladder import corpus
 from benchmarks.size_ladder.cells import planned
-from benchmarks.size_ladder.page import draw_page, page_lines
+from benchmarks.size_ladder.page import page_lines
+from benchmarks.size_ladder.picture import draw_page
 from benchmarks.size_ladder.played import losses_of
 from benchmarks.size_ladder.records import RECORDS, Records
 

@@ -9,10 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from benchmarks.common.page import result_page
 from benchmarks.common.runs import MISSING, mean_text
@@ -50,11 +46,13 @@ from benchmarks.size_ladder.often import (
     batch_table,
     findings,
     often_table,
+    summary,
 )
 from benchmarks.size_ladder.often import SUCCESS as SUCCESS_OFTEN
+from benchmarks.size_ladder.picture import PAPER_BATCH
 from benchmarks.size_ladder.records import Records
 
-TITLE = "How far is the loss of Streaming DiLoCo from DDP's, and does the gap shrink with size?"
+TITLE = "How far is the loss of Streaming DiLoCo from DDP's, and what does that depend on?"
 TARGETS = {2: 0.5, 4: 1.5, 8: 2.5}  # percent above DDP at the largest size, H = 100
 # wire, the wire that it is compared with, largest difference in percent
 WIRE_TARGETS = (
@@ -142,6 +140,10 @@ def page_lines(records: Records, picture: str) -> list[str]:
     """Return the page as Markdown lines."""
     losses = records.losses
     body = [
+        "## Verdicts",
+        "",
+        *verdicts(losses),
+        "",
         "## What counts as success",
         "",
         *SUCCESS.splitlines(),
@@ -337,11 +339,25 @@ def judged(
 
 
 def opening(losses: Losses, picture: str) -> list[str]:
-    """Return the question and the finding, for the top of the page."""
-    lines = [
-        "Replicas that exchange every 100 steps may end with a higher loss than data parallelism on"
-        " the same tokens. How much higher, and is it less for larger models?",
+    """Return the question, the finding and the picture, for the top of the page."""
+    return [
+        "Replicas that train apart between exchanges may end with a higher loss than data"
+        " parallelism on the same tokens. How much higher, and what does that depend on?",
         "",
+        *summary(losses),
+        "",
+        f"![gap to DDP over steps, and over tokens of a replica in a step]({picture})",
+        "",
+        "Each point is a setting, with the best rates that were searched, over all its seeds;"
+        " filled: H = 10 or 20. Lines: more training. Crosses: arXiv:2503.09799 at 35M, H = 30; its"
+        f" batch there is not stated, and {PAPER_BATCH:,} tokens, the smallest of its sweep, are"
+        " assumed.",
+    ]
+
+
+def verdicts(losses: Losses) -> list[str]:
+    """Return a line for each question that the runs so far decide, or do not decide yet."""
+    lines = [
         *findings(losses),
         *_disagreement(losses),
         *_more_training(losses),
@@ -363,7 +379,7 @@ def opening(losses: Losses, picture: str) -> list[str]:
             f" differences above {SIGMAS * s * math.sqrt(2 / RUNS):.2f} % are resolved. Runs of the"
             " same seed with other settings of DiLoCo are compared in pairs, which resolves more."
         )
-    return [*lines, "", f"![gap to DDP over model size]({picture})"]
+    return lines
 
 
 def _disagreement(losses: Losses) -> list[str]:
@@ -721,45 +737,3 @@ def _lr_table(losses: Losses) -> list[str]:
 
 
 # -- figure
-
-
-def draw_page(records: Records, path: Path) -> None:
-    """Draw the gap over model size as a PNG, ours and the paper's."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # not pyplot: it keeps global state and may need a display
-    axes = figure.subplots()
-    axes.axhline(0, color="0.7")
-    for color, m in zip(("C0", "C1", "C2", "C3"), REPLICAS, strict=True):
-        for every, style in ((100, "-"), (30, "--")):
-            for model, marker in zip(MODELS, ("o", "s"), strict=True):
-                points = [
-                    (SIZES[size].parameters(model), found)
-                    for size in NAMES
-                    if (found := gaps(records.losses, default_cell(model, size, m, every)))
-                ]
-                if points:
-                    axes.errorbar(
-                        [x for x, _ in points],
-                        [statistics.mean(found) for _, found in points],
-                        [statistics.stdev(found) if len(found) > 1 else 0 for _, found in points],
-                        fmt=f"{marker}{style}",
-                        capsize=3,
-                        color=color,
-                        label=f"{model}, M = {m}, H = {every}",
-                    )
-            if (m, every) in PAPER_CELLS:
-                place = PAPER_CELLS.index((m, every))
-                theirs = [_paper_gaps(millions)[place] for millions in PAPER]
-                axes.plot(
-                    [1e6 * millions for millions in PAPER],
-                    theirs,
-                    f"x{style}",
-                    color=color,
-                    alpha=0.6,
-                    label=f"paper, M = {m}, H = {every}",
-                )
-    axes.set(xscale="log", xlabel="parameters", ylabel="loss above DDP (%)")
-    title = f"{SHORT} tokens per parameter; bars: standard deviation over seeds"
-    axes.set_title(title, fontsize=9)
-    figure.legend(fontsize=6, loc="outside right upper")
-    figure.savefig(path, dpi=120)

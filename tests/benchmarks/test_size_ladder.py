@@ -35,7 +35,8 @@ from benchmarks.size_ladder.cells import (
     row,
 )
 from benchmarks.size_ladder.outer import RadialDiLoCo, RestartedSGD
-from benchmarks.size_ladder.page import draw_page, page_lines, trend
+from benchmarks.size_ladder.page import page_lines, trend
+from benchmarks.size_ladder.picture import draw_page
 from benchmarks.size_ladder.played import PlayedReplicas, Run, Stopped
 from benchmarks.size_ladder.records import Records
 from lightning_commfree.comm.channel import Channel
@@ -303,7 +304,7 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
         "+1.99 ± 0.01 % at 0.04M (7 cycles of H; 3 of 6 runs (gpt2, llama), no verdict) from DDP."
         in few
     )
-    assert "Target" not in few.split("## Provenance")[0]
+    assert "Target" not in few.split("## What counts")[0]
     assert "Whether the gap shrinks with size is open" in few
     assert "More training: the runs of 100 tokens per parameter are not done." in few
     assert "is open" not in page

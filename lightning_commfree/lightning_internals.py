@@ -2,7 +2,8 @@
 
 A later release of Lightning may rename them. When a fit begins, `probe` checks for missing names,
 and a single warning lists the disabled features. Importing never fails, and neither a fresh fit nor
-a resume at the end of an epoch needs any of these names.
+a resume at the end of an epoch needs any of these names, except if DDP averages gradients within a
+replica or node (`GROUPS`).
 
 Where Lightning has no hook, a function wraps a method of one object during a fit (`Patches`). If
 several functions wrap the same method, the one applied last is outermost:
@@ -192,6 +193,7 @@ def probe(trainer: pl.Trainer) -> None:
 
 
 def _exists(trainer: pl.Trainer | None, name: str) -> bool:
+    """Return whether Lightning has a name; a value in it is written and then restored."""
     module, _, path = name.rpartition(":")
     path, _, value = path.partition("=")
     try:
@@ -215,10 +217,10 @@ def _exists(trainer: pl.Trainer | None, name: str) -> bool:
 def handle_signals(
     trainer: pl.Trainer, patches: Patches, sigterm: Callable[..., None], slurm: Callable[..., None]
 ) -> Callable[..., None]:
-    """Replace Lightning's SIGTERM and SLURM handlers, and disable its SIGTERM broadcast.
+    """Replace Lightning's SIGTERM and SLURM handlers; return the original SLURM handler.
 
-    Lightning otherwise broadcasts on every batch whether a rank has received SIGTERM. Return its
-    own SLURM handler, which saves a checkpoint on all ranks and requeues the job.
+    This also disables Lightning's SIGTERM broadcast on every batch. The original SLURM handler
+    saves a checkpoint on all ranks and requeues the job.
     """
     if not SIGTERM.works(trainer):
         return lambda *_: None
@@ -238,6 +240,7 @@ def when_terminated(trainer: pl.Trainer, patches: Patches, act: Callable[[], Non
     notify: Callable[..., None] = connector._sigterm_notifier_fn
 
     def handle(*args: Any) -> None:
+        """Call Lightning's own SIGTERM handler, then `act`."""
         notify(*args)
         act()
 
@@ -262,6 +265,7 @@ def add_to_rows(
     log = connector.log_metrics
 
     def log_row(metrics: dict[str, Any], step: int | None = None) -> None:
+        """Log a row of metrics with the additional ones, unless it has an explicit step."""
         # rows with an explicit step come from evaluation and from callbacks
         own = more(metrics) if metrics and step is None else {}
         log({**metrics, **own}, step)
@@ -272,10 +276,7 @@ def add_to_rows(
 
 
 def around_steps(trainer: pl.Trainer, patches: Patches, wrap: Callable[..., None]) -> None:
-    """Wrap Lightning's calls of `LightningModule.optimizer_step` in automatic optimization.
-
-    `wrap` takes the function to call and its arguments.
-    """
+    """Patch the Trainer to call `wrap(call, *args)` in place of `call`, its `optimizer_step`."""
     if STEPS.works(trainer):
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         patches.put(loop, "_optimizer_step", partial(wrap, loop._optimizer_step))
@@ -297,17 +298,19 @@ def around_loading(
     connector, paths = trainer._checkpoint_connector, []
     start, end = connector.resume_start, connector.resume_end
 
-    def find_and_start(path: Any = None, *args: Any, **kwargs: Any) -> None:
+    def start_with_found_path(path: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Start to load the checkpoint that `find` returns; collective."""
         paths.append(find(path))
         start(paths[-1], *args, **kwargs)
 
-    def end_and_drop() -> None:
+    def end_and_call_done() -> None:
+        """End the loading, then call `done` with the path of the checkpoint."""
         end()  # includes a barrier
         while paths:
             done(paths.pop())
 
-    patches.put(connector, "resume_start", find_and_start)
-    patches.put(connector, "resume_end", end_and_drop)
+    patches.put(connector, "resume_start", start_with_found_path)
+    patches.put(connector, "resume_end", end_and_call_done)
 
 
 def hide_resume_warning(trainer: pl.Trainer, patches: Patches) -> None:
@@ -330,7 +333,7 @@ _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", 
 
 
 class _NoResult(NamedTuple):
-    """Entry in the result queue for a rank that exits without a result."""
+    """Entry in the result queue from a rank that exits without a result."""
 
     by_sigterm: bool
 
@@ -352,6 +355,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
     def _wrapping_function(
         self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any
     ) -> None:
+        """Run a rank; if it exits without a result, run its exit hooks and report that."""
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except SystemExit as end:
@@ -365,6 +369,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
             raise
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        """Take over rank 0's result; if there is none, exit as the ranks did."""
         if not isinstance(worker_output, _NoResult):
             super()._recover_results_in_main_process(worker_output, trainer)
             return
@@ -378,7 +383,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
 def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Make a launcher exit even if its ranks return no result, and run `check` before launching.
+    """Return a launcher that calls `check` first, and exits even if ranks return no result.
 
     Forked and spawned ranks get a `CleanExitLauncher`. `check` runs in the launching process, so
     that unsupported settings are rejected immediately and only once. Return `launcher` unchanged if
@@ -400,6 +405,7 @@ def _check_and_launch(
     trainer: pl.Trainer | None = None,
     **kwargs: Any,
 ) -> Any:
+    """Call `check`, then `launch` with COMMFREE_HOST set; return the result of `launch`."""
     check(trainer)
     # a spawned process may import this package before Lightning, and must choose the same host
     before = os.environ.get(VARIABLE)
@@ -459,7 +465,7 @@ def skip_steps(trainer: pl.Trainer, count: int) -> None:
 
 
 def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
-    """Make the loops continue from a batch in the middle of an epoch."""
+    """Make resumed loops continue after their latest batch, in the middle of an epoch."""
     loop = trainer.fit_loop
     loop.restarting = True  # Lightning sets this unless it considers the epoch finished
     loop._restart_stage = "restarted_mid_epoch"
@@ -467,10 +473,7 @@ def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
 
 
 def validate_first(trainer: pl.Trainer) -> bool:
-    """Make a resumed fit first run any validation that is due after its latest batch.
-
-    Return whether one is due.
-    """
+    """Make a resumed fit begin with a validation if one is due; return whether one is."""
     epoch_loop = trainer.fit_loop.epoch_loop
     due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
     if due:

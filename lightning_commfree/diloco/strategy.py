@@ -193,7 +193,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     # -- the hooks of a fit
 
     @override
-    def equal_weights(self) -> tuple[int, Channel]:
+    def drift_check_plan(self) -> tuple[int, Channel]:
         # replicas train independently; exchanges compare their global copies
         settings = self.settings
         return settings.check_drift_every * settings.first_sync_every, self.channels.within

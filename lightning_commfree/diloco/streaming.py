@@ -600,9 +600,9 @@ class StreamingDiLoCo:
         del own
         return self.weight_swap.names.union(*(names for names, _ in shared["joined"]))
 
-    def adopt(self, was: object, ranks: int, load: object) -> None:
+    def adopt(self, saved_fingerprint: object, num_ranks: int, load: object) -> None:
         """Return None: nothing is reused with different settings or another number of ranks."""
-        del was, ranks, load
+        del saved_fingerprint, num_ranks, load
 
     def close(self) -> None:
         """Discard in-flight fragments, and leave the group."""

@@ -116,8 +116,8 @@ class GradientMean:
 
     def adopt(
         self,
-        was: Mapping[str, str],
-        ranks: int,
+        saved_fingerprint: Mapping[str, str],
+        num_ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
         """Reuse the state of a checkpoint with other settings (`Resumable.adopt`); collective.
@@ -125,9 +125,9 @@ class GradientMean:
         With another size of tensor groups or a rank file missing, reuse at most data position and
         shared RNG state; with another number of groups, nothing.
         """
-        size = int(was["tensor_parallel_size"])
+        size = int(saved_fingerprint["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
-        if ranks // size != world.size // within.size:
+        if num_ranks // size != world.size // within.size:
             return None
 
         found = load([world.rank]) if size == within.size else []

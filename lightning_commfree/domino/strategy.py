@@ -186,7 +186,7 @@ class DominoTPStrategy(ReplicaStrategy):
         super().set_world_ranks()
 
     @override
-    def equal_weights(self) -> tuple[int, Channel]:
+    def drift_check_plan(self) -> tuple[int, Channel]:
         return self.check_drift_every, self.channels.world
 
     @override

@@ -10,8 +10,8 @@ full model, and its per-batch SIGTERM broadcast is not used. During a fit:
 2. Lightning runs every optimizer step as usual, inside `FitSession.step`. After each step (as
    counted by `clock`), the algorithm runs the exchanges that are due.
 3. All ranks have taken the same number of steps whenever validation runs, a checkpoint is saved, or
-   training ends (`Stopping`). If replicas train on local weights, the session swaps the shared
-   weights into the module first (`local_weights`).
+   training ends (`Stopping`). If replicas train on local weights, the session first swaps weights
+   into the module that are the same on all replicas (`local_weights`).
 """
 
 from __future__ import annotations
@@ -163,16 +163,16 @@ class ReplicaStrategy(DDPStrategy):
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Algorithm:
-        """Create the cross-replica algorithm; called by `setup`.
+        """Create and return the cross-replica algorithm; called by `setup`.
 
         By then the model and optimizers exist, and all ranks have the same settings and weights.
         """
 
     def stopping(self, trainer: pl.Trainer, clock: Clock) -> Stopping:
-        """Create the object that decides when the fit stops."""
+        """Create and return the object that decides when the fit stops."""
         return Stopping(trainer, self.ranks, clock, self.patches)
 
-    def equal_weights(self) -> tuple[int, Channel]:
+    def drift_check_plan(self) -> tuple[int, Channel]:
         """Return the steps between checks of `DriftCheck` (0: none), and the channel that they use.
 
         The channel connects the ranks whose weights must be equal.
@@ -180,7 +180,7 @@ class ReplicaStrategy(DDPStrategy):
         return 0, self.channels.world
 
     def not_restored(self) -> list[str]:
-        """Return messages about state that resuming this fit would not restore."""
+        """Return messages about state or rounding that resuming this fit would not reproduce."""
         return self.inside.not_restored()
 
     @property
@@ -205,7 +205,7 @@ class ReplicaStrategy(DDPStrategy):
         return self.session.between
 
     def traffic(self) -> Traffic:
-        """Forecast the bytes that this rank sends; available in `on_fit_start` and later."""
+        """Return a forecast of the bytes that this rank sends; available from `on_fit_start` on."""
         if self._log is None:
             raise RuntimeError(
                 "`traffic()` is not available yet: it needs state that `fit` creates. Call it in"
@@ -218,12 +218,14 @@ class ReplicaStrategy(DDPStrategy):
         return {} if self._log is None else self._log.figures()
 
     def _open_channels(self, info: RankInfo) -> ReplicaChannels:
+        """Open and return the channels of this rank; collective."""
         mesh, ledgers = self.inside.mesh(info.size), (self.ledger, self.group_ledger)
         return ReplicaChannels.open(mesh, info, ledgers, self.liveness)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments for the sampler: ranks that need the same batch count as one."""
         size = self.inside.size if self.inside.same_batch else 1
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
@@ -232,10 +234,12 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def accelerator(self) -> Any:
+        """The accelerator that the Trainer has set."""
         return self._trainers_accelerator or super().accelerator
 
     @accelerator.setter
     def accelerator(self, accelerator: Any) -> None:
+        """Keep the accelerator; raise a `RuntimeError` if another Trainer has set one before."""
         # Every Trainer that is given this strategy sets this, but the devices and launcher of the
         # first one would be kept. Lightning's own attribute remains empty; otherwise its check
         # would complain about accelerators.
@@ -249,6 +253,7 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
+        """Lightning's launcher, made to check settings first and to exit cleanly."""
         if self._clean_launcher is None:
             check = self._check_before_launch
             self._clean_launcher = with_clean_exits(
@@ -267,6 +272,7 @@ class ReplicaStrategy(DDPStrategy):
             self._check_module()
 
     def _check_module(self) -> None:
+        """Raise a `ValueError` if the session or the layout does not support the module."""
         if why := self.session_type.why_not_manual:
             refuse_manual(type(self).__name__, self.module, why)
         self.inside.check()
@@ -274,20 +280,24 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
+        """The user's checkpoint plugin, or else an `AtomicCheckpointIO`."""
         return self._checkpoint_plugin
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        """Set the plugin; make it write atomically if it is None or a wrapper."""
         self._checkpoint_plugin = with_atomic_writes(io, maps=self.inside.states is not None)
 
     @override
     def setup_environment(self) -> None:
+        """Join the job and open the channels, before any loader is created; collective."""
         self.ledger.phase = START
         self.ranks.join(super().setup_environment)
         self.inside.fit = self._new_fit(self.module.trainer)
         self._resume.install(self.module.trainer)  # before the first loader is made
 
     def _new_fit(self, trainer: pl.Trainer) -> Fit:
+        """Return a description of the Trainer's run, for layouts and checks."""
         return Fit(
             type(self).__name__,
             trainer,
@@ -309,6 +319,7 @@ class ReplicaStrategy(DDPStrategy):
         return self.optimizers
 
     def _wrap_in_ddp(self) -> DistributedDataParallel:
+        """Wrap the module in DDP over this replica's ranks, and return the wrapper."""
         set_ddp_group(self, self.channels.within.group)
         super().configure_ddp()
         wrapped: DistributedDataParallel = self.model
@@ -316,6 +327,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        """Set up the model and, for a fit, the algorithm and its session; collective."""
         check_evaluation(trainer, self.ranks, self.inside, self.patches)
         if trainer.state.fn != TrainerFn.FITTING:
             if self.inside.states is not None:
@@ -343,7 +355,7 @@ class ReplicaStrategy(DDPStrategy):
         self.session = self.session_type(
             trainer, self.ranks, between, stopping, self.patches, numel
         )
-        every, channel = self.equal_weights()
+        every, channel = self.drift_check_plan()
         checks = every and channel.size > 1
         self._drift = DriftCheck(self.inside.fit, self.session, every, channel) if checks else None
         self._log = self.session.log
@@ -358,11 +370,13 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
+        """Move the module to its device, unless a fit is about to shard it."""
         if self.inside.states is None or self.module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 
     @override
     def configure_ddp(self) -> None:
+        """Let the layout set up the model: shard it, or wrap it in DDP within a replica."""
         self._was_on_meta = self.restore_checkpoint_after_setup
         self.inside.prepare()
         if self.model is self.lightning_module:  # not wrapped by DDP
@@ -370,6 +384,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
+        """Restore the position of a resumed fit, and begin the session; collective."""
         super().on_train_start()
         # after the hooks, which may advance the RNG
         resumed = self._resume.restore_position(self.not_restored)
@@ -379,6 +394,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begin a batch of the session, and compare weights across ranks if a check is due."""
         super().on_train_batch_start(batch, batch_idx)
         self.session.batch_begins()
         if self._drift is not None:
@@ -386,13 +402,15 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Check the first batch, then step inside `FitSession.training`; errors name lost ranks."""
         self.ledger.phase = STEPS
-        self._check_first("train", (args, kwargs))
+        self._check_first_batch("train", (args, kwargs))
         with self.session.training(), self.ranks.guarded("forward"):
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward; if a collective in it fails, the error names lost ranks."""
         with self.ranks.guarded("backward"):
             return super().backward(*args, **kwargs)
 
@@ -405,7 +423,8 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_first("validate", (args, kwargs))
+        """Check the first batch if ranks share a model, then validate; errors name lost ranks."""
+        self._check_first_batch("validate", (args, kwargs))
         with self._evaluating():
             return super().validation_step(*args, **kwargs)
 
@@ -419,23 +438,25 @@ class ReplicaStrategy(DDPStrategy):
         with self._evaluating():
             return super().predict_step(*args, **kwargs)
 
-    def _check_first(self, verb: str, batch: Any) -> None:
-        """Check that the ranks of a replica get the same first batch, if they have to."""
+    def _check_first_batch(self, verb: str, batch: Any) -> None:
+        """Raise a `ValueError` if ranks that need the same first batch differ in it; collective."""
         if self.inside.same_batch and self._shares_model and verb not in self._checked:
             self._checked.add(verb)
             check_batch(self.channels.within, verb, batch)
 
     @property
     def _shares_model(self) -> bool:
+        """Whether the ranks of a replica currently hold shards of one model."""
         states = self.inside.states
         return states is not None and states.shares_model
 
     def _evaluating(self) -> AbstractContextManager[None]:
-        """Return a context manager in which errors of collectives name lost ranks."""
+        """Return a context manager in which errors name lost ranks, if ranks share a model."""
         return self.ranks.guarded("evaluation") if self._shares_model else nullcontext()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
+        """Run the session's `after_backward`, then combine gradients within the replica."""
         super().post_backward(closure_loss)
         self.session.after_backward(closure_loss)
         if self.inside.size > 1:
@@ -443,6 +464,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Take the step inside `FitSession.step`, which exchanges; refuse unknown optimizers."""
         if [*map(id, self._prepared)] != [*map(id, self.optimizers)]:
             self._prepare_replaced()
         if not any(optimizer is one for one in self._prepared):
@@ -484,6 +506,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
+        """Synchronize and compare weights for the last time, and print a summary; collective."""
         self.session.fit_ends()
         if self._drift is not None:
             self._drift.compare()  # a short fit may not have compared them at all
@@ -502,6 +525,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """Warn and advise; after SIGTERM, requeue the SLURM job if its signal has arrived."""
         # also called in the process that forked the ranks, which has no process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             warn_unsaved("Ctrl-C interrupted the ranks in the middle of different steps")
@@ -514,6 +538,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        """End the session, release the layout, remove patches and close channels; collective."""
         session, self.session = self.session, OutsideOfFit()
         session.end()
         self.requests, self._drift = Requests(), None  # a Trainer can be pickled after a fit
@@ -535,10 +560,12 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, or return at once if the fit is interrupted."""
         self.ranks.collective("barrier", super().barrier, *args, **kwargs)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object or, if the fit is interrupted, this rank's own."""
         return self.ranks.collective("broadcast", super().broadcast, obj, src)
 
     @override
@@ -556,25 +583,29 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights to save (`FitSession.module_state`), gathered if sharded."""
         read, states = super().lightning_module_state_dict, self.inside.states
         if states is None:
             return self.session.module_state(read)
-        return self.session.module_state(lambda: states.full_module_state(read))
+        return self.session.module_state(lambda: states.module_state_to_save(read))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state to save; if sharded, gathered on rank 0 and collective."""
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         state, states = super().optimizer_state(raw), self.inside.states
-        return state if states is None else states.full_optimizer_state(raw, state)
+        return state if states is None else states.optimizer_state_to_save(raw, state)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
+        """Whether Lightning loads weights only after sharding: the model begins on `meta`."""
         # a model on `meta` has values only once it is sharded
         return self._was_on_meta or (self.inside.states is not None and bool(on_meta(self.module)))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint; if the model is sharded, this rank's shards of them."""
         if isinstance(self.precision_plugin, DoublePrecision):
             self.module.double()  # Lightning converts it later, after fp32 has rounded the weights
         states = self.inside.states
@@ -584,6 +615,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore this rank's own state, then load optimizer states without rounding them."""
         self._resume.before_optimizers()
         states = self.inside.states
         shards = checkpoint if states is None else states.with_optimizer_shards(checkpoint)
@@ -592,17 +624,20 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint and every rank's state, unless the fit is interrupted; collective."""
         if not self.ranks.interrupted:
             self.session.check_save()
             self._resume.save(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: FilePath) -> None:
+        """Remove a checkpoint and its rank files."""
         super().remove_checkpoint(filepath)
         self._resume.remove(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load and verify a checkpoint; for a fit, read this rank's own state too (collective)."""
         with verified_reading(checkpoint_path):  # later releases of Lightning pass more arguments
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         weights_only = kwargs.get("weights_only", args[0] if args else None)

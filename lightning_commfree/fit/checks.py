@@ -54,23 +54,24 @@ def compiled_as_a_whole(module: pl.LightningModule) -> str | None:
     communication cannot overlap with backward.
     """
 
-    def numel(part: nn.Module) -> int:
+    def num_trained(part: nn.Module) -> int:
         return sum(p.numel() for p in part.parameters() if p.requires_grad)
 
     for name, part in module.named_modules():  # the module itself comes first
         compiled = is_compiled(module) if part is module else is_compiled_submodule(part)
-        if compiled and 2 * numel(part) > numel(module):
+        if compiled and 2 * num_trained(part) > num_trained(module):
             return name or type(module).__name__
     return None
 
 
 def _overridden(owner: Any, parent: type, hooks: Sequence[str]) -> list[str]:
+    """Return a text for each of `hooks` that `owner` overrides."""
     name = type(owner).__name__
     return [f"`{name}` overrides `{hook}`" for hook in hooks if is_overridden(hook, owner, parent)]
 
 
 def agree_on_overflow(precision: Precision, channel: Channel) -> None:
-    """With fp16 scaling, make all ranks skip an optimizer step if any rank overflowed."""
+    """With fp16, replace the scaler: all ranks skip a step if the gradients of any overflow."""
     if not isinstance(precision, MixedPrecision) or precision.scaler is None or channel.size == 1:
         return
     precision.scaler = CommonGradScaler(precision.scaler, precision.device, channel)
@@ -148,7 +149,7 @@ def refuse_modes(strategy: str, optimizers: Iterable[Optimizer]) -> None:
 
 
 def refuse_max_norm(strategy: str, module: nn.Module) -> None:
-    """Raise a `ValueError` if an embedding has a `max_norm` and ranks must hold equal weights."""
+    """Raise a `ValueError` if an embedding has a `max_norm`, which makes ranks' weights differ."""
     for name, one in module.named_modules():
         if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.max_norm is not None:
             raise ValueError(
@@ -160,7 +161,7 @@ def refuse_max_norm(strategy: str, module: nn.Module) -> None:
 
 
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
-    """Raise a `ValueError` if validation is scheduled by time.
+    """Raise a `ValueError` if several ranks would validate at intervals of time.
 
     Each rank would measure time with its own clock, so some ranks could start validating while
     others are still training.

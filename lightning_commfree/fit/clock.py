@@ -56,7 +56,7 @@ class StepHooks:
 
     Only optimizers that hold parameters of `module` count. A step inside another one, as of an
     optimizer that wraps a second one, is part of the outer step. `begins` and `ends` are called
-    around such a step, and `sees` before every step, also those that Lightning passes.
+    around such a step, and `before_any_step` before every step, also those that Lightning passes.
     """
 
     def __init__(
@@ -64,43 +64,47 @@ class StepHooks:
         module: nn.Module,
         begins: Callable[[Optimizer], None],
         ends: Callable[[Optimizer], None],
-        sees: Callable[[Optimizer], None],
+        before_any_step: Callable[[Optimizer], None],
     ) -> None:
         self._parameters = set(module.parameters())
-        self._begins, self._ends, self._sees = begins, ends, sees
+        self._begins, self._ends = begins, ends
+        self._before_any_step = before_any_step
         self._paused = False
         self._stepping: Optimizer | None = None
         # for all optimizers, because Lightning does not know the one inside of SAM
         self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(self._pre_hook),
+            register_optimizer_step_post_hook(self._post_hook),
         ]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager around a step that Lightning passes to the strategy."""
+        """Context manager around a step for which `begins` and `ends` are not called."""
         before, self._paused = self._paused, True
         try:
             yield
         finally:
             self._paused = before
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _pre_hook(self, optimizer: Optimizer, *_: Any) -> None:
+        """Call `before_any_step`; then call `begins`, unless paused or inside another step."""
         if not self._trains(optimizer):
             return
-        self._sees(optimizer)
+        self._before_any_step(optimizer)
         # the same optimizer again: user code has caught an error in its first step
         is_outermost = self._stepping is None or self._stepping is optimizer
         if is_outermost and not self._paused:
             self._stepping = optimizer
             self._begins(optimizer)
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def _post_hook(self, optimizer: Optimizer, *_: Any) -> None:
+        """Call `ends` if `begins` was called for this step."""
         if self._stepping is optimizer:
             self._stepping = None
             self._ends(optimizer)
 
     def _trains(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the module."""
         groups = optimizer.param_groups
         return any(p in self._parameters for group in groups for p in group["params"])
 

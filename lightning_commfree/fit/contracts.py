@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ShardedStates(Protocol):
-    """Turns a sharded model's states into those of a checkpoint, and back."""
+    """Interface of sharded layouts: turns their states into those of a checkpoint, and back."""
 
     @property
     def shares_model(self) -> bool:
@@ -36,15 +36,18 @@ class ShardedStates(Protocol):
     def saves_folders(self) -> bool:
         """Whether checkpoints are currently saved as folders, written by all ranks of a replica."""
 
-    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's state for a checkpoint; collective within a replica.
+    def module_state_to_save(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's state, full on rank 0 or sharded on every rank; collective.
 
-        Rank 0 gets full tensors or, if `saves_folders`, each rank gets its own `DTensor`s. `read`
-        returns the module's state, with tensors as they are on this rank.
+        Collective within a replica. Rank 0 gets full tensors, and other ranks {}; or, if
+        `saves_folders`, each rank gets its own `DTensor`s. `read` returns the module's state, with
+        tensors as they are on this rank.
         """
 
-    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint, like `full_module_state`.
+    def optimizer_state_to_save(
+        self, optimizer: Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint, as `module_state_to_save` does; collective.
 
         `state` is the optimizer's own `state_dict`.
         """
@@ -72,7 +75,7 @@ class Layout(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Reject settings and modules that this layout does not support.
+        """Raise a `ValueError` for settings and modules that this layout does not support.
 
         Called before `prepare` and, unless hooks may still change the module, in the launching
         process, where there are no channels.
@@ -100,7 +103,7 @@ class Layout(ABC):
         """
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check that the optimizers fit this layout.
+        """Raise a `ValueError` if an optimizer does not fit this layout.
 
         Called after they are created, and again if a hook replaces them during a fit.
 
@@ -200,7 +203,7 @@ class LocalCopies(Algorithm, Protocol):
         return None
 
     def finish(self) -> None:
-        """Synchronize fully, so that the local weights of all replicas equal the shared weights."""
+        """Synchronize fully: all replicas' local weights then equal the shared ones; collective."""
         ...
 
     def shown(self, what: str) -> Sequence[Tensor] | None:
@@ -222,7 +225,7 @@ class LocalCopies(Algorithm, Protocol):
         return self.weight_swap.names
 
     def refuse_to_save(self, world: Channel) -> None:
-        """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
+        """Raise an error on all ranks if a checkpoint would contain NaN or Inf; collective."""
 
     def restart(self, broadcast: Callable[[], None]) -> None:
         """Drop in-flight exchanges and start over from rank 0's weights.

@@ -35,9 +35,9 @@ class DriftCheck:
         self._period, self._missed = -1, 0  # values at the latest check
 
     def before_step(self) -> None:
-        """Compare weights across ranks if a check is due; collective, before the same step.
+        """If a check is due, compare weights across ranks, and raise if they differ; collective.
 
-        Differing weights raise an `AgreedError` on all ranks that hold them.
+        The error is an `AgreedError`, on all ranks that compare these weights.
         """
         step = self._fit.trainer.global_step
         if step // self._every == self._period:
@@ -66,6 +66,7 @@ class DriftCheck:
 
 
 def _compare(channel: Channel, parameters: dict[str, nn.Parameter], step: int) -> None:
+    """Raise an `AgreedError` if parameters differ between the ranks of a channel; collective."""
     if channel.size == 1 or not parameters:
         return
     digests = digests_of_all(channel, list(parameters.values()), TAG, digest)
@@ -77,15 +78,15 @@ def _compare(channel: Channel, parameters: dict[str, nn.Parameter], step: int) -
     plural = "s" if len(ranks) > 1 else ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise AgreedError(
-        f"Weights that must be equal on ranks {_joined(channel.ranks)} differ before step"
+        f"Weights that must be equal on ranks {_comma_separated(channel.ranks)} differ before step"
         f" {step + 1}: {', '.join(map(repr, names[:_NAMED]))}{more} (on rank{plural}"
-        f" {_joined(ranks)}, compared with rank {channel.ranks[0]}). Some code changes weights or"
-        " gradients on only"
-        " some ranks: a hook that writes to them, an optimizer that steps without the strategy, or"
-        " gradients clipped by the norm of a rank's shards (use `gradient_clip_val`, or"
-        " `strategy.grad_norm()`). Resume from a checkpoint saved before the weights diverged."
+        f" {_comma_separated(ranks)}, compared with rank {channel.ranks[0]}). Some code changes"
+        " weights or gradients on only some ranks: a hook that writes to them, an optimizer that"
+        " steps without the strategy, or gradients clipped by the norm of a rank's shards (use"
+        " `gradient_clip_val`, or `strategy.grad_norm()`). Resume from a checkpoint saved before"
+        " the weights diverged."
     )
 
 
-def _joined(ranks: object) -> str:
+def _comma_separated(ranks: object) -> str:
     return ", ".join(map(str, ranks))  # type: ignore[call-overload]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fit:
-    """One run of a Trainer (`fit`, `validate`, `test` or `predict`), as the strategy sees it.
+    """One run of a Trainer (`fit`, `validate`, `test` or `predict`): its objects and settings.
 
     The strategy makes it when the ranks have joined, before checkpoints are read.
     """

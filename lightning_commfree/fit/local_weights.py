@@ -1,10 +1,11 @@
 """Fit session for replicas that train local weights and synchronize only occasionally.
 
-Validation and checkpoints use the shared weights; the local weights are restored afterwards. Before
-the last validation run and the last checkpoint, the algorithm makes the weights of all ranks equal
+Validation and checkpoints use weights that are the same on all replicas: those that
+`LocalCopies.shown` returns (under Streaming DiLoCo, by default the mean of the local weights), or
+the shared weights if it returns None. The local weights are restored afterwards. Before the last
+validation run and the last checkpoint, the algorithm makes the weights of all ranks equal
 (`finish`), and again if a hook changes them afterwards. If a callback requests a stop only after a
-checkpoint of the same step has been written, that file contains the shared weights from before
-`finish`.
+checkpoint of the same step has been written, that file contains the weights from before `finish`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ END_TAG = "end"
 class LocalWeightsSession(FitSession[LocalCopies]):
     """Fit session for replicas that train independently on local weights.
 
-    Validation, checkpoints and the trained module use the weights shared by all replicas.
+    Validation and checkpoints use the shared weights or those of `LocalCopies.shown`; the trained
+    module holds the shared weights.
     """
 
     trains_independently = True
@@ -72,6 +74,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def steps_before(self) -> int:
+        """Return the algorithm's own count of steps if a step is a batch, else Lightning's."""
         # Lightning does not save the number of batches that took a step; the algorithm does
         return self.between.step if self.clock.spans_batch else super().steps_before()
 
@@ -79,6 +82,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def begin(self, resumed: bool) -> None:
+        """Begin; if a hook has changed the weights, all ranks start from rank 0's. Collective."""
         self._agree_on_buffers()  # a resumed fit may have restored buffers of other shapes
         differ = any(self._ranks.all_flags(not self._swap.local_equals_shared()))
         if differ and not resumed:
@@ -89,14 +93,16 @@ class LocalWeightsSession(FitSession[LocalCopies]):
             # the checkpoint may be from the end of a fit, where finishing again is a no-op
             self._finished_at = self.between.step
         self._trains = True
-        self._loads = LoadWatch(self._module, self._loadable)
+        self._loads = LoadWatch(self._module, self._local_weight_hashes)
         super().begin(resumed)
 
-    def _loadable(self) -> list[int] | None:
+    def _local_weight_hashes(self) -> list[int] | None:
+        """Return a hash per trained parameter; None while the shared weights are swapped in."""
         return None if self._swap.swapped_in else self._weight_hashes()
 
     @override
     def batch_begins(self) -> None:
+        """Start over if a hook has loaded weights, and agree on the end of streams; collective."""
         if self._loads is not None and self._loads.take():
             self._restart()
         super().batch_begins()
@@ -114,10 +120,12 @@ class LocalWeightsSession(FitSession[LocalCopies]):
         )
 
     def _broadcast_weights(self) -> None:
+        """Copy rank 0's weights to all ranks; collective."""
         broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
 
     @override
     def step_left_out(self) -> None:
+        """Count the step anyway, and run the exchanges that are due after it."""
         # Counted as a step, as by `trainer.global_step`: other replicas do not have to leave it out
         # as well, and all remain at the same step.
         optimizer, before = self._trainer.optimizers[0], self.clock.uncounted
@@ -130,10 +138,12 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Accept optimizers that a hook has set: the algorithm follows them from now on."""
         self.between.optimizers = optimizers
 
     @override
-    def sees(self, optimizer: Optimizer) -> None:
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Add an optimizer that `configure_optimizers` did not return to the algorithm's."""
         optimizers = self.between.optimizers
         if self._trainer.training and not any(optimizer is one for one in optimizers):
             # `configure_optimizers` did not return it: from now on, its parameters are trained too
@@ -143,17 +153,19 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def after_step(self) -> None:
+        """After the fit's last step, make the weights of all ranks equal; collective."""
         if self._stopping.no_step_follows(during_step=True):
             self._stopping.share_stream_end()
             self._finish()
 
     @override
     def stops_after(self) -> int | None:
+        """Return the step after which all ranks would stop, as the algorithm knows it, or None."""
         return self.between.stops_after
 
     @override
     def validation_begins(self) -> None:
-        """Show the outer weights, or what `LocalCopies.shown` returns, until `validation_ends`."""
+        """Swap in the shared weights, or those of `LocalCopies.shown`; collective."""
         super().validation_begins()
         if self._trains:
             self._agree_on_buffers()
@@ -163,11 +175,13 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def validation_ends(self) -> None:
+        """Restore the local weights, then stop if any rank requests it; collective."""
         self._swap.swap_out()
         super().validation_ends()
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return `read()` of the weights to save; copies swapped ones to the CPU. Collective."""
         with self._with_shared_weights() as stays:
             state = read()
             # copy only the swapped weights: frozen ones do not change, and may be large
@@ -175,15 +189,18 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def check_save(self) -> None:
+        """Raise an error on all ranks if a checkpoint would contain NaN or Inf; collective."""
         self.between.refuse_to_save(self._world)
 
     @override
     def fit_ends(self) -> None:
+        """Make all ranks' weights equal, then swap in `WeightAveraging`'s averages; collective."""
         self._finish()
         self._swap_in_averages()
 
     @override
     def end(self) -> None:
+        """Restore the local weights, or the shared ones if nothing was trained; end as the base."""
         if self._loads is not None:
             self._loads.close()
         self._swap.swap_out(check=False)  # an exception may have interrupted a validation
@@ -195,11 +212,11 @@ class LocalWeightsSession(FitSession[LocalCopies]):
     # -- inside
 
     def _finish(self) -> None:
-        """Make the weights of all ranks equal after the last step."""
+        """Make the weights of all ranks equal after the last step; collective."""
         if self._trainer.state.status == TrainerStatus.INTERRUPTED:
             return
         if self.finished:
-            self._take_changes()
+            self._sync_late_changes()
             return
         self._stopping.check_epoch_ends()
         self._agree_on_buffers()
@@ -208,8 +225,8 @@ class LocalWeightsSession(FitSession[LocalCopies]):
             self._stopping.follow_requests()
         self._finished_at = self.between.step
 
-    def _take_changes(self) -> None:
-        """Make weights equal that hooks have changed after the last step, as a clamp does."""
+    def _sync_late_changes(self) -> None:
+        """Make weights equal that hooks have changed since `finish`, as clamps do; collective."""
         if self._swap.swapped_in or not self.same_hooks:
             return
         changed = not self._swap.local_equals_shared(buffers=False)
@@ -224,10 +241,10 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @contextmanager
     def _with_shared_weights(self) -> Iterator[bool]:
-        """Context manager that swaps in the shared weights, for a checkpoint.
+        """Context manager that swaps in the weights to save, after `_finish` if no step follows.
 
-        Yields True if the module's weights stay the same afterwards: the shared weights were
-        already in the module, or the fit was interrupted and nothing is swapped.
+        Collective. Yields True if the module's weights stay the same afterwards: the shared weights
+        were already in the module, or the fit was interrupted and nothing is swapped.
         """
         if self._ranks.interrupted:
             yield True
@@ -254,13 +271,15 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        def save_shared() -> None:
+        """Agree on a stop, then run `save` with the weights to save swapped in; collective."""
+
+        def agree_and_save() -> None:
             self._stopping.agree_here()
             # `save` calls hooks that add entries to the checkpoint before it calls the strategy
             with self._with_shared_weights():
                 save(*args, **kwargs)
 
-        super()._save(save_shared)
+        super()._save(agree_and_save)
 
     def _agree_on_buffers(self) -> None:
         """Stop averaging buffers whose shape has changed on any rank; collective."""
@@ -282,35 +301,35 @@ _UPDATES = ("on_train_batch_end", "on_train_epoch_end")
 def average_shared_weights(
     trainer: pl.Trainer, patches: Patches, swap: WeightSwap
 ) -> Callable[[], None]:
-    """Make Lightning's `WeightAveraging` and its subclasses average the shared weights.
+    """Make `WeightAveraging` average the shared weights; return a function to swap them in.
 
     Local weights differ between replicas, so their averages would differ too. Such a callback
     updates its average as often as under DDP, but with the shared weights. Everything else is
     unchanged: it swaps its average in for validation and at the end of the fit, and saves it in
-    checkpoints. Return a function that copies the averages into the module, to be called after
-    `finish`, which needs the module's own weights.
+    checkpoints. Call the returned function after `finish`, which needs the module's own weights.
     """
     ends = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if _AVERAGING is None or not isinstance(callback, _AVERAGING):
             continue
         for name in _UPDATES:
-            patches.put(callback, name, partial(_update, getattr(callback, name), swap))
+            patches.put(callback, name, partial(_update_with_shared, getattr(callback, name), swap))
         ends.append(callback.on_train_end)
         patches.put(callback, "on_train_end", lambda *_: None)
 
-    def swap_in() -> None:
+    def swap_in_averages() -> None:
         for end in ends:
             end(trainer, trainer.lightning_module)
 
-    return swap_in
+    return swap_in_averages
 
 
-def _update(
+def _update_with_shared(
     hook: Callable[..., None],
     swap: WeightSwap,
     trainer: pl.Trainer,
     module: pl.LightningModule,
     *args: Any,
 ) -> None:
+    """Call an averaging callback's `hook` with a view of the shared weights."""
     hook(trainer, OuterView(module, swap), *args)

@@ -24,11 +24,13 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def begin(self, resumed: bool) -> None:
+        """Let the algorithm follow weights that hooks have changed, then begin."""
         self.between.follow_parameters()
         super().begin(resumed)
 
     @override
-    def sees(self, optimizer: Optimizer) -> None:
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Raise a `RuntimeError` for an optimizer that `configure_optimizers` did not return."""
         if self._trainer.training and not any(optimizer is one for one in self._optimizers):
             raise RuntimeError(
                 f"`{type(optimizer).__name__}` steps parameters of the module, but"
@@ -38,6 +40,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def step_left_out(self) -> None:
+        """Count it and wait for all ranks; raise an `AgreedError` if one takes the step."""
         super().step_left_out()
         self._stopping.check_together(
             "An optimizer step was left out (`optimizer_step` did not call `optimizer.step`)",
@@ -47,11 +50,13 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def validation_begins(self) -> None:
+        """Average the buffers over all replicas; collective."""
         super().validation_begins()
         self.between.average_buffers()
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return `read()` with averaged buffers, copied; the module keeps its own. Collective."""
         if self._ranks.interrupted:
             return read()
         # a checkpoint contains the means, but saving must not change how a fit trains
@@ -66,4 +71,5 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def fit_ends(self) -> None:
+        """Average the buffers over all replicas; collective."""
         self.between.average_buffers()

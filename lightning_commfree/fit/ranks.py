@@ -52,7 +52,7 @@ class Ranks:
     # -- from joining the job to leaving it
 
     def join(self, create_group: Callable[[], None]) -> None:
-        """Create Lightning's process group, then open the channels.
+        """Create Lightning's process group, then open the channels; collective.
 
         A `RuntimeError` names the setting if machines cannot reach each other, or says that ranks
         did not join within the timeout.
@@ -93,6 +93,7 @@ class Ranks:
             self._channels = None
 
     def _open(self) -> None:
+        """Open the channels if they are not open; collective."""
         if self._channels is None:
             info = self._info()
             with waiting_for_all(info):
@@ -150,10 +151,9 @@ class Ranks:
         self._sockets.disconnect()
 
     def guarded(self, what: str) -> AbstractContextManager[None]:
-        """Context manager for computing a model together with the other ranks of the replica.
+        """Context manager for computing a model with the ranks of a replica; errors name lost ones.
 
-        If one of them is lost, the collectives of torch's DDP or FSDP fail within seconds, and the
-        error names it.
+        If one of them is lost, the collectives of torch's DDP or FSDP fail within seconds.
         """
         if self._channels is None or self._channels.within.size == 1:
             return nullcontext()

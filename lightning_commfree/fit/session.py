@@ -94,7 +94,9 @@ class FitSession(Generic[B]):
         """
         del resumed
         self.clock.steps = self.steps_before()
-        self._hooks = StepHooks(self._module, self._raw_step_begins, self._raw_step_ends, self.sees)
+        self._hooks = StepHooks(
+            self._module, self._raw_step_begins, self._raw_step_ends, self.before_any_step
+        )
         self._at_begin = self.clock.steps, self._weight_hashes()
         self._stopping.begin(self.trains_independently, self.shares_stream_ends)
         self.log.begin()
@@ -104,9 +106,9 @@ class FitSession(Generic[B]):
         return self._trainer.global_step
 
     def batch_begins(self) -> None:
-        """End the epoch after the next batch if it is the last one in any rank's data stream.
+        """End the epoch after the next batch if it is the last of any rank's stream; collective.
 
-        Called before training on it; collective over the ranks that communicate on every batch.
+        Called before training on it; only ranks that communicate on every batch take part.
         """
         self._stopping.share_last_batch(self._channels.within)
 
@@ -144,6 +146,7 @@ class FitSession(Generic[B]):
             yield
 
     def _refuse_outside_batch(self, optimizer: Optimizer) -> None:
+        """Raise a `RuntimeError` for a manual step outside of `training_step`."""
         if self.clock.spans_batch and not self.computing:
             raise RuntimeError(
                 f"`{type(optimizer).__name__}` was stepped outside of `training_step`. With manual"
@@ -164,15 +167,16 @@ class FitSession(Generic[B]):
                 pass  # only what must precede a step: a vote cannot start during its backward
 
     def _raw_step_ends(self, optimizer: Optimizer) -> None:
+        """Count a step that Lightning does not pass to the strategy, and run due exchanges."""
         # with automatic optimization, a step anywhere else is local training
         if self._trainer.training and (self.clock.spans_batch or self._in_optimizer_step):
             self._step_ends(optimizer)
 
-    def sees(self, optimizer: Optimizer) -> None:
+    def before_any_step(self, optimizer: Optimizer) -> None:
         """Hook for subclasses that runs before any optimizer steps parameters of the module."""
 
     def _notice_left_out(self, run: Callable[..., None], *args: Any) -> None:
-        """Run `run`, Lightning's call of `optimizer_step`, and notice if it took no step."""
+        """Run `run`, Lightning's `optimizer_step`; call `step_left_out` if no step was taken."""
         before, self._in_optimizer_step = self.clock.steps, True
         try:
             run(*args)
@@ -182,7 +186,7 @@ class FitSession(Generic[B]):
             self._in_optimizer_step = False
 
     def step_left_out(self) -> None:
-        """Handle a batch in which the module's `optimizer_step` did not step its optimizer."""
+        """Count a batch in which the module's `optimizer_step` did not step its optimizer."""
         self.clock.missed += 1
 
     @contextmanager
@@ -202,6 +206,7 @@ class FitSession(Generic[B]):
         self._step_ends(optimizer)
 
     def _step_ends(self, optimizer: Optimizer | None) -> None:
+        """Count a step if one is complete, and run the exchanges that are due after it."""
         stepped = self.clock.tick(optimizer)
         if self.clock.spans_batch and optimizer is None:
             self._stopping.batch_ends(stepped)
@@ -237,11 +242,12 @@ class FitSession(Generic[B]):
         return self.clock.steps + 2
 
     def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Run `save`, the Trainer's own method, on all ranks after the same step."""
+        """Check that all ranks are at the same step, then run Lightning's `save`; collective."""
         self._stopping.meet("A checkpoint was saved")
         save(*args, **kwargs)
 
     def _start_validation(self, start: Callable[[], None]) -> None:
+        """Check that all ranks are at the same step, then begin a validation; collective."""
         if not self._trainer.sanity_checking:
             self._stopping.meet("A validation began")
         # Lightning calls the strategy's own hook too late: the hooks of callbacks and module run
@@ -250,6 +256,7 @@ class FitSession(Generic[B]):
         start()
 
     def _end_validation(self, end: Callable[[], Any]) -> Any:
+        """Run `end`, Lightning's own, then `validation_ends`; return the outputs of `end`."""
         # the strategy's own hook comes too early: `on_validation_model_train`, which may take
         # adapters out of the weights again, runs after it
         outputs = end()
@@ -266,7 +273,7 @@ class FitSession(Generic[B]):
         self._warn_uncounted()
 
     def validation_ends(self) -> None:
-        """Stop counting traffic as validation traffic, and stop the fit if any rank requests it.
+        """Stop counting validation traffic, and stop the fit if any rank requests it; collective.
 
         Called after Lightning's last validation hook, `on_validation_model_train`. A sanity check
         never stops the fit.
@@ -280,13 +287,14 @@ class FitSession(Generic[B]):
         return read()
 
     def check_save(self) -> None:
-        """Check the weights before a checkpoint is written; collective.
+        """Hook before a checkpoint is written: check the weights, warn or raise; collective.
 
-        All ranks raise an error if it would contain NaN or Inf, where the algorithm checks that.
+        Subclasses raise an error on all ranks if the checkpoint would contain NaN or Inf.
         """
         self._warn_uncounted()
 
     def _weight_hashes(self) -> list[int]:
+        """Return a hash of each trained parameter, or of this rank's shard of it."""
         trained = trained_parameters(self._module, self._trainer.optimizers)
         return [int(digest(local_tensor(p).contiguous())) for p in trained.values()]
 
@@ -308,7 +316,7 @@ class FitSession(Generic[B]):
         """Hook for subclasses that runs after the last training step."""
 
     def requeue(self) -> None:
-        """Requeue the SLURM job after its signal has stopped all ranks."""
+        """Save and requeue the SLURM job, if its signal has stopped all ranks; collective."""
         self._stopping.sigterm.requeue()
 
     def end(self) -> None:
@@ -320,6 +328,7 @@ class FitSession(Generic[B]):
 
     @property
     def _world(self) -> Channel:
+        """The channel between all ranks."""
         return self._channels.world
 
 
@@ -333,23 +342,24 @@ class OutsideOfFit(FitSession[Any]):
     @override
     @contextmanager
     def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
+        """Count nothing, and exchange nothing."""
         yield  # a step taken manually after `fit` trains only this rank
 
     @override
     def batch_begins(self) -> None:
-        pass
+        """Do nothing."""
 
     @override
     def validation_ends(self) -> None:
-        pass
+        """Do nothing."""
 
     @override
     def requeue(self) -> None:
-        pass
+        """Do nothing."""
 
     @override
     def end(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class FitLog:

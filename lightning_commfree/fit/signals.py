@@ -71,6 +71,7 @@ def _save_unless_interrupted(
     module: pl.LightningModule,
     error: BaseException,
 ) -> None:
+    """Run `save`, a callback's `on_exception`; if ranks may be at different steps, warn instead."""
     if not ranks.interrupted:
         save(trainer, module, error)
     elif not isinstance(error, KeyboardInterrupt):  # the strategy itself warns about Ctrl-C
@@ -120,7 +121,7 @@ class DeferredSigterm:
             self._save_and_requeue(signal.SIGUSR1, None)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        """Stop all ranks as after SIGTERM; `requeue` then does what SLURM's signal asks for."""
+        """Request a stop of all ranks as SIGTERM does; `requeue` then does what the signal asks."""
         # Lightning would save immediately, in the middle of a step and of collectives
         if self._trainer.local_rank == 0 and not self.requested:
             _write_now(f"\nReceived signal {signum} to save a checkpoint and requeue the job.")
@@ -128,6 +129,7 @@ class DeferredSigterm:
         self._on_sigterm(signal.SIGTERM, frame)
 
     def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
+        """Note the request, tell the user, and forward the signal to launched processes."""
         if self.requested:
             return
         self.requested = True
@@ -141,6 +143,7 @@ class DeferredSigterm:
             launcher.kill(signum)
 
     def _expected_stop(self) -> str:
+        """Return a text for the user: after which step all ranks will have stopped."""
         done, last = self._clock.steps, self.stops_after()
         if last is None:
             return f"after their next exchange ({done} steps are done)"
@@ -150,6 +153,7 @@ class DeferredSigterm:
         return f"after step {last} at the latest ({done} are done)"
 
     def _announce(self, text: str) -> None:
+        """Write a text to stderr now, and note that the stop has been announced."""
         self._announced = True
         _write_now(f"\n{text}\n")
 

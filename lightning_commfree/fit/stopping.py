@@ -2,8 +2,8 @@
 
 *Equal epochs*: every rank trains on as many batches per epoch as the rank with the fewest.
 Lightning's own limit on batches is lowered, so progress bars, schedulers and validation follow it,
-and all ranks reach the same steps, validations, checkpoints and epoch ends without asking each
-other.
+and all ranks reach validations, checkpoints and epoch ends after the same steps. Before each of
+these, they wait for each other and check that they are at the same step (`meet`, `EpochEnds`).
 
 *Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent with the
 next exchange (`comm.requests`), and all ranks stop when that exchange has landed
@@ -83,7 +83,7 @@ class Stopping:
     # -- called as a fit proceeds
 
     def begin(self, trains_independently: bool, shares_stream_ends: bool) -> None:
-        """Prepare for the first training step.
+        """Start to agree on stops and to compare epoch ends; called before the first step.
 
         `trains_independently` is whether ranks skip communication in most steps, so that they
         cannot report the end of their data; `shares_stream_ends` is whether every step's exchange
@@ -114,6 +114,7 @@ class Stopping:
         return self._requested or self.sigterm.requested
 
     def _outgoing(self) -> int:
+        """Return this rank's request bits (`comm.requests`) for the next exchange."""
         ends = self._shares_stream_ends and self.stream_ends
         return STOP * self.wanted + STREAM_ENDS * ends
 
@@ -133,15 +134,15 @@ class Stopping:
             self._agree(flags)
 
     def agree_here(self) -> None:
-        """Stop now if any rank requests it; collective, at the same point on all ranks."""
+        """Stop now if any rank has requested it, except by SIGTERM; collective."""
         if self._trains and self._several and not self._ranks.interrupted:
             self._defer_stop()
             self._agree(int(self._requested))
 
     def meet(self, event: str) -> None:
-        """Check that all ranks are after the same step, before other collectives; collective.
+        """Wait for all ranks; raise an `AgreedError` if they are at different steps; collective.
 
-        If they are not, an `AgreedError` is raised. `event` is the beginning of a sentence, such as
+        Called before other collectives. `event` is the beginning of a sentence, such as
         "A checkpoint was saved".
         """
         ranks = self._ranks
@@ -204,25 +205,27 @@ class Stopping:
             return
         mine = torch.tensor([is_last_batch(self._trainer)], dtype=torch.uint8)
         last = channel.all_gather(mine.to(channel.device), TAG).wait().flatten().tolist()
-        self._end_epoch([r for r, ends in zip(channel.ranks, last, strict=True) if ends], len(last))
+        self._end_epoch_after(
+            [r for r, ends in zip(channel.ranks, last, strict=True) if ends], len(last)
+        )
 
     def end_epoch(self) -> None:
-        """End the epoch on all ranks if any rank's stream ends in the current step; collective."""
+        """If any rank's stream ends in the current step, end the epoch on all ranks; collective."""
         last = self._ranks.all_values(int(self.stream_ends))
-        self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
+        self._end_epoch_after([rank for rank, ends in enumerate(last) if ends], len(last))
 
     def check_epoch_ends(self, out_of_data: bool = False) -> None:
-        """Raise an `AgreedError` if the epoch ends after a different step on another rank."""
+        """Wait until all ranks end the epoch; raise an `AgreedError` if their steps differ."""
         if self._ends is not None:
             self._ends.end(self._epoch, self._step, out_of_data, self._first_to_end)
 
     def check_together(self, event: str, advice: str) -> None:
-        """Raise an `AgreedError` if another rank takes the next step without `event`."""
+        """Wait for `event` on all ranks; raise an `AgreedError` if one takes a step without it."""
         if self._ends is not None:
             self._ends.together(self._step, event, advice)
 
     def share_stream_end(self) -> None:
-        """End the epoch on all ranks if it ends on any rank; called in the last training step.
+        """In the last training step, end the epoch on all ranks if it ends on any; collective.
 
         With `max_steps`, the last step may exhaust the streams of only some ranks, and Lightning
         would then run validation on those ranks only.
@@ -244,12 +247,14 @@ class Stopping:
         patches.put(fit, "on_advance_end", partial(self._finish_epoch, fit.on_advance_end))
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
+        """Run `set_up`, the loop's own `setup_data`; equalize epochs if it has created loaders."""
         before = data_fetcher(self._trainer)
         set_up()
         if data_fetcher(self._trainer) is not before:  # the loaders were created or reloaded
             self._equalize()
 
     def _start_epoch(self, start: Callable[..., None], *args: Any) -> None:
+        """Run `start`, the loop's own `on_run_start`; check that all ranks have a batch."""
         self._first_to_end = None
         start(*args)
         self._check_first_batch()
@@ -293,10 +298,11 @@ class Stopping:
 
     @property
     def _epoch(self) -> int:
+        """Index of the current epoch, counted from 0."""
         return self._trainer.fit_loop.epoch_progress.current.ready - 1
 
     def _equalize(self) -> None:
-        """Limit this rank's batches per epoch to the smallest number on any rank."""
+        """Limit batches per epoch to the smallest number on any rank, and warn; collective."""
         mine = self._trainer.fit_loop.max_batches
         counts = self._ranks.all_values(-1 if math.isinf(mine) else int(mine))
         sized = [count for count in counts if count >= 0]
@@ -330,15 +336,16 @@ class Stopping:
                 " ranks did. Give every rank the same number of batches."
             )
 
-    def _end_epoch(self, last: list[int], size: int) -> None:
-        if not last:
+    def _end_epoch_after(self, ended_ranks: list[int], num_ranks: int) -> None:
+        """End the epoch after this batch if the data of any rank has ended, and warn."""
+        if not ended_ranks:
             return
         end_epoch_after_this_batch(self._trainer)
-        self._first_to_end = self._ranks.rank if self._ranks.rank in last else last[0]
-        if len(last) < size and not self._warned_uneven:
+        self._first_to_end = self._ranks.rank if self._ranks.rank in ended_ranks else ended_ranks[0]
+        if len(ended_ranks) < num_ranks and not self._warned_uneven:
             self._warned_uneven = True
             rank_zero_warn(
-                f"{_named(last)} ran out of data at batch"
+                f"{_named(ended_ranks)} ran out of data at batch"
                 f" {self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._epoch}, so the"
                 " epoch ends there on all ranks. Later epochs will also end as soon as any rank"
                 " runs out. To use all the data, give every rank the same number of batches."
@@ -415,9 +422,9 @@ class EpochEnds:
         watch.publish(lambda: (*self._position, dict(self._events)))
 
     def step_begins(self, epoch: int, step: int) -> None:
-        """Publish that this rank has begun a step.
+        """Publish that this rank has begun a step; raise an `AgreedError` if an epoch ended before.
 
-        Raise the `AgreedError` of a rank that found that an epoch ended before this step.
+        Another rank has announced that error.
         """
         self._position = (epoch, step, _TRAINS)
         self._watch.check("step")
@@ -445,7 +452,8 @@ class EpochEnds:
         self._position = (epoch, step, _ENDED)
         mine = self._watch.rank if first is None else first
 
-        def behind(positions: Mapping[int, Any]) -> dict[int, str]:
+        def why_waiting(positions: Mapping[int, Any]) -> dict[int, str]:
+            """Return an error text per rank to wait for; raise if a rank continues the epoch."""
             found = {}
             for rank, position in positions.items():
                 there, at, state, *_ = position or _UNKNOWN
@@ -461,7 +469,7 @@ class EpochEnds:
                     )
             return found
 
-        self._watch.wait_for(behind, "end of epoch")
+        self._watch.wait_for(why_waiting, "end of epoch")
 
     def together(self, step: int, event: str, advice: str) -> None:
         """Wait until `event` has happened on all ranks after the same step, as on this rank.
@@ -473,7 +481,8 @@ class EpochEnds:
         self._events[event] += 1
         count, mine = self._events[event], self._watch.rank
 
-        def behind(positions: Mapping[int, Any]) -> dict[int, str]:
+        def why_waiting(positions: Mapping[int, Any]) -> dict[int, str]:
+            """Return an error text per rank to wait for; raise if a rank has passed the step."""
             found = {}
             for rank, position in positions.items():
                 _, at, state, events = position or _UNKNOWN
@@ -497,10 +506,11 @@ class EpochEnds:
                 )
             return found
 
-        self._watch.wait_for(behind, "hook")
+        self._watch.wait_for(why_waiting, "hook")
 
 
 def _uneven(rank: int, other: int, epoch: int, step: int, more: str) -> str:
+    """Return the error text for an epoch that has ended on `rank` but not on rank `other`."""
     return (
         f"The data of rank {rank} ended after step {step}, in epoch {epoch}, and rank {other} has"
         f" {more}. Either its loader had fewer batches, or a hook ended its epoch"

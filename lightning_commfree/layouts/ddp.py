@@ -32,7 +32,7 @@ class DataParallel(Layout):
 
     @override
     def check(self) -> None:
-        """Reject validation at a time interval, and a model on the `meta` device."""
+        """Raise a `ValueError` for validation at a time interval, and a model on `meta`."""
         refuse_timed_validation(self.fit.strategy, self.fit.trainer)
         if names := on_meta(self.fit.module):
             raise ValueError(
@@ -43,6 +43,7 @@ class DataParallel(Layout):
 
     @override
     def prepare(self) -> None:
+        """Copy rank 0's weights to all ranks, and wrap a replica's model in DDP; collective."""
         fit = self.fit
         refuse_sync_batchnorm(fit.strategy, fit.module)
         broadcast_initial_weights(fit.channels.world, fit.module, fit.fingerprint)
@@ -57,6 +58,7 @@ class DataParallel(Layout):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        """Return whether DDP will broadcast buffers next, and its order of buckets."""
         if self._ddp is None:
             return {}
         # whether DDP broadcasts buffers in the next forward; it does not while accumulating
@@ -65,6 +67,7 @@ class DataParallel(Layout):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the states that `state_dict` returned; collective."""
         if self._order is not None and "order" in state:
             self._order.restore(state["order"])
         if self._ddp is not None and "syncs_buffers" in state:
@@ -72,12 +75,14 @@ class DataParallel(Layout):
 
     @override
     def release(self) -> None:
+        """Drop the DDP wrapper, and stop recording its order of buckets."""
         if self._order is not None:
             self._order.close()
         self._order = self._ddp = None
 
     @override
     def not_restored(self) -> list[str]:
+        """Return messages about arguments of DDP whose effects a resume does not reproduce."""
         lost = []
         if self.fit.ddp_kwargs.get("static_graph") and self.size > 2:
             lost.append(

@@ -107,7 +107,7 @@ Policies = Mapping[str, MixedPrecisionPolicy]  # by name of an FSDP unit; "" is 
 def choose_policies(
     module: nn.Module, settings: FSDPSettings, bf16_mixed: bool
 ) -> dict[str, MixedPrecisionPolicy]:
-    """Return the FSDP units of a module that is not sharded yet, with their mixed precision.
+    """Choose the FSDP units of an unsharded module; return the mixed precision of each by name.
 
     Each transformer block, or each outermost module of a class in `settings.units`, is a unit, and
     the rest of the module is another one. Without a module of these classes, raise a `ValueError`.
@@ -126,6 +126,7 @@ def choose_policies(
 
 
 def _units_that_keep_their_dtype(module: nn.Module, units: Sequence[str]) -> Iterator[str]:
+    """Yield the names of units that bf16 would break, some more than once."""
     for name, child in module.named_modules():
         # torch's kernels need the scale in the dtype of the running statistics, which are buffers
         if isinstance(child, _NormBase) and child.running_mean is not None:
@@ -216,12 +217,14 @@ def _check_parameters(module: nn.Module, units: Sequence[str]) -> None:
 
 
 def _disable_save_pretrained(module: nn.Module) -> None:
+    """Make `save_pretrained` of all submodules raise an error, as it would save shards."""
     for model in module.modules():  # transformers and peft models may be submodules
         if isinstance(getattr(model, "save_pretrained", None), MethodType):
             vars(model)["save_pretrained"] = _refuse_to_save
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    """Raise a `RuntimeError`; replaces `save_pretrained`."""
     raise RuntimeError(
         "The model is still sharded after `fit`, so `save_pretrained` would save only this rank's"
         " shard. Call `trainer.save_checkpoint(path)` on all ranks, load the checkpoint's"

@@ -66,6 +66,7 @@ class FullyShard(ShardedReplica):
     @property
     @override
     def shards(self) -> RowShards | None:
+        """The sharded model; None before it is sharded, and if another module was sharded."""
         sharded = self._sharded
         if sharded is None or sharded is not self.fit.module:  # from an earlier fit
             return None
@@ -74,6 +75,7 @@ class FullyShard(ShardedReplica):
     @property
     @override
     def saves_folders(self) -> bool:
+        """Whether the fit's model exceeds `folder_above_bytes`, and no user's plugin writes."""
         limit = self._settings.folder_above_bytes
         if limit is None or not self._in_fit:
             return False
@@ -90,6 +92,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def check(self) -> None:
+        """Raise a `ValueError` for settings and modules that FSDP does not support."""
         super().check()
         refuse_manual(self.fit.strategy, self.fit.module, _WHY_NOT_MANUAL)
         if self.fit.module is not self._sharded:
@@ -97,7 +100,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def prepare(self) -> None:
-        """Shard the model unit by unit, and move the shards to this rank's device."""
+        """Copy rank 0's weights, and shard the model unit by unit on the device; collective."""
         module, device = self.fit.module, self.fit.device
         refuse_sync_batchnorm(self.fit.strategy, module)
         channels, fingerprint = self.fit.channels, self.fit.fingerprint
@@ -123,6 +126,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise a `ValueError` for unfit optimizers; compute the bytes that a step sends."""
         super().check_optimizers(optimizers)
         self._step_bytes = step_bytes(self.fit.module, self._policies)
         self._in_fit = True
@@ -153,6 +157,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
+        """Return the p-norm of the full gradient, from those of all shards; collective."""
         # torch's norm of `DTensor`s fails for an infinite p where a rank's shard is empty
         within = self.fit.channels.within
         gradients = [local_tensor(p.grad) for p in module.parameters() if p.grad is not None]
@@ -164,29 +169,36 @@ class FullyShard(ShardedReplica):
     # -- states
 
     @override
-    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def module_state_to_save(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return `DTensor`s if checkpoints are folders, else full tensors on rank 0; collective."""
         shards = self.shards
         if shards is None or not self.saves_folders:
-            return super().full_module_state(read)
+            return super().module_state_to_save(read)
         return shards.sharded_state_dict() if self._gathers() else {}
 
     @override
-    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def optimizer_state_to_save(
+        self, optimizer: Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's state as `module_state_to_save` does; collective."""
         shards = self.shards
         if shards is None or not self.saves_folders:
-            return super().full_optimizer_state(optimizer, state)
+            return super().optimizer_state_to_save(optimizer, state)
         return shards.sharded_optimizer_state(optimizer) if self._gathers() else {}
 
     @override
-    def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _read_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Load a module's state from a folder: only this rank's shards if the model is sharded."""
         if self.shards is None:
-            return super()._read(state)
+            return super()._read_module_state(state)
         held = self.fit.module.state_dict()
         return {name: _read_like(value, held.get(name)) for name, value in state.items()}
 
     @override
-    def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _read_optimizer_state(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Load an optimizer's state from a folder, only this rank's shards."""
         parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
         return {
             **state,

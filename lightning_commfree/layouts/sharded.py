@@ -30,19 +30,19 @@ from lightning_commfree.resume.folders import read_folder_tensors
 
 
 class Shards(Protocol):
-    """A sharded model: gathers its full states, and extracts this rank's shards from them.
+    """Interface of a sharded model: gathers its full states, and extracts a rank's shards.
 
     Gathering is collective within a replica. Ranks with `keep=False` get {}.
     """
 
     def full_state_dict(self, keep: bool) -> dict[str, Any]:
-        """Gather the module's full state."""
+        """Return the module's full state, or {} if `keep` is False; collective."""
 
     def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shards of the module's full state."""
 
     def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Gather an optimizer's full state."""
+        """Return an optimizer's full state, or {} if `keep` is False; collective."""
 
     def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
@@ -51,7 +51,7 @@ class Shards(Protocol):
 
 
 class ShardedReplica(Layout):
-    """A layout in which each rank of a replica holds shards of the model.
+    """Base class of layouts in which each rank of a replica holds shards of the model.
 
     It implements `ShardedStates` itself. `settings` are the layout's settings, which must be the
     same on all ranks.
@@ -68,6 +68,7 @@ class ShardedReplica(Layout):
 
     @override
     def check(self) -> None:
+        """Raise a `ValueError` for settings and callbacks that no sharded layout supports."""
         fit = self.fit
         refuse_timed_validation(fit.strategy, fit.trainer)
         refuse_fp16(fit.strategy, fit.precision)
@@ -84,6 +85,7 @@ class ShardedReplica(Layout):
 
     @override
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise a `ValueError` for Muon, and for optimizers of other than sharded parameters."""
         check_optimizers(optimizers, set(self.fit.module.parameters()))
         if self.size > 1:
             refuse_muon(self.fit.strategy, optimizers)
@@ -100,18 +102,20 @@ class ShardedReplica(Layout):
         """Whether checkpoints are currently saved as folders, written by all ranks of a replica."""
         return False
 
-    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's full state in CPU memory on rank 0, and {} on other ranks.
+    def module_state_to_save(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's full state on the CPU on rank 0, {} on others; collective.
 
-        Collective within the first replica.
+        Only the ranks of the first replica take part. If no model is sharded, return `read()`.
         """
         shards = self.shards
         if shards is None:
             return read()
         return shards.full_state_dict(self._keeps) if self._gathers() else {}
 
-    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's full state on rank 0, like `full_module_state`."""
+    def optimizer_state_to_save(
+        self, optimizer: Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's full state on rank 0, {} on others; collective."""
         shards = self.shards
         if shards is None:
             return state
@@ -119,7 +123,7 @@ class ShardedReplica(Layout):
 
     def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a copy of `checkpoint` with the module's state replaced by this rank's shards."""
-        state, shards = self._read(checkpoint["state_dict"]), self.shards
+        state, shards = self._read_module_state(checkpoint["state_dict"]), self.shards
         own = state if shards is None else shards.shard_state_dict(state)
         return {**checkpoint, "state_dict": own}
 
@@ -130,19 +134,21 @@ class ShardedReplica(Layout):
             return checkpoint
         saved = zip(self.fit.optimizers(), checkpoint["optimizer_states"], strict=True)
         own = [
-            shards.shard_optimizer_state(optimizer, self._read_optimizer(optimizer, state))
+            shards.shard_optimizer_state(optimizer, self._read_optimizer_state(optimizer, state))
             for optimizer, state in saved
         ]
         return {**checkpoint, "optimizer_states": own}
 
     # -- inside
 
-    def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _read_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a module's state after loading tensors that are still in a checkpoint folder."""
         found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
-    def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _read_optimizer_state(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         """Return an optimizer's state after loading tensors still in a checkpoint folder."""
         del optimizer
         found: Mapping[str, Any] = read_folder_tensors(state)
@@ -150,6 +156,7 @@ class ShardedReplica(Layout):
 
     @property
     def _keeps(self) -> bool:
+        """Whether this rank keeps the states that it helps to gather: only rank 0."""
         return self.fit.ranks.rank == 0
 
     def _gathers(self) -> bool:

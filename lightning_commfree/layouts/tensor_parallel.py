@@ -66,6 +66,7 @@ class TensorParallel(ShardedReplica):
     @property
     @override
     def shards(self) -> ShardedModule | None:
+        """The sharded model from `prepare` to `release`, otherwise None."""
         return self.sharded
 
     @override
@@ -76,6 +77,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def check(self) -> None:
+        """Raise a `ValueError` for settings and modules that Domino does not support."""
         super().check()
         name, module = self.fit.strategy, self.fit.module
         refuse_manual(name, module, _WHY_NOT_MANUAL)
@@ -84,7 +86,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def prepare(self) -> None:
-        """Shard the model, and move only this rank's shards to its device.
+        """Copy rank 0's weights, and shard the model on this rank's device; collective.
 
         `refuse_partly_shared` raises a `ValueError` for a shard that several ranks hold, but not
         all.
@@ -106,6 +108,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise a `ValueError` for unfit optimizers; their states are checked later."""
         super().check_optimizers(optimizers)
         self._states_checked = False
 
@@ -139,6 +142,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
+        """Return the p-norm of the full model's gradient; collective within the replica."""
         if self.sharded is None:
             return super().grad_norm(module, norm_type)
         return self.sharded.gradient_norm(module.parameters(), norm_type)
@@ -156,7 +160,7 @@ class TensorParallel(ShardedReplica):
             self.sharded.load_own_state(state)
 
     @override
-    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def module_state_to_save(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's full state on rank 0; collective over all ranks.
 
         If a rank's weights are not finite, a `RuntimeError` is raised on all ranks.
@@ -165,18 +169,20 @@ class TensorParallel(ShardedReplica):
         if self.sharded is not None and not fit.ranks.interrupted:
             steps = fit.trainer.global_step
             refuse_nonfinite_weights(fit.channels.world, fit.module, steps, self.size)
-        return super().full_module_state(read)
+        return super().module_state_to_save(read)
 
     @override
-    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's full state on rank 0; also works after a fit.
+    def optimizer_state_to_save(
+        self, optimizer: Optimizer, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's full state on rank 0, also after a fit; collective.
 
         State that is not element-wise raises a `ValueError`.
         """
         if self.sharded is not None and self.size > 1:
             check_states([optimizer], self.sharded.specs.keys())
         if self.sharded is not None or self._last_optimizer_shards is None:
-            return super().full_optimizer_state(optimizer, state)
+            return super().optimizer_state_to_save(optimizer, state)
         if self.fit.ranks.interrupted:
             return {}
         with self.fit.ranks.with_channels() as channels:

@@ -175,8 +175,8 @@ class LionVotes:
 
     def adopt(
         self,
-        was: Mapping[str, str],  # fingerprint of the settings in the checkpoint
-        ranks: int,  # number of ranks that saved it
+        saved_fingerprint: Mapping[str, str],  # fingerprint of the settings in the checkpoint
+        num_ranks: int,  # number of ranks that saved it
         load: Callable[[Iterable[int]], list[dict[str, Any]]],  # of ranks; [] if any is missing
     ) -> tuple[dict[str, Any], str] | None:
         """Return a state with reused momentum buffers, and a text about it for users; collective.
@@ -184,13 +184,15 @@ class LionVotes:
         Called if an exact resume is impossible; None if no buffers can be reused. If there are more
         workers than before, the new ones start with the mean of all saved buffers.
         """
-        size, inside = int(was["node_size"]), was.get("inside", _DDP)
+        size, inside = int(saved_fingerprint["node_size"]), saved_fingerprint.get("inside", _DDP)
         now = self._settings.fingerprint()
         sharded = self._sharded if inside == now["inside"] else inside != _DDP
-        if sharded and any(was[name] != now[name] for name in ("node_size", "inside")):
+        if sharded and any(
+            saved_fingerprint[name] != now[name] for name in ("node_size", "inside")
+        ):
             return None  # these ranks hold different shards
         rank_in_worker = self._channels.within.rank if sharded else 0
-        workers, view = ranks // size, self._view
+        workers, view = num_ranks // size, self._view
         sources = [view.rank] if view.rank < workers else range(workers)
 
         # ranks are numbered worker by worker

@@ -121,7 +121,7 @@ class DistributedLionStrategy(ReplicaStrategy):
     # -- the hooks of a fit
 
     @override
-    def equal_weights(self) -> tuple[int, Channel]:
+    def drift_check_plan(self) -> tuple[int, Channel]:
         return self.settings.check_drift_every, self.channels.world
 
     @override

@@ -20,16 +20,16 @@ class FitChanges:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._accumulate = trainer.accumulate_grad_batches
-        self._is_trained = _is_trained(trainer)
+        self._is_trained = _requires_grad_by_name(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the setting at the start of the fit and now, and parameters that have changed."""
+        """Return `accumulate_grad_batches` at the start and now, and changes of `requires_grad`."""
         at_start = self._is_trained
         return {
             "accumulate": [self._accumulate, self._trainer.accumulate_grad_batches],
             "is_trained": {
                 name: now
-                for name, now in _is_trained(self._trainer).items()
+                for name, now in _requires_grad_by_name(self._trainer).items()
                 if now != at_start.get(name, now)
             },
         }
@@ -46,5 +46,5 @@ class FitChanges:
         return []
 
 
-def _is_trained(trainer: pl.Trainer) -> dict[str, bool]:
+def _requires_grad_by_name(trainer: pl.Trainer) -> dict[str, bool]:
     return {name: p.requires_grad for name, p in trainer.lightning_module.named_parameters()}

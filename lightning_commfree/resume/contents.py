@@ -10,11 +10,11 @@ strategy decides about them:
     "state_dict"         weights and buffers that are the same for all replicas, as full tensors.
                          `FitSession.module_state` decides which: under Streaming DiLoCo, the outer
                          weights or `LocalCopies.shown`; under Distributed Lion, means of buffers.
-                         Of a sharded model, `ShardedStates.full_module_state` gathers them on rank
-                         0, or returns `DTensor`s if the checkpoint is a folder. On a resume,
+                         Of a sharded model, `ShardedStates.module_state_to_save` gathers them on
+                         rank 0, or returns `DTensor`s if the checkpoint is a folder. On a resume,
                          `ShardedStates.with_module_shards` gives each rank its shards.
     "current_model_state"  these weights, if `WeightAveraging` puts its averages into "state_dict"
-    "optimizer_states"   those of rank 0's replica, in the same way (`full_optimizer_state`,
+    "optimizer_states"   those of rank 0's replica, in the same way (`optimizer_state_to_save`,
                          `with_optimizer_shards`)
     "loops"              `loops.restore_loops` corrects what Lightning has restored
     "lr_schedulers", the precision plugin's entry, "callbacks", the data module's entry,
@@ -171,7 +171,7 @@ def precision_entry(strategy: DDPStrategy) -> str:
 
 
 def keep_hook_changes(fit: SavedFit, own: State, checkpoint: State, changes: HookChanges) -> None:
-    """Remove from a rank's own state whatever would undo the hooks' changes to the checkpoint."""
+    """Remove entries of a rank's own state that would undo the hooks' changes; add a message."""
     if not str(changes):
         return
     text = f"`on_load_checkpoint` changed {changes}"
@@ -214,7 +214,7 @@ def restore_by_lightning(
 
 
 def restore_weights(fit: SavedFit, own: State) -> None:
-    """Restore this rank's weights, the algorithm and the layout."""
+    """Restore this rank's own tensors, the algorithm and the layout."""
     # first the tensors, because the algorithm overwrites those that it exchanges
     fit.tensors.load(own.get("tensors", {}))
     if "algorithm" in own:
@@ -224,9 +224,9 @@ def restore_weights(fit: SavedFit, own: State) -> None:
 
 
 def restore_position(fit: SavedFit, own: State) -> tuple[list[str], list[str]]:
-    """Restore settings, the loops, the position in the data, and gradients.
+    """Restore settings, loops, position in the data and gradients; return two message lists.
 
-    Return messages about lost state, and descriptions of objects whose state may be incomplete.
+    The lists describe lost state, and objects whose state may be incomplete.
     """
     # before the loops, which count steps by `accumulate_grad_batches`
     changed = fit.changes.load_state_dict(own["changes"])

@@ -66,7 +66,7 @@ class Ranks(Protocol):
 
 
 def find_checkpoint(ranks: Ranks, path: FilePath | None) -> FilePath | None:
-    """Return a path where this rank can load the checkpoint to resume from; collective.
+    """Return a path from which this rank can load the checkpoint, copied if needed; collective.
 
     `path` is this rank's own, or None if it found no checkpoint. The result is `path`, another
     rank's path or that of a temporary copy; None if no rank has a path. All ranks raise a
@@ -112,6 +112,7 @@ def send(ranks: Ranks, source: int, path: Path, target: Path | None) -> None:
 
     @contextmanager
     def on_disk() -> Iterator[None]:
+        """Context manager that raises a disk's error on all ranks; collective."""
         with ranks.fail_together():
             try:
                 yield
@@ -144,7 +145,7 @@ def send(ranks: Ranks, source: int, path: Path, target: Path | None) -> None:
         piece = bytearray(size)
         with on_disk():
             if ranks.rank == source:
-                _read(path.parent / file, start, piece)
+                _read_into(path.parent / file, start, piece)
         if piece:
             chunk = torch.frombuffer(piece, dtype=torch.uint8)
             ranks.channels.world.broadcast(chunk, TAG, source).wait()
@@ -195,7 +196,8 @@ def _create_folder(folder: Path) -> bool:
     return True
 
 
-def _read(file: Path, start: int, piece: bytearray) -> None:
+def _read_into(file: Path, start: int, piece: bytearray) -> None:
+    """Fill `piece` from byte `start` of a file; raise an `OSError` if the file is too short."""
     with file.open("rb") as opened:
         opened.seek(start)
         if opened.readinto(piece) != len(piece):
@@ -203,12 +205,14 @@ def _read(file: Path, start: int, piece: bytearray) -> None:
 
 
 def _append(file: Path, piece: bytearray) -> None:
+    """Append to a file; create it and its folder if they do not exist."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab") as opened:
         opened.write(piece)
 
 
 def _remove(path: Path) -> None:
+    """Remove a file or folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)  # another rank on the same disk may be faster
     else:

@@ -129,7 +129,7 @@ class LoaderOrder:
         return owner if isinstance(owner, LoaderOrder) else None
 
     def detach(self) -> None:
-        """Leave the loader as it was."""
+        """Restore the loader's own way of creating iterators."""
         vars(self.loader).pop("_get_iterator", None)
 
     def get_iterator(self) -> Any:
@@ -153,9 +153,10 @@ class LoaderOrder:
         plan = self.plan
         if vars(self.loader)[self._name] is not self:  # else it may be called twice, with workers
             self.plan = None
-        return iter(self._sampler) if plan is None else self._read(*plan)
+        return iter(self._sampler) if plan is None else self._draw_order(*plan)
 
-    def _read(self, start: States | None, count: int) -> Iterator[Any]:
+    def _draw_order(self, start: States | None, count: int) -> Iterator[Any]:
+        """Draw the order from the RNG state `start` or the current one; skip `count` batches."""
         now = self._states()
         self.start = start or now
         if start:
@@ -167,15 +168,17 @@ class LoaderOrder:
         yield from chain(first, batches)
 
     def _states(self) -> States:
+        """Return the host's RNG state, and the loader's generators and epochs."""
         return {"random": random_state(_CPU), "order": order_state(self.loader)}
 
     def _set_states(self, states: States) -> None:
+        """Restore the states that `_states` returned."""
         set_random_state(states["random"], _CPU)
         set_order([states["order"]], [self.loader])
 
 
 def record_orders(trainer: pl.Trainer, patches: Patches) -> None:
-    """Create a `LoaderOrder` for each training loader that has a sampler.
+    """Patch the Trainer to create a `LoaderOrder` for each training loader that has a sampler.
 
     Call this before the Trainer creates its loaders.
     """
@@ -183,12 +186,14 @@ def record_orders(trainer: pl.Trainer, patches: Patches) -> None:
     prepare, begin = strategy.process_dataloader, loop.on_run_start
 
     def prepare_and_record(loader: object) -> object:
+        """Prepare a loader as Lightning does; create its `LoaderOrder` if it is for training."""
         prepared = prepare(loader)
         if trainer.training and has_sampler(prepared):
             LoaderOrder(prepared)
         return prepared
 
     def plan_and_begin(fetcher: Any) -> None:
+        """Begin the epoch; an iterator that Lightning creates in it draws a new order."""
         orders = training_orders(trainer)
         before = [order.plan for order in orders]
         for order in orders:
@@ -218,7 +223,7 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 
 
 def batches_ahead(trainer: pl.Trainer) -> list[Any]:
-    """Return the prefetched batches; a single one if the data has no length."""
+    """Return the prefetched batches: usually one if the data has no length, otherwise none."""
     if not MID_EPOCH.works(trainer):
         return []
     return [*getattr(data_fetcher(trainer), "batches", [])]
@@ -260,14 +265,16 @@ def not_saved(
     return texts + skipped_hooks(trainer) + _skipped_schedulers(trainer)
 
 
-def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
+def needing_pickle(
+    checkpoint: Mapping[str, Any], own: Mapping[str, Any], num_ranks: int
+) -> list[str]:
     """Return messages about state that needs pickle, which a rank file cannot contain."""
     shared = "contains objects other than tensors and plain values, so every rank gets rank 0's"
     texts = []
     # a single rank loses nothing: Lightning saves its state
-    if ranks > 1 and own["loaders"] is None and loader_states(checkpoint):
+    if num_ranks > 1 and own["loaders"] is None and loader_states(checkpoint):
         texts.append(f"the state of a training data loader {shared}")
-    if ranks > 1 and own["schedulers"] is None and checkpoint.get("lr_schedulers"):
+    if num_ranks > 1 and own["schedulers"] is None and checkpoint.get("lr_schedulers"):
         texts.append(f"the state of a learning-rate scheduler {shared}")
     if own["ahead"] is None:
         texts.append(
@@ -314,10 +321,10 @@ _OTHER_LOADERS = (
 def restore_data_position(
     trainer: pl.Trainer, own: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Restore the loops, the loaders and the RNG state, right before training starts.
+    """Restore the loops, loaders and RNG state before training starts; return two message lists.
 
-    Return messages about lost state, and descriptions of loaders, samplers and data sets whose
-    state may be incomplete.
+    The lists describe lost state, and loaders, samplers and data sets whose state may be
+    incomplete.
     """
     # if the checkpoint was saved at the end of an epoch, Lightning later creates the next epoch's
     # iterator from the RNG state that is restored here
@@ -405,7 +412,7 @@ class _Placed:
 def _place_iterator(
     trainer: pl.Trainer, loaders: Sequence[_Placed], count: int, ahead: Sequence[Any] = ()
 ) -> None:
-    """Create the epoch's iterator after `count` batches, of which Lightning has some `ahead`."""
+    """Give Lightning an iterator that continues after `count` batches, the last `ahead` read."""
     fetcher = data_fetcher(trainer)
     combined = fetcher.combined_loader
     unplaced, combined.flattened = combined.flattened, [*loaders]

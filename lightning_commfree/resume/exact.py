@@ -78,7 +78,7 @@ class Resumable(Protocol):
         return None
 
     def state_dict(self) -> tuple[State, State]:
-        """Return the state shared by all replicas, and this rank's own state.
+        """Return a tuple: the state shared by all replicas, and this rank's own state.
 
         Both consist of plain values and tensors, which need not be copies.
         """
@@ -95,16 +95,19 @@ class Resumable(Protocol):
         return set()
 
     def adopt(
-        self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
+        self,
+        saved_fingerprint: Mapping[str, str],
+        num_ranks: int,
+        load: Callable[[Iterable[int]], list[State]],
     ) -> tuple[State, str] | None:
-        """Reuse parts of a checkpoint from which an exact resume is impossible; collective.
+        """Return parts of a checkpoint to reuse if an exact resume is impossible; collective.
 
-        It may have been saved with different settings or by a different number of ranks, or some of
-        its rank files may be missing.
+        The checkpoint may have been saved with different settings or by a different number of
+        ranks, or some of its rank files may be missing.
 
         Args:
-            was: the fingerprint in the checkpoint, which was saved by the same algorithm.
-            ranks: the number of ranks that saved the checkpoint.
+            saved_fingerprint: the fingerprint in the checkpoint, which the same algorithm saved.
+            num_ranks: the number of ranks that saved the checkpoint.
             load: function that takes a list of ranks and returns the saved states of these ranks,
                 or an empty list if any file is missing.
 
@@ -113,12 +116,12 @@ class Resumable(Protocol):
             continues the sentence "Every rank starts from the checkpoint's weights, "; or None, on
             all ranks, if nothing is reused.
         """
-        del was, ranks, load
+        del saved_fingerprint, num_ranks, load
         return None
 
 
 class SavesFolders(Protocol):
-    """What a resume needs of a sharded model's states (`fit.contracts.ShardedStates`)."""
+    """Interface of a sharded model's states that a resume uses (`fit.contracts.ShardedStates`)."""
 
     @property
     def saves_folders(self) -> bool:
@@ -126,7 +129,7 @@ class SavesFolders(Protocol):
 
 
 class ResumableLayout(Protocol):
-    """What a resume needs of a layout (`fit.contracts.Layout`)."""
+    """Interface of a layout that a resume uses (`fit.contracts.Layout`)."""
 
     size: int  # number of ranks in a replica
 
@@ -175,7 +178,7 @@ class Save:
         return found
 
     def fetch(self, wanted: Iterable[int]) -> None:
-        """Copy rank files that this rank needs from other ranks' disks; collective.
+        """Copy rank files that this rank lacks from other ranks' disks to its own; collective.
 
         `wanted` contains the ranks whose files this rank needs.
         """
@@ -229,10 +232,7 @@ class Save:
         return f"the rank files of rank {missing} in {folder!r} are missing" if missing else ""
 
     def adopt(self, algorithm: Resumable) -> tuple[State, str]:
-        """Choose what this rank can reuse if an exact resume is impossible; collective.
-
-        Return the state to restore, and a description of it for the user.
-        """
+        """Return the state to reuse if an exact resume is impossible, and a text; collective."""
         adopted = None
         if self.entry.get("algorithm") == algorithm.name:
             adopted = algorithm.adopt(self.entry["fingerprint"], self.entry["ranks"], self.load)
@@ -265,7 +265,7 @@ class ExactResume:
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer) -> None:
-        """Record the data's order, and make the Trainer find checkpoints on any rank's disk.
+        """Patch the Trainer: record the data's order, and find checkpoints on any rank's disk.
 
         Call this before the first loader is created.
         """
@@ -276,7 +276,7 @@ class ExactResume:
     # -- resuming
 
     def read(self, path: FilePath, checkpoint: State, weights_only: bool | None = None) -> None:
-        """Read this rank's own state from the checkpoint that a fit resumes from; collective.
+        """Read this rank's own state from the checkpoint to resume from, and keep it; collective.
 
         All ranks raise a RuntimeError if a rank file is damaged, or is from another rank or save.
         """
@@ -298,7 +298,7 @@ class ExactResume:
 
     @contextmanager
     def loading_model(self) -> Iterator[None]:
-        """Context manager in which Lightning loads the model, after the module's hook has run."""
+        """Context manager for loading the model; records changes that load hooks make."""
         changes, after_setup = self._changes, self._strategy.restore_checkpoint_after_setup
         if changes is not None:
             changes.compare_weights()
@@ -307,7 +307,7 @@ class ExactResume:
             changes.note_module(named_tensors(self._module))
 
     def before_setup(self) -> None:
-        """Find what the callbacks' hooks have changed in the module, before it is prepared."""
+        """Record the changes of callbacks' load hooks to the module, before it is prepared."""
         if self._changes is not None:
             self._changes.compare_module(named_tensors(self._module))
 
@@ -316,11 +316,10 @@ class ExactResume:
         return self._changes is not None and entry in self._changes
 
     def begin(self, trainer: pl.Trainer, algorithm: Resumable) -> None:
-        """Prepare to save and restore a fit's state; collective.
+        """Prepare to save a fit; on a resume, restore this rank's own state; collective.
 
-        Call this in `setup`, after the optimizers are created. On resume, it restores this rank's
-        own weights and tensors. If Lightning restores the checkpoint after setup,
-        `before_optimizers` and `restore_position` restore them instead.
+        Call this in `setup`, after the optimizers are created. If Lightning restores the checkpoint
+        after setup, `before_optimizers` and `restore_position` restore the state instead.
         """
         tensors = OwnTensors(
             trainer.lightning_module,
@@ -347,10 +346,10 @@ class ExactResume:
             self._restore_own(self._fit, self._save)
 
     def restore_position(self, not_restored: Callable[[], list[str]]) -> bool:
-        """Restore the loops, data position, RNG state and partially accumulated gradients.
+        """Restore loops, data, RNG and gradients; return whether the algorithm was restored.
 
         Call this in `on_train_start`. `not_restored` returns messages about state that the strategy
-        cannot restore. Return whether the algorithm's state has been restored.
+        cannot restore.
         """
         fit, own = self._fit, self._own
         self._own = self._changes = None  # frees the checkpoint
@@ -471,7 +470,7 @@ class ExactResume:
         files.remove_older(token, keep=int(writes_later(self._strategy.checkpoint_io)))
 
     def _write(self, checkpoint: State, filepath: FilePath, options: Any) -> None:
-        """Write a checkpoint file on rank 0, or a folder on all ranks of the first replica."""
+        """Write a checkpoint file on rank 0, or a folder in the first replica; collective."""
         strategy = self._strategy
         with self._ranks.fail_together():
             states = self._layout.states
@@ -500,8 +499,9 @@ class ExactResume:
         if self._fit is not None:
             self._remove_files_of(self._ranks.broadcast(self._removed))
 
-    def _remove_files_of(self, removed: Iterable[FilePath]) -> None:
-        for path in removed:
+    def _remove_files_of(self, paths: Iterable[FilePath]) -> None:
+        """Remove the rank files of checkpoints, and empty the list of removed checkpoints."""
+        for path in paths:
             RankFiles(path).remove()
         self._removed = []
 

@@ -85,6 +85,7 @@ class _Sink:
         os.fsync(file.fileno())
 
     def write(self, data: Any) -> int:
+        """Write bytes or, after an error, only count them; return their number."""
         size = memoryview(data).nbytes
         self.needed += size
         if self._error is None:
@@ -109,6 +110,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _why_not_written(target: Path, error: OSError, needed: int, written: int) -> str:
+    """Return the error text for a file of which `written` of `needed` bytes were written."""
     missing = ""
     if needed > written:
         missing = (
@@ -123,8 +125,8 @@ def _why_not_written(target: Path, error: OSError, needed: int, written: int) ->
     )
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.2f} MB"
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.2f} MB"
 
 
 def read_verified(path: FilePath, weights_only: bool = True) -> Any:

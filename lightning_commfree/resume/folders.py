@@ -112,14 +112,15 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     shards: dict[str, Tensor] = {}
     names: dict[int, str] = {}  # by id: a tied weight is written once
 
-    def named(value: Any, name: str) -> Any:
+    def move_to_shards(value: Any, name: str) -> Any:
+        """Put a `DTensor` into `shards`, and return a reference to it; return other values."""
         if not isinstance(value, DTensor):
             return value
         name = names.setdefault(id(value), name)
         shards[name] = value.detach()
         return {NAME: name}
 
-    rest = map_nested(checkpoint, named)
+    rest = map_nested(checkpoint, move_to_shards)
     staging, first = target.with_name(f".{target.name}.writing"), channel.rank == 0
     problem = _make_empty(staging) if first else ""
     from_first = gather_texts(channel, json.dumps((time.time_ns(), problem)))[0]
@@ -151,6 +152,7 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
+    """Remove a folder; ignore errors."""
     with suppress(OSError):  # the error of the save is more important
         _remove(folder)
 
@@ -186,10 +188,12 @@ def _replace(target: Path, staging: Path, token: str) -> None:
 
 
 def _checksum(folder: Path) -> str:
+    """Return the checksum of a folder's `.metadata`."""
     return hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest()
 
 
 def _check_complete(folder: Path) -> None:
+    """Raise an `OSError` if a file that a folder's `.metadata` lists does not exist."""
     files = {where.relative_path for where in read_metadata(folder).storage_data.values()}
     missing = sorted(file for file in files if not (folder / file).exists())
     if missing:
@@ -200,6 +204,7 @@ def _check_complete(folder: Path) -> None:
 
 
 def _not_written(folder: FilePath, why: object) -> RuntimeError:
+    """Return the exception to raise if a checkpoint folder cannot be written."""
     return RuntimeError(
         f"The checkpoint {str(folder)!r} cannot be written: {why}. Free up disk space, or set"
         " another folder in `ModelCheckpoint(dirpath=...)` or the Trainer's `default_root_dir`."
@@ -207,6 +212,7 @@ def _not_written(folder: FilePath, why: object) -> RuntimeError:
 
 
 def _remove(folder: Path) -> None:
+    """Remove a file, link or folder, if it exists."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder)
     else:
@@ -243,7 +249,7 @@ class FolderTensor:
 
 
 def read_folder_tensors(state: Any) -> Any:
-    """Read all `FolderTensor`s in nested containers, and replace them with the full tensors."""
+    """Return a copy of nested containers, with each `FolderTensor` read in full."""
     return map_nested(state, lambda one, _: one.read() if isinstance(one, FolderTensor) else one)
 
 
@@ -272,7 +278,8 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
     for rank in range(ranks):
         _check_token(shards, reader, token, rank)
 
-    def in_folder(value: Any, _: str) -> Any:
+    def to_folder_tensor(value: Any, _: str) -> Any:
+        """Return a `FolderTensor` for a reference that `write_folder` has written."""
         if not isinstance(value, dict) or value.keys() != {NAME}:
             return value
         stored = metadata.state_dict_metadata[value[NAME]]
@@ -280,13 +287,14 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
         return FolderTensor(reader, value[NAME], stored.size, stored.properties.dtype)
 
     try:
-        saved = map_nested(rest, in_folder)
+        saved = map_nested(rest, to_folder_tensor)
     except KeyError as error:  # checkpoint.pt and .metadata are from different saves
         raise damaged(folder / _METADATA, error) from error
     return saved if lazy else read_folder_tensors(saved)
 
 
 def _check_shard(path: Path, offset: int, length: int) -> None:
+    """Raise a `RuntimeError` if a part of a shard file is damaged; units are bytes."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -317,12 +325,16 @@ class _Reader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata that was loaded with this reader."""
         return self._found
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickler that constructs only the types that a checkpoint's metadata consists of."""
+
     @override
     def find_class(self, module_name: str, global_name: str) -> Any:
+        """Return an allowed type; raise an `UnpicklingError` for any other."""
         if (module_name, global_name) in _ALSO:
             return super().find_class(module_name, global_name)
         if module_name in _MODULES and "." not in global_name:

@@ -37,7 +37,7 @@ KeyPath = tuple[Any, ...]  # keys and indices that lead to a value in nested con
 
 
 class HookChanges:
-    """What hooks have changed in a loaded checkpoint.
+    """Changes that hooks have made in a loaded checkpoint.
 
     Create this object before the hooks run. `precision` is the key of the precision plugin's entry;
     `weights` are the names of the weights that were changed, added or removed.
@@ -53,7 +53,7 @@ class HookChanges:
         self._paths: list[KeyPath] = []
 
     def compare_weights(self) -> None:
-        """Find the changed weights; call this when Lightning loads the model."""
+        """Add the changed weights to `weights`; call this when Lightning loads the model."""
         now = self._describe(*_WEIGHTS)
         for key in _WEIGHTS:
             before, after = self._before.pop(key, {}), now.get(key, {})
@@ -68,12 +68,12 @@ class HookChanges:
             self._paths += sorted((key, name) for name in names)
 
     def note_module(self, tensors: Mapping[str, Tensor]) -> None:
-        """Note the module's tensors, right after Lightning has loaded them."""
+        """Note hashes of the module's tensors, right after Lightning has loaded them."""
         if _WEIGHTS[1] not in self._checkpoint:  # else `WeightAveraging` loads them again
             self._loaded = describe(dict(tensors))
 
     def compare_module(self, tensors: Mapping[str, Tensor]) -> None:
-        """Find the tensors that have changed since `note_module`."""
+        """Add the tensors that have changed since `note_module` to `weights`."""
         if self._loaded is not None:
             paths = list(find_changes(self._loaded, describe(dict(tensors)), ("module",)))
             self.weights |= {path[-1] for path in paths}
@@ -81,7 +81,7 @@ class HookChanges:
             self._loaded = None
 
     def compare(self) -> None:
-        """Find the changes in the other entries; call this after all hooks."""
+        """Record the changes in the other entries; call this after all hooks."""
         self._after = self._describe(*self._entries)
         self._paths += find_changes(self._before, self._after)
 
@@ -98,6 +98,7 @@ class HookChanges:
         }
 
     def _describe(self, *entries: str) -> dict[str, Any]:
+        """Return descriptions (`describe`) of entries of the checkpoint as it is now, by key."""
         found = self._checkpoint
         return {key: describe(found[key]) for key in entries if key in found}
 
@@ -107,7 +108,7 @@ class HookChanges:
 
     @property
     def loaders(self) -> bool:
-        """Whether the saved positions of the loaders have been changed."""
+        """Whether hooks have changed the saved positions of the loaders."""
         return any(path[: len(_LOADERS)] == _LOADERS for path in self._paths)
 
     def __str__(self) -> str:
@@ -120,7 +121,7 @@ def _format_path(path: KeyPath) -> str:
 
 
 class _Hash(NamedTuple):
-    """Describes a tensor."""
+    """Description of a tensor: its dtype, shape and a hash of its values."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -128,6 +129,7 @@ class _Hash(NamedTuple):
 
 
 def _only_hashes(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, _Hash]:
+    """Return those of the entries `names` that describe tensors."""
     return {name: state[name] for name in names if isinstance(state[name], _Hash)}
 
 
@@ -138,7 +140,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def describe(value: Any) -> Any:
-    """Replace the tensors in nested containers with hashes, so that later changes can be found."""
+    """Return nested containers with hashes in place of tensors, so that changes can be found."""
     if isinstance(value, dict):
         return {key: describe(child) for key, child in value.items()}
     if type(value) in (list, tuple):
@@ -188,10 +190,12 @@ def _are_dicts(before: Any, after: Any) -> bool:
 
 
 def _are_lists(before: Any, after: Any) -> bool:
+    """Return whether two descriptions are lists of equal length, to compare item by item."""
     return type(before) is type(after) is list and len(before) == len(after)
 
 
 def _is_same(before: Any, after: Any) -> bool:
+    """Return whether two descriptions are the same object, or equal plain values or hashes."""
     if before is after:
         return True
     if type(before) is not type(after):

@@ -110,11 +110,13 @@ def private_generators(loader: object) -> list[str]:
     kept = [one for one in _keepers(loader) if isinstance(one, torch.Generator)]
 
     def is_private(value: object) -> bool:
+        """Return whether a value is a random number generator that is not restored."""
         is_numpys = type(value).__module__.startswith("numpy.random") and hasattr(value, "shuffle")
         is_torchs = isinstance(value, torch.Generator) and not any(value is one for one in kept)
         return isinstance(value, random.Random) or is_numpys or is_torchs
 
     def has_private(part: object) -> bool:
+        """Return whether such a generator is anywhere inside a part."""
         values = _values_in(part, [one for one in parts if one is not part])
         return any(map(is_private, islice(values, _MOST_VALUES)))
 
@@ -157,6 +159,7 @@ def sizes_of(loader: object) -> list[int]:
 
 
 def _seed_of(sampler: object) -> object:
+    """Return the seed of a sampler that shuffles, else None."""
     return getattr(sampler, "seed", None) if getattr(sampler, "shuffle", False) else None
 
 
@@ -174,7 +177,9 @@ def set_order(states: Sequence[OrderState], loaders: Sequence[object]) -> bool:
     Restore nothing, and return False, if the loaders no longer have the same parts.
     """
     keepers = [_keepers(loader) for loader in loaders]
-    if [*map(_kinds, keepers)] != [[isinstance(one, Tensor) for one in some] for some in states]:
+    if [*map(_are_generators, keepers)] != [
+        [isinstance(one, Tensor) for one in some] for some in states
+    ]:
         return False
     for some, its_states in zip(keepers, states, strict=True):
         for one, state in zip(some, its_states, strict=True):
@@ -188,7 +193,8 @@ def set_order(states: Sequence[OrderState], loaders: Sequence[object]) -> bool:
     return True
 
 
-def _kinds(keepers: Iterable[object]) -> list[bool]:
+def _are_generators(keepers: Iterable[object]) -> list[bool]:
+    """Return, for each object, whether it is a `torch.Generator`."""
     return [isinstance(one, torch.Generator) for one in keepers]
 
 

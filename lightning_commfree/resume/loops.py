@@ -202,6 +202,7 @@ def _monitors(callback: Any) -> bool:
 
 
 def _module_is_after(saver: Any, hook: str) -> bool:
+    """Return whether the module's `hook` runs after that of the callback `saver`."""
     is_callback = saver is None or isinstance(saver, pl.Callback)
     return is_callback and not (hook == "on_train_epoch_end" and _monitors(saver))
 
@@ -215,7 +216,7 @@ def _has_state(callback: Any) -> bool:
 
 
 def unknown_parts_of_fit(trainer: pl.Trainer, moment: Moment) -> list[str]:
-    """Return descriptions of other objects whose state may be incomplete after a resume."""
+    """Return descriptions of optimizers, hooks and data whose state may not be complete."""
     module, data = trainer.lightning_module, cast(Any, trainer).datamodule
     found = [f"optimizer {name_of(one)}" for one in trainer.optimizers if not is_known(one)]
     if moment.begun and is_overridden("on_train_epoch_start", module, pl.LightningModule):

@@ -108,6 +108,7 @@ class OwnTensors:
                 self._replace(name, saved.to(tensor.device))
 
     def _replace(self, name: str, buffer: Tensor) -> None:
+        """Replace a buffer by another tensor, or register it if the module does not have it."""
         owner, _, own_name = name.rpartition(".")
         module = self._module.get_submodule(owner)
         if own_name in module._buffers:
@@ -116,6 +117,7 @@ class OwnTensors:
             module.register_buffer(own_name, buffer)
 
     def _all(self) -> dict[str, Tensor]:
+        """Return all parameters and buffers by name, except lazy, meta and sparse ones."""
         every = chain(self._module.named_parameters(), self._module.named_buffers())
         return _dense_and_materialized(dict(every))
 
@@ -141,6 +143,7 @@ class OwnTensors:
 
 
 def _dense_and_materialized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that are not lazy, meta or sparse."""
     return {
         name: tensor
         for name, tensor in tensors.items()
@@ -149,6 +152,7 @@ def _dense_and_materialized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a hash of each tensor, or of this rank's shard of it, by name."""
     return {
         name: int(digest(local_tensor(tensor).contiguous())) for name, tensor in tensors.items()
     }

@@ -147,6 +147,7 @@ class RankFiles:
             self._fs.rmdir(folder)
 
     def _remove(self, folder: str) -> None:
+        """Remove a folder, and ignore errors."""
         # another rank may remove it first, and each file system reports that differently; leftover
         # files are harmless
         with suppress(OSError):
@@ -159,10 +160,12 @@ def file_of_rank(path: FilePath, folder: str, rank: int) -> str:
 
 
 def _sibling_path(path: str, name: str) -> str:
+    """Return the path of `name` in the folder that contains `path`."""
     return f"{os.path.dirname(path) or '.'}/{name}"
 
 
 def _rejected(file: str, why: str) -> RuntimeError:
+    """Return the exception to raise if a rank file cannot be used."""
     return RuntimeError(
         f"The rank file {file!r} cannot be used: {why}. Nothing was loaded. Restore the files as"
         " they were saved, or resume from another checkpoint."
@@ -177,14 +180,15 @@ def local_tensors(state: Any) -> Any:
 
 
 def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
-    """Copy the tensors in nested containers to CPU memory.
+    """Return nested containers with copies of their tensors in CPU memory.
 
     If `only` is given, copy only tensors that share memory with a tensor in `only`.
     """
     shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
     copies: dict[Any, Tensor] = {}  # tied tensors are copied, and later written, once
 
-    def copy(value: Any, _: str) -> Any:
+    def to_cpu(value: Any, _: str) -> Any:
+        """Return a CPU copy of a tensor that is to be copied; otherwise return the value itself."""
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
             return value
         local = local_tensor(value)
@@ -197,7 +201,7 @@ def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
             copies[key] = value.detach().to("cpu", copy=True)
         return copies[key]
 
-    return map_nested(state, copy)
+    return map_nested(state, to_cpu)
 
 
 def plain_or_none(state: Any) -> Any:
@@ -210,6 +214,7 @@ def plain_or_none(state: Any) -> Any:
 
 
 def _is_plain(state: Any) -> bool:
+    """Return whether a state consists of plain values, containers and tensors."""
     if type(state) in (dict, Counter, OrderedDict):
         return all(map(_is_plain, (*state.keys(), *state.values())))
     if type(state) in (list, tuple, set, torch.Size):

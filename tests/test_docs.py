@@ -297,8 +297,14 @@ def test_the_alternatives_are_what_was_measured() -> None:
     )
     shown = rows_of(DOCS / "figures.md", "## What people would do instead")
     assert len(shown) == 6
-    for method, *figures in shown:
+    heading, ladder = "## Exchanges as often as a link hides", LADDER.read_text("utf-8")
+    often = {tuple(row[:3]): row[8] for row in rows_of(LADDER, heading)}
+    [added] = re.findall(r"gradients of 8 batches:\*\* (\S+ ± \S+ %) above", ladder)
+    losses = {'`sync_every="auto"`, fp4': often["gpt2", "2", "10"], "DDP": "0"}
+    losses["DDP, gradients of 8 batches"] = added
+    for method, *figures, loss in shown:
         assert figures == [slow[method][1], fast[method][1], slow[method][8]]
+        assert loss == losses.get(method, "not measured")
 
 
 def test_the_plot_shows_the_saved_losses(tmp_path: Path) -> None:

@@ -7,21 +7,29 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 from hydra.utils import instantiate
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, DominoTPStrategy
+from recipes.configuration.resolved import config_tree, save_config
 from recipes.data.training_data import TrainingData
+from recipes.stages import is_first_rank
+from recipes.training.callbacks import build_callbacks, check_callbacks
+from recipes.training.elastic import is_elastic, own_folder
 from recipes.training.language_model import LanguageModel
 from recipes.training.launch import check_launch, with_launcher
+from recipes.training.layout import inside_of
 from recipes.training.length import apply_token_budget
 from recipes.training.loggers import LoggedConfig
 from recipes.training.progress import RunRecorder
@@ -53,6 +61,8 @@ def run_job(cfg: DictConfig, build: Builder) -> float | None:
     apply_token_budget(cfg)
     config = cast(Config, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     check_launch(config)
+    if config["print_config"] and is_first_rank():
+        Console().print(config_tree(config))
     trainer = fit(config, build)
     if not trainer.is_global_zero:
         return None
@@ -77,7 +87,8 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
         FileNotFoundError: `ckpt_path` or a data path does not exist. Raised before any process is
             launched, as is the next one.
         ValueError: the run has no length, its model does not fit into memory, there is too little
-            data, the strategy cannot use the optimizer, or a constructor refuses a value.
+            data, the strategy cannot use the optimizer or a callback, or a constructor refuses a
+            value.
         SystemExit: SIGTERM or Ctrl-C has stopped the run, after saving a checkpoint.
     """
     max_steps = config["trainer"]["max_steps"]
@@ -85,7 +96,14 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
     ckpt_path = find_checkpoint(
         config["ckpt_path"], config["run_dir"], max_steps, config["trainer"]["num_nodes"]
     )
+    if config["checkpoint_every_n_steps"] is None and inside_of(config["strategy"]) != "ddp":
+        raise ValueError(
+            "checkpoint_every_n_steps=null cannot be combined with strategy.inside="
+            f"{inside_of(config['strategy'])}: the model is exported from a checkpoint. Use 0, for"
+            " one at the end."
+        )
     _check_optimizer(config)  # before slow parts
+    check_callbacks(config)
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     config = with_launcher(config)
     forks = config["strategy"]["start_method"] == "fork"
@@ -95,7 +113,10 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
     _prepare(data, trainer)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(callback for callback in callbacks if isinstance(callback, StopOnSignal))
-    with stop.listening(trainer):
+    holds = is_elastic(config["strategy"]) and is_first_rank()
+    with own_folder(config["run_dir"]) if holds else nullcontext(), stop.listening(trainer):
+        if is_first_rank():
+            save_config(config, config["run_dir"])
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
@@ -111,27 +132,38 @@ def build_trainer(
     callbacks += build_checkpoints(
         run_dir, config["checkpoint_every_n_steps"], config["trainer"]["max_steps"]
     )
-    callbacks += [instantiate(callback, _convert_="all") for callback in config["callbacks"]]
+    callbacks += build_callbacks(config)
     callbacks += [StopOnSignal(run_dir)]  # after the callbacks whose state is in a checkpoint
     loggers = [instantiate(logger, _convert_="all") for logger in config["logger"].values()]
     if loggers:
-        callbacks += [LearningRateMonitor("step"), LoggedConfig(config)]
+        callbacks += [LoggedConfig(config)]
+        if not any(isinstance(callback, LearningRateMonitor) for callback in callbacks):
+            callbacks += [LearningRateMonitor("step")]
     strategy = instantiate(config["strategy"], _convert_="all")
     if isinstance(strategy, DominoTPStrategy) and config.get("compile") is not None:
         raise ValueError(
             f"strategy=domino_tp cannot be combined with compile={config['compile']}: it shards the"
             " model layer by layer, which a compiled model does not allow. Set compile=null."
         )
-    return factory(config["trainer"])(strategy=strategy, logger=loggers, callbacks=callbacks)
+    make = factory(config["trainer"])
+    if not any(isinstance(callback, Checkpoint) for callback in callbacks):
+        make = partial(make, enable_checkpointing=False)  # otherwise Lightning adds one of its own
+    return make(strategy=strategy, logger=loggers, callbacks=callbacks)
 
 
-def build_checkpoints(run_dir: str, every_n_steps: int, max_steps: int) -> list[ModelCheckpoint]:
+def build_checkpoints(
+    run_dir: str, every_n_steps: int | None, max_steps: int
+) -> list[ModelCheckpoint]:
     """Return a callback that saves `last.ckpt` when the fit ends, and one that saves during it.
+
+    None if `every_n_steps` is None; only the first if it is 0.
 
     One is not enough: a `ModelCheckpoint` that saves every n steps skips the last step if it is not
     a multiple of n. None of them saves at the end of an epoch: after resuming from such a
     checkpoint, Lightning 2.6.6 cuts the next epoch short if the run's length is given in steps.
     """
+    if every_n_steps is None:
+        return []
     folder = f"{run_dir}/{CHECKPOINT_FOLDER}"
     last = ModelCheckpoint(
         folder,
@@ -206,5 +238,8 @@ def _quiet() -> None:
     # it prints that ranks are terminated, which an error or a stop has already reported
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     disable_progress_bar()  # transformers' bars for reading and writing files
+    warnings.filterwarnings("ignore", "You requested to overfit but enabled val")  # it does not
+    # `configure_model` of a `LanguageModel` creates no layers
+    warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model")
     warnings.filterwarnings("ignore", ".*does not have many workers", PossibleUserWarning)
     warnings.filterwarnings("ignore", ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated")

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from lightning_commfree.strategies import ReplicaStrategy
 from recipes.configuration.checking import targets
 from recipes.configuration.signatures import parameters
 from recipes.data.tokenizer import byte_tokenizer
@@ -39,8 +40,11 @@ ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1"]
 def _assert_mirrors_the_constructor(config: dict[str, Any]) -> None:
     target = get_class(config["_target_"])
     inherited = inspect.signature(DDPStrategy.__init__).parameters
-    own = {} if target is DDPStrategy else inspect.signature(target.__init__).parameters
-    own = {n: p for n, p in own.items() if n != "self" and p.kind is not p.VAR_KEYWORD}
+    own: dict[str, inspect.Parameter] = {}
+    for kind in target.__mro__[: target.__mro__.index(DDPStrategy)]:
+        if kind is not ReplicaStrategy:  # the abstract base, whose own argument is a layout
+            taken = inspect.signature(kind.__init__).parameters
+            own |= {n: p for n, p in taken.items() if n != "self" and p.kind is not p.VAR_KEYWORD}
 
     keys = [key for key in config if key != "_target_"]
     assert keys[: len(own)] == list(own), "all of the constructor's own parameters, in its order"

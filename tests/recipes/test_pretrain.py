@@ -201,7 +201,7 @@ def test_one_process_on_a_checkpoint_of_the_users_own_callbacks(
         "trainer.devices=1",
         "trainer.max_steps=11",
         "logger=none",
-        "callbacks=[{_target_: lightning.pytorch.callbacks.Timer, duration: '00:01:00:00'}]",
+        "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer, duration: '00:01:00:00'}",
     )
     trainer = fit(config, build)
     assert [type(c).__name__ for c in trainer.callbacks if type(c).__name__ == "Timer"] == ["Timer"]
@@ -243,7 +243,8 @@ class Witness(pl.Callback):
 def test_compiled_and_checkpointed(overrides, compiled, forwards, compose_config, tmp_path) -> None:
     (tmp_path / "run").mkdir()
     witness = (
-        f"callbacks=[{{_target_: {__name__}.Witness, compiled: {compiled}, forwards: {forwards}}}]"
+        f"+callbacks.witness={{_target_: {__name__}.Witness, compiled: {compiled},"
+        f" forwards: {forwards}}}"
     )
     settings = ["trainer.max_steps=11", "logger=none", "report.sample_tokens=1", witness]
     # batches of one shape: every other one would be compiled, too

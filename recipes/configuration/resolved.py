@@ -46,5 +46,6 @@ def _grow(branch: Tree, section: dict[str, Any]) -> None:
         if isinstance(value, dict) and value:
             _grow(branch.add(Text(key, style="bold")), value)
         else:
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            is_line = isinstance(value, str) and "\n" not in value
+            shown = value if is_line else json.dumps(value, ensure_ascii=False)
             branch.add(Text(f"{key}: {shown}"))

@@ -80,7 +80,7 @@ class Pretrain(Section):  # noqa: D101 - `conf/pretrain.yaml` explains the keys,
     compile: str | None
     check_memory: bool
     ckpt_path: str | None
-    checkpoint_every_n_steps: NonNegativeInt | None
+    checkpoint_every_n_steps: NonNegativeInt
     run_dir: str
     cache_dir: str
     report: Report

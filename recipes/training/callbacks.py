@@ -22,18 +22,13 @@ _METRICS = (*_VALIDATION_METRICS, "train/loss")
 
 
 def build_callbacks(config: Mapping[str, Any]) -> list[pl.Callback]:
-    """Create the callbacks of the section `callbacks`."""
-    return [instantiate(callback, _convert_="all") for callback in config["callbacks"].values()]
-
-
-def check_callbacks(config: Mapping[str, Any]) -> None:
-    """Refuse callbacks that cannot work in this run.
+    """Create the callbacks of the section `callbacks`, and check that they can work in this run.
 
     Raises:
         ValueError: the strategy does not support a callback, or the metric that it monitors or the
             logger that it needs is missing.
     """
-    found = build_callbacks(config)
+    found = [instantiate(callback, _convert_="all") for callback in config["callbacks"].values()]
     strategy = config["strategy"]
     kind = get_class(strategy["_target_"])
     reasons: dict[str, str] = {}
@@ -56,6 +51,7 @@ def check_callbacks(config: Mapping[str, Any]) -> None:
             )
         if isinstance(callback, EarlyStopping):
             _check_monitor(callback, config["trainer"])
+    return found
 
 
 def _check_monitor(callback: EarlyStopping, trainer: Mapping[str, Any]) -> None:

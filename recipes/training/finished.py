@@ -84,8 +84,8 @@ def _model_folder(run: Path) -> Path:
         if (folder / "config.json").exists():
             return folder
     raise FileNotFoundError(
-        f"'{run}' has no {EXPORT_FOLDER}/config.json: it is not the folder of a run, or the run has"
-        " not ended, which exports its model. A stopped run resumes by the same command with"
+        f"'{run}' has no {EXPORT_FOLDER}/config.json. Give the folder of a run that has ended, and"
+        " so exported its model. A stopped run resumes by the same command with"
         " hydra.run.dir=... ckpt_path=last."
     )
 

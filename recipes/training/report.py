@@ -199,6 +199,7 @@ class RunReport(pl.Callback):
             huggingface=None,
             metrics=_metrics_file(trainer),
             figure=self._draw(trainer, validation_loss),
+            stopped_early=_why_stopped(trainer),
         )
 
     def _sample(self, module: LanguageModel) -> str:
@@ -234,6 +235,14 @@ class RunReport(pl.Callback):
 def _newest_checkpoint(folder: Path) -> str | None:
     files = list(folder.glob("*.ckpt"))
     return str(max(files, key=lambda file: file.stat().st_mtime)) if files else None
+
+
+def _why_stopped(trainer: pl.Trainer) -> str | None:
+    for callback in trainer.early_stopping_callbacks:
+        # Lightning 2.6 and later
+        if reason := getattr(callback, "stopping_reason_message", None):
+            return str(reason).removesuffix(" Signaling Trainer to stop.")
+    return None
 
 
 def _metrics_file(trainer: pl.Trainer) -> str | None:

@@ -8,14 +8,13 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 from hydra.utils import instantiate
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from torch import nn
@@ -25,11 +24,10 @@ from lightning_commfree import DistributedLion, DistributedLionStrategy, DominoT
 from recipes.configuration.resolved import config_tree, save_config
 from recipes.data.training_data import TrainingData
 from recipes.stages import is_first_rank
-from recipes.training.callbacks import build_callbacks, check_callbacks
+from recipes.training.callbacks import build_callbacks
 from recipes.training.elastic import is_elastic, own_folder
 from recipes.training.language_model import LanguageModel
 from recipes.training.launch import check_launch, with_launcher
-from recipes.training.layout import inside_of
 from recipes.training.length import apply_token_budget
 from recipes.training.loggers import LoggedConfig
 from recipes.training.progress import RunRecorder
@@ -96,20 +94,14 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
     ckpt_path = find_checkpoint(
         config["ckpt_path"], config["run_dir"], max_steps, config["trainer"]["num_nodes"]
     )
-    if config["checkpoint_every_n_steps"] is None and inside_of(config["strategy"]) != "ddp":
-        raise ValueError(
-            "checkpoint_every_n_steps=null cannot be combined with strategy.inside="
-            f"{inside_of(config['strategy'])}: the model is exported from a checkpoint. Use 0, for"
-            " one at the end."
-        )
     _check_optimizer(config)  # before slow parts
-    check_callbacks(config)
+    chosen = build_callbacks(config)
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     config = with_launcher(config)
     forks = config["strategy"]["start_method"] == "fork"
-    callbacks = [ThreadsAfterFork()] if forks else []  # before the model exists
+    first = [ThreadsAfterFork()] if forks else []  # before the model exists
     data, module = build(config)
-    trainer = build_trainer(config, data, callbacks)
+    trainer = build_trainer(config, data, first, chosen)
     _prepare(data, trainer)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(callback for callback in callbacks if isinstance(callback, StopOnSignal))
@@ -122,18 +114,28 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
 
 
 def build_trainer(
-    config: Config, data: TrainingData, callbacks: Sequence[pl.Callback] = ()
+    config: Config,
+    data: TrainingData,
+    first: Sequence[pl.Callback] = (),
+    chosen: Sequence[pl.Callback] = (),
 ) -> pl.Trainer:
-    """Build the Trainer with strategy, loggers, the recipe's callbacks and the user's."""
+    """Build the Trainer with strategy, loggers and callbacks.
+
+    Args:
+        config: as for `fit`.
+        data: the run's data.
+        first: callbacks that run before the recipe's own.
+        chosen: callbacks that run after them, from `callbacks=...`.
+    """
     run_dir = config["run_dir"]
     recorder = RunRecorder(data)
     report = RunReport(data, recorder, run_dir, seed=config["seed"], **config["report"])
-    callbacks = [*callbacks, recorder, report, StepProgressBar()]
+    callbacks = [*first, recorder, report, StepProgressBar()]
     callbacks += build_checkpoints(
         run_dir, config["checkpoint_every_n_steps"], config["trainer"]["max_steps"]
     )
-    callbacks += build_callbacks(config)
-    callbacks += [StopOnSignal(run_dir)]  # after the callbacks whose state is in a checkpoint
+    # last, after the callbacks whose state is in a checkpoint
+    callbacks += [*chosen, StopOnSignal(run_dir)]
     loggers = [instantiate(logger, _convert_="all") for logger in config["logger"].values()]
     if loggers:
         callbacks += [LoggedConfig(config)]
@@ -145,25 +147,16 @@ def build_trainer(
             f"strategy=domino_tp cannot be combined with compile={config['compile']}: it shards the"
             " model layer by layer, which a compiled model does not allow. Set compile=null."
         )
-    make = factory(config["trainer"])
-    if not any(isinstance(callback, Checkpoint) for callback in callbacks):
-        make = partial(make, enable_checkpointing=False)  # otherwise Lightning adds one of its own
-    return make(strategy=strategy, logger=loggers, callbacks=callbacks)
+    return factory(config["trainer"])(strategy=strategy, logger=loggers, callbacks=callbacks)
 
 
-def build_checkpoints(
-    run_dir: str, every_n_steps: int | None, max_steps: int
-) -> list[ModelCheckpoint]:
+def build_checkpoints(run_dir: str, every_n_steps: int, max_steps: int) -> list[ModelCheckpoint]:
     """Return a callback that saves `last.ckpt` when the fit ends, and one that saves during it.
-
-    None if `every_n_steps` is None; only the first if it is 0.
 
     One is not enough: a `ModelCheckpoint` that saves every n steps skips the last step if it is not
     a multiple of n. None of them saves at the end of an epoch: after resuming from such a
     checkpoint, Lightning 2.6.6 cuts the next epoch short if the run's length is given in steps.
     """
-    if every_n_steps is None:
-        return []
     folder = f"{run_dir}/{CHECKPOINT_FOLDER}"
     last = ModelCheckpoint(
         folder,
@@ -238,7 +231,8 @@ def _quiet() -> None:
     # it prints that ranks are terminated, which an error or a stop has already reported
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     disable_progress_bar()  # transformers' bars for reading and writing files
-    warnings.filterwarnings("ignore", "You requested to overfit but enabled val")  # it does not
+    # validation data are not shuffled
+    warnings.filterwarnings("ignore", "You requested to overfit but enabled val")
     # `configure_model` of a `LanguageModel` creates no layers
     warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model")
     warnings.filterwarnings("ignore", ".*does not have many workers", PossibleUserWarning)

@@ -105,7 +105,7 @@ def test_none_of_300_mutations_ends_in_a_traceback(composed) -> None:
 LEGAL = {
     "token_budget": "null 1e18 7",
     "ckpt_path": "null last",
-    "checkpoint_every_n_steps": "null 0 7",
+    "checkpoint_every_n_steps": "0 7",
     "trainer.devices": "-1 auto '0,1' [1,2]",
     "trainer.max_epochs": "null -1 1",
     "trainer.val_check_interval": "null 7 0.5",
@@ -121,7 +121,7 @@ LEGAL = {
 ILLEGAL = {
     "seed": "-1 3.7 true null '7' 4294967296",
     "token_budget": "-0.5 nan abc",
-    "checkpoint_every_n_steps": "-1 0.5",
+    "checkpoint_every_n_steps": "-1 null",
     "report": "{} {a:1} 7",
     "callbacks": "null [3] {a:1} {a:{b:1}}",
     "trainer.accelerator": "abc null",

@@ -8,6 +8,7 @@
 - `finetune`, `training/finetuning.py`: the same for a pretrained model;
 - `training/`: the LightningModule, optimizers, progress, report, checkpoints and logging;
 - `data/`: from text files to the batches of a rank;
+- `evaluate`, `generate`: the same model after its run (`training/finished.py`);
 - `compare`, `comparison/`: one job under several strategies, with a page of results;
 - `configuration/`: from the command line to a checked configuration;
 - `plan`, `planning`: estimate the effect of a slow link before training;

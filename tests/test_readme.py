@@ -33,7 +33,7 @@ from commfree_planner.command import main as commfree_plan
 from lightning_commfree.stores.command import main as commfree_store
 from recipes.comparison import comparing
 from recipes.training import run as training
-from tests.pages import ROOT, commands_of, programs_in, python_of
+from tests.pages import RECIPES, ROOT, commands_of, programs_in, python_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -135,7 +135,7 @@ def _check_python(
     name, *words = words[1:]
     if name == "pip":
         _check_extras(words)
-    elif name.startswith("recipes."):
+    elif name.removeprefix("recipes.") in RECIPES:
         _run_recipe(name, words, ranks, monkeypatch)
     elif name.startswith("docs.site."):  # writes into the repository; see test_docs.py
         assert callable(importlib.import_module(name).main)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from recipes.data.resumable import ResumableDataLoader
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import LanguageModel
 from recipes.training.report import SUMMARY_FILE
@@ -44,7 +45,7 @@ def composed(words: Sequence[str]) -> Config:
 
 def batches(data: TrainingData, steps: int) -> Iterator[Any]:
     """Yield training batches for `steps` steps, epoch after epoch, as a Trainer would."""
-    loader = data.train_dataloader()
+    loader = cast(ResumableDataLoader, data.train_dataloader())
     epoch = 0
     while steps > 0:
         loader.sampler.set_epoch(epoch)

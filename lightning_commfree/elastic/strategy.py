@@ -248,7 +248,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if not self.module.trainer.training:  # every replica validates on all data
+        module = self.lightning_module  # None before a fit, when only the number of shares is known
+        if module is not None and not module.trainer.training:  # a replica validates on all data
             return super().distributed_sampler_kwargs
         within = super().distributed_sampler_kwargs
         size = within["num_replicas"]

@@ -21,6 +21,7 @@ from recipes.training.length import count_ranks
 
 RECIPE = "pretrain"  # module and primary configuration of the job
 OWN_KEYS = ("strategies", "bandwidth", "nodes", "timeout_minutes", "overrides", "run_dir")
+_ELASTIC = "elastic_diloco"
 _LION_OPTIMIZER = "optimizer=distributed_lion"
 # keys with the same meaning for every optimizer; other values for AdamW would be wrong for Lion
 _COMMON_OPTIMIZER_KEYS = ("total_steps", "warmup_steps", "final_lr_fraction")
@@ -116,11 +117,17 @@ def check_strategies(names: Sequence[str]) -> None:
     Raises:
         ValueError: a strategy does not exist or is named twice.
     """
-    legal = GlobalHydra.instance().config_loader().get_group_options("strategy")
+    found = GlobalHydra.instance().config_loader().get_group_options("strategy")
+    legal = [name for name in found if name != _ELASTIC]
     listed = f"Legal are {', '.join(legal)}."
     if not names:
         raise ValueError(f"`strategies=[]` leaves nothing to compare. {listed}")
     for name in names:
+        if name == _ELASTIC:
+            raise ValueError(
+                f"`strategies`: {_ELASTIC} cannot be compared, because each of its replicas is a"
+                f" command of its own. {listed}"
+            )
         if name not in legal:
             near = nearest(str(name), legal)
             hint = f" Did you mean {near}?" if near else ""

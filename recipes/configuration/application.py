@@ -14,7 +14,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from recipes.configuration.help import CONF, check_experiment, help_text
+from recipes.configuration.help import CONF, check_experiment, check_lists, help_text
 from recipes.stages import stage
 
 Task = Callable[[DictConfig], Any]
@@ -62,23 +62,34 @@ def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
             elif not {"--help", "-h"}.isdisjoint(words):
                 print(help_text(config_name))
             else:
-                try:
+                # "1" makes Hydra pass errors on, of which it would only print the text
+                with short_errors(), _full_error("1"):
                     check_experiment(config_name, words)
-                    # makes Hydra pass errors on, of which it would only print the text
-                    with _full_error("1"):
-                        as_hydra(job)()
-                except Exception as error:
-                    # here: pydantic is not needed for a job that ends well, nor for --help
-                    from recipes.configuration.sentences import sentence
-
-                    told = sentence(error)
-                    if told is None:
-                        raise
-                    sys.exit(f"{told}\n\n{HINT}")
+                    check_lists(words)
+                    as_hydra(job)()
 
         return main
 
     return decorate
+
+
+@contextmanager
+def short_errors() -> Iterator[None]:
+    """End the program with one sentence for an error in the body that the user can repair.
+
+    Other errors show their traceback; with HYDRA_FULL_ERROR=1 all do.
+    """
+    wants_all = os.environ.get(FULL_ERROR) == "1"
+    try:
+        yield
+    except Exception as error:
+        # here: pydantic is not needed for a job that ends well, nor for --help
+        from recipes.configuration.sentences import sentence
+
+        told = None if wants_all else sentence(error)
+        if told is None:
+            raise
+        sys.exit(f"{told}\n\n{HINT}")
 
 
 @contextmanager

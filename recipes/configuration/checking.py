@@ -44,7 +44,14 @@ def check_config(cfg: DictConfig, config_name: str | None) -> None:
             for key, value in section.items()
             if not (key.startswith("_") or (isinstance(value, dict) and "_target_" in value))
         }
-        model = target_model(target, plain)
+        try:
+            model = target_model(target, plain)
+        except ImportError:
+            problems[f"{path}_target_"] = (
+                f"`{path}_target_={target}` cannot be imported. Check the name, and that its"
+                " package is installed and new enough."
+            )
+            continue
         problems |= _problems(model, plain, path, target, parameters(target)[0])
     if problems:
         written = OmegaConf.to_container(cfg, resolve=False)

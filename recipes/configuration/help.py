@@ -54,6 +54,22 @@ def check_experiment(config_name: str, words: list[str]) -> None:
                 )
 
 
+def check_lists(words: list[str]) -> None:
+    """Refuse sections in a list of files, such as `callbacks=[{_target_: ...}]`.
+
+    Raises:
+        ValueError: shows how to add a section.
+    """
+    for word in words:
+        if found := re.match(r"\+*(callbacks|logger)=\[\s*\{", word):
+            group = found[1]
+            raise ValueError(
+                f"`{group}=[...]` takes names of files in conf/{group}/:"
+                f" {', '.join(choices(group))}. Add an object of your own by"
+                f" '+{group}.NAME={{_target_: ...}}'."
+            )
+
+
 def choices(group: str) -> list[str]:
     """Return the names of the files in a group of `conf/`, sorted."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))

@@ -84,7 +84,8 @@ class Pretrain(Section):  # noqa: D101 - `conf/pretrain.yaml` explains the keys,
     run_dir: str
     cache_dir: str
     report: Report
-    callbacks: list[Object]
+    callbacks: dict[str, Object]
+    print_config: bool
 
     @field_validator("compile")
     @classmethod
@@ -162,6 +163,7 @@ RANGES: dict[str, dict[str, Any]] = {
         "val_check_interval": PositiveInt | Annotated[float, Field(gt=0, le=1)] | None,
         "check_val_every_n_epoch": PositiveInt | None,
         "num_sanity_val_steps": Annotated[int, Field(ge=-1)],
+        "overfit_batches": NonNegativeInt,
         "limit_train_batches": NonNegativeInt | Fraction | None,
         "limit_val_batches": NonNegativeInt | Fraction | None,
         "log_every_n_steps": NonNegativeInt,

@@ -70,8 +70,11 @@ def _unknown_key(error: ConfigCompositionException) -> str:
             if isinstance(child, DictConfig) and not child._is_none() and key in child:
                 return f"`{key}` is not a key of the configuration: did you mean `{name}.{key}`?"
         return unknown_key(path, names | set(groups()), "the configuration")
+    parent = path.rpartition(".")[0]
+    if parent in groups() and key in choices(parent):
+        return f"`{path}` is not part of this configuration: select it by {parent}={key}."
     target = section.get("_target_")
-    reader = target if isinstance(target, str) else f"`{path.rpartition('.')[0]}`"
+    reader = target if isinstance(target, str) else f"`{parent}`"
     accepted = parameters(target)[0] if isinstance(target, str) else {}
     if key in accepted:
         return f"`{path}` has no value here; {target} accepts it: write +{path}=... to add it."

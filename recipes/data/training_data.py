@@ -85,7 +85,16 @@ class TrainingData(pl.LightningDataModule):
         self._require("validation", size)
 
     @override
-    def train_dataloader(self) -> ResumableDataLoader:
+    def train_dataloader(self) -> DataLoader[Any]:
+        if getattr(self.trainer, "overfit_batches", 0):
+            # in order, so that every epoch has the same batches; Lightning divides them by rank
+            return DataLoader(
+                self.rows("train"),
+                self.batch_size,
+                drop_last=True,
+                num_workers=self._num_workers,
+                collate_fn=self._collate,
+            )
         size, rank = self.size_and_rank()
         sampler = ResumableSampler(
             self.rows("train"),

@@ -44,8 +44,9 @@ def generate_text(
     prompt: str,
     max_new_tokens: int,
     seed: int,
+    temperature: float = 0.8,
 ) -> str:
-    """Continue a prompt, sampling at temperature 0.8 from the top 50 tokens; return both.
+    """Continue a prompt, sampling from the top 50 tokens; return both.
 
     Args:
         module: on any device; its mode is restored.
@@ -53,12 +54,16 @@ def generate_text(
         prompt: if it has no token, the tokenizer's end of text is used.
         max_new_tokens: limit; prompt and new tokens together stay within the model's context.
         seed: of the sampling; the global random state is restored.
+        temperature: of the sampling; 0: always take the most likely token.
     """
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     context = context_length(module.model.config) or len(tokens) + max_new_tokens
     tokens = tokens[: max(context - max_new_tokens, 1)]
     was_training = module.training
     module.eval()
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 50}
     model: Any = module.model  # transformers types `generate` for its own mixins only
     # do not touch CUDA otherwise: a process forked from one that uses it cannot use it
     with isolate_rng(include_cuda=module.device.type == "cuda"):
@@ -68,9 +73,7 @@ def generate_text(
             row,
             attention_mask=torch.ones_like(row),
             max_new_tokens=min(max_new_tokens, context - len(tokens)),
-            do_sample=True,
-            temperature=0.8,
-            top_k=50,
+            **sampling,
             pad_token_id=tokenizer.eos_token_id,
         )
     module.train(was_training)

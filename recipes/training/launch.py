@@ -12,6 +12,7 @@ from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
+from recipes.training.elastic import check_replica, is_elastic
 from recipes.training.layout import inside_of
 
 _LAUNCHERS = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment)
@@ -55,8 +56,12 @@ def check_launch(config: dict[str, Any]) -> None:
         config: of one job, in plain dicts and lists.
 
     Raises:
-        ValueError: several nodes are requested outside of a cluster; or from `check_sweep`.
+        ValueError: several nodes are requested outside of a cluster; or from `check_replica` or
+            `check_sweep`.
     """
+    if is_elastic(config["strategy"]):
+        sweeps = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        check_replica(config, sweeps)
     nodes = config["trainer"]["num_nodes"]
     # NODE_RANK: the user starts the command on every node, as Lightning documents
     by_hand = any(name in os.environ for name in ("NODE_RANK", "GROUP_RANK"))

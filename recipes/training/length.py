@@ -10,7 +10,7 @@ from hydra.utils import get_class
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_commfree import DominoTPStrategy
+from lightning_commfree import DominoTPStrategy, ElasticDiLoCoStrategy
 from recipes.training.layout import inside_of
 
 
@@ -50,11 +50,18 @@ def apply_token_budget(cfg: DictConfig) -> None:
         cfg: composed; changed in place unless `token_budget` is null or missing.
 
     Raises:
-        ValueError: the budget is not a positive whole number, or smaller than one step.
+        ValueError: the budget is not a positive whole number, or smaller than one step, or the
+            number of replicas may change.
     """
     budget = _budget(cfg)
     if budget is None:
         return
+    if issubclass(get_class(cfg.strategy._target_), ElasticDiLoCoStrategy):
+        raise ValueError(
+            f"token_budget={budget:,} cannot be combined with strategy=elastic_diloco: its replicas"
+            " come and go, so nobody knows how many tokens a step takes. Set token_budget=null, and"
+            " the length by trainer.max_steps, the same for all replicas."
+        )
     shares = _count_shares(cfg)
     rows, block, accumulate = (
         cfg.data.batch_size,

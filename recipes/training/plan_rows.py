@@ -6,7 +6,7 @@ import os
 
 import lightning.pytorch as pl
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import ElasticDiLoCoStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.text import counted, human_bytes
 from lightning_commfree.diloco.codec import codec_of
 from lightning_commfree.model.shards import local_tensor
@@ -27,8 +27,11 @@ def plan_rows(
     held = sum(local_tensor(p).numel() for p in module.parameters())
     fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
     per_step = recorder.tokens_per_step(trainer)
-    rows_per_step = per_step / data.tokens_per_row()
-    epochs = trainer.max_steps * rows_per_step / data.num_rows()
+    shares, _ = data.size_and_rank()  # with elastic replicas, those of empty slots too
+    rows_per_step = shares * data.batch_size * trainer.accumulate_grad_batches
+    epochs = f"({trainer.max_steps * rows_per_step / data.num_rows():.2f} epochs)"
+    if batches := trainer.overfit_batches:  # type: ignore[attr-defined]
+        epochs = f"on the same {counted(int(batches) * data.batch_size, 'row')} of each rank"
     model = f"{type(module.model).__name__}, vocabulary of {len(data.tokenizer):,}"
     if origin := module.model.config.name_or_path:  # a model with fresh weights has none
         model += f", from {shown(origin) if os.path.isdir(origin) else origin}"
@@ -44,11 +47,14 @@ def plan_rows(
         + _single_replica(trainer),
         "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
         "tokens per step": f"{per_step:,}, in rows of {data.tokens_per_row()}",
-        "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
+        "steps": f"{trainer.max_steps:,} {epochs}",
         "one rank sends": _forecast(traffic),
         "fp32 DDP sends": f"{human_bytes(traffic.ddp_bytes_per_step)} per step, and"
         f" {human_bytes(recorder.meter.ddp_start_bytes)} before the first",
     }
+    if isinstance(strategy, ElasticDiLoCoStrategy):
+        rows["replica"] = f"slot {strategy.slot} of the job; all figures are those of this replica"
+        rows["store"] = strategy.store
     if isinstance(strategy, StreamingDiLoCoStrategy):
         means = strategy.settings.evaluate == "mean"
         aside = sum(local_tensor(p).nbytes for p in module.parameters() if p.requires_grad)
@@ -83,6 +89,8 @@ def _single_replica(trainer: pl.Trainer) -> str:
     """Describe DiLoCo with a single replica, which exchanges nothing."""
     strategy = trainer.strategy
     if not isinstance(strategy, StreamingDiLoCoStrategy):
+        return ""
+    if isinstance(strategy, ElasticDiLoCoStrategy):  # others may join
         return ""
     if trainer.world_size > strategy.settings.replica_size:
         return ""

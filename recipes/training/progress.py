@@ -14,7 +14,9 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_commfree import ElasticDiLoCoStrategy
 from recipes.data.training_data import TrainingData
+from recipes.training.elastic import reading_all_rows
 from recipes.training.language_model import Batch, LanguageModel
 from recipes.training.traffic import TrafficMeter, ddp_start_bytes
 
@@ -59,6 +61,7 @@ class RunRecorder(pl.Callback):
         meter: what this rank will send and has sent; from `on_fit_start` on.
         num_parameters: of the whole model; from `setup` on, as the next one.
         num_trained: those of them that are trained.
+        steps_done: optimizer steps of this fit so far.
     """
 
     meter: TrafficMeter
@@ -70,6 +73,8 @@ class RunRecorder(pl.Callback):
         self._data = data
         self._throughput = Throughput(window_size=_WINDOW)
         self._flops: int | None = None  # of this rank in a micro-batch; None: the peak is unknown
+        self.steps_done = 0
+        self._step = 0  # `global_step` after the last one
         self._batches = 0
         self._train_start = 0.0
         self._validation_start = 0.0
@@ -98,6 +103,7 @@ class RunRecorder(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.history = History(trainer.global_step, self.tokens_per_step(trainer))
+        self.steps_done, self._step = 0, trainer.global_step
         self._batches = 0
         self._seconds_validated = 0.0
         self._train_start = time.monotonic()
@@ -113,7 +119,8 @@ class RunRecorder(pl.Callback):
     ) -> None:
         speed = self._speed()
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        steps = self.steps_done(trainer)
+        self._count_step(trainer.global_step)
+        steps = self.steps_done
         # where a row is due, and in the first step for the progress bar; `log` takes its time
         due = every > 0 and (trainer.global_step % every == 0 or steps == 1)
         if due and "device/items_per_sec" in speed:  # there is a whole window
@@ -140,13 +147,13 @@ class RunRecorder(pl.Callback):
             self.history.validation_seconds.append(time.monotonic() - self._train_start)
             self.history.validation_loss.append(float(trainer.callback_metrics["val/loss"]))
 
-    def steps_done(self, trainer: pl.Trainer) -> int:
-        """Return the optimizer steps of this fit so far."""
-        return trainer.global_step - self.history.first_step
-
     def num_shares(self, trainer: pl.Trainer) -> int:
         """Return the number of shares of the rows: one per rank, or per tensor-parallel group."""
-        shares = trainer.distributed_sampler_kwargs
+        if isinstance(trainer.strategy, ElasticDiLoCoStrategy):
+            with reading_all_rows(trainer):  # of this replica: nobody knows how many others train
+                shares = trainer.distributed_sampler_kwargs
+        else:
+            shares = trainer.distributed_sampler_kwargs
         return int(shares["num_replicas"]) if shares else 1
 
     def tokens_per_batch(self, trainer: pl.Trainer) -> int:
@@ -156,6 +163,17 @@ class RunRecorder(pl.Callback):
     def tokens_per_step(self, trainer: pl.Trainer) -> int:
         """Return the tokens that all ranks together train on in one optimizer step."""
         return self.tokens_per_batch(trainer) * trainer.accumulate_grad_batches
+
+    def _count_step(self, step: int) -> None:
+        """Count an optimizer step if `step`, the Trainer's `global_step`, is new.
+
+        An elastic replica begins at the job's step instead of 0, and may skip steps if it is late.
+        """
+        if step > self._step:
+            if self.steps_done == 0:
+                self.history.first_step = step - 1
+            self.steps_done += 1
+            self._step = step
 
     def _speed(self) -> dict[str, float]:
         """Count another micro-batch; return `Throughput`'s metrics of this rank's last 20."""
@@ -183,7 +201,7 @@ class RunRecorder(pl.Callback):
             history.seconds.append(time.monotonic() - self._train_start)
             history.seconds_waited.append(self.meter.seconds_waited())
             history.train_loss.append(float(share) * trainer.accumulate_grad_batches)
-            history.bytes_sent.append(self.meter.bytes_in_steps(step - history.first_step))
+            history.bytes_sent.append(self.meter.bytes_in_steps(self.steps_done))
 
 
 def flops_per_batch(module: LanguageModel, batch_size: int, block_size: int) -> int:

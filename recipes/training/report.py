@@ -23,6 +23,7 @@ from lightning_commfree.resume.files import write_atomic
 from lightning_commfree.resume.folders import is_folder, read_folder
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
+from recipes.training.elastic import reading_all_rows
 from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.failure import diverged, on_error
 from recipes.training.figures import draw_run
@@ -34,6 +35,7 @@ from recipes.training.summary import RunSummary, print_panel, summary_rows, writ
 SUMMARY_FILE = "summary.json"
 HISTORY_FILE = "history.json"
 CHECKPOINT_FOLDER = "checkpoints"
+EXPORT_FOLDER = "huggingface"
 
 
 class RunReport(pl.Callback):
@@ -112,7 +114,7 @@ class RunReport(pl.Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
-        self._seconds = time.monotonic() - self._train_start
+        self._seconds = time.monotonic() - self._train_start if self._train_start else 0.0
         if self._final_loss is None:
             # the strategy's teardown has moved the module to the CPU, but the ranks reduce their
             # sums on the device of their process group
@@ -124,7 +126,9 @@ class RunReport(pl.Callback):
 
     def _evaluate(self, trainer: pl.Trainer, module: LanguageModel) -> float:
         """Return the loss over the whole validation split; collective if the model is sharded."""
-        ledger, batches = self._recorder.meter.ledger, self._data.val_dataloader()
+        with reading_all_rows(trainer):
+            batches = self._data.val_dataloader()
+        ledger = self._recorder.meter.ledger
         during = nullcontext() if ledger is None else ledger.during(VALIDATION)
         told = stage("validating", len(batches), shown=trainer.is_global_zero)
         with during, told as advance:
@@ -173,7 +177,7 @@ class RunReport(pl.Callback):
 
     def _summarize(self, trainer: pl.Trainer, validation_loss: float) -> RunSummary:
         """Return the figures, without those that need the weights."""
-        meter, steps = self._recorder.meter, self._recorder.steps_done(trainer)
+        meter, steps = self._recorder.meter, self._recorder.steps_done
         sent = meter.sent(steps)
         return RunSummary(
             steps=steps,
@@ -195,6 +199,7 @@ class RunReport(pl.Callback):
             huggingface=None,
             metrics=_metrics_file(trainer),
             figure=self._draw(trainer, validation_loss),
+            stopped_early=_why_stopped(trainer),
         )
 
     def _sample(self, module: LanguageModel) -> str:
@@ -207,7 +212,7 @@ class RunReport(pl.Callback):
 
     def _export(self, module: LanguageModel) -> tuple[str, str | None]:
         """Write a folder for `from_pretrained`; with adapters, also a folder with only these."""
-        folder, adapter = self._run_dir / "huggingface", None
+        folder, adapter = self._run_dir / EXPORT_FOLDER, None
         model: Any = module.model
         if module.hparams["lora"] is not None:
             adapter = str(self._run_dir / "adapter")
@@ -230,6 +235,14 @@ class RunReport(pl.Callback):
 def _newest_checkpoint(folder: Path) -> str | None:
     files = list(folder.glob("*.ckpt"))
     return str(max(files, key=lambda file: file.stat().st_mtime)) if files else None
+
+
+def _why_stopped(trainer: pl.Trainer) -> str | None:
+    for callback in trainer.early_stopping_callbacks:
+        # Lightning 2.6 and later
+        if reason := getattr(callback, "stopping_reason_message", None):
+            return str(reason).removesuffix(" Signaling Trainer to stop.")
+    return None
 
 
 def _metrics_file(trainer: pl.Trainer) -> str | None:

@@ -7,6 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +16,16 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, DominoTPStrategy
+from recipes.configuration.resolved import config_tree, save_config
 from recipes.data.training_data import TrainingData
+from recipes.stages import is_first_rank
+from recipes.training.callbacks import build_callbacks
+from recipes.training.elastic import is_elastic, own_folder
 from recipes.training.language_model import LanguageModel
 from recipes.training.launch import check_launch, with_launcher
 from recipes.training.length import apply_token_budget
@@ -53,6 +59,8 @@ def run_job(cfg: DictConfig, build: Builder) -> float | None:
     apply_token_budget(cfg)
     config = cast(Config, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     check_launch(config)
+    if config["print_config"] and is_first_rank():
+        Console().print(config_tree(config))
     trainer = fit(config, build)
     if not trainer.is_global_zero:
         return None
@@ -77,7 +85,8 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
         FileNotFoundError: `ckpt_path` or a data path does not exist. Raised before any process is
             launched, as is the next one.
         ValueError: the run has no length, its model does not fit into memory, there is too little
-            data, the strategy cannot use the optimizer, or a constructor refuses a value.
+            data, the strategy cannot use the optimizer or a callback, or a constructor refuses a
+            value.
         SystemExit: SIGTERM or Ctrl-C has stopped the run, after saving a checkpoint.
     """
     max_steps = config["trainer"]["max_steps"]
@@ -86,36 +95,52 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
         config["ckpt_path"], config["run_dir"], max_steps, config["trainer"]["num_nodes"]
     )
     _check_optimizer(config)  # before slow parts
+    chosen = build_callbacks(config)
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     config = with_launcher(config)
     forks = config["strategy"]["start_method"] == "fork"
-    callbacks = [ThreadsAfterFork()] if forks else []  # before the model exists
+    first = [ThreadsAfterFork()] if forks else []  # before the model exists
     data, module = build(config)
-    trainer = build_trainer(config, data, callbacks)
+    trainer = build_trainer(config, data, first, chosen)
     _prepare(data, trainer)
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     stop = next(callback for callback in callbacks if isinstance(callback, StopOnSignal))
-    with stop.listening(trainer):
+    holds = is_elastic(config["strategy"]) and is_first_rank()
+    with own_folder(config["run_dir"]) if holds else nullcontext(), stop.listening(trainer):
+        if is_first_rank():
+            save_config(config, config["run_dir"])
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
 
 def build_trainer(
-    config: Config, data: TrainingData, callbacks: Sequence[pl.Callback] = ()
+    config: Config,
+    data: TrainingData,
+    first: Sequence[pl.Callback] = (),
+    chosen: Sequence[pl.Callback] = (),
 ) -> pl.Trainer:
-    """Build the Trainer with strategy, loggers, the recipe's callbacks and the user's."""
+    """Build the Trainer with strategy, loggers and callbacks.
+
+    Args:
+        config: as for `fit`.
+        data: the run's data.
+        first: callbacks that run before the recipe's own.
+        chosen: callbacks that run after them, from `callbacks=...`.
+    """
     run_dir = config["run_dir"]
     recorder = RunRecorder(data)
     report = RunReport(data, recorder, run_dir, seed=config["seed"], **config["report"])
-    callbacks = [*callbacks, recorder, report, StepProgressBar()]
+    callbacks = [*first, recorder, report, StepProgressBar()]
     callbacks += build_checkpoints(
         run_dir, config["checkpoint_every_n_steps"], config["trainer"]["max_steps"]
     )
-    callbacks += [instantiate(callback, _convert_="all") for callback in config["callbacks"]]
-    callbacks += [StopOnSignal(run_dir)]  # after the callbacks whose state is in a checkpoint
+    # last, after the callbacks whose state is in a checkpoint
+    callbacks += [*chosen, StopOnSignal(run_dir)]
     loggers = [instantiate(logger, _convert_="all") for logger in config["logger"].values()]
     if loggers:
-        callbacks += [LearningRateMonitor("step"), LoggedConfig(config)]
+        callbacks += [LoggedConfig(config)]
+        if not any(isinstance(callback, LearningRateMonitor) for callback in callbacks):
+            callbacks += [LearningRateMonitor("step")]
     strategy = instantiate(config["strategy"], _convert_="all")
     if isinstance(strategy, DominoTPStrategy) and config.get("compile") is not None:
         raise ValueError(
@@ -206,5 +231,9 @@ def _quiet() -> None:
     # it prints that ranks are terminated, which an error or a stop has already reported
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     disable_progress_bar()  # transformers' bars for reading and writing files
+    # validation data are not shuffled
+    warnings.filterwarnings("ignore", "You requested to overfit but enabled val")
+    # `configure_model` of a `LanguageModel` creates no layers
+    warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model")
     warnings.filterwarnings("ignore", ".*does not have many workers", PossibleUserWarning)
     warnings.filterwarnings("ignore", ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated")

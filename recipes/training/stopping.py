@@ -13,6 +13,8 @@ forever. Here a handler only sets a flag:
 3. Step 102: all ranks know. They save `last.ckpt`, callbacks and loggers close their files, and all
    ranks exit with 128 + the signal's number, as shells report processes ended by a signal.
 
+A signal to an elastic replica ends only that replica, and only the first replica saves.
+
 The first process to receive the signal prints it, strategies of this project print which step will
 be the last, and rank 0 prints the cost of a second Ctrl-C, which ends everything at once, and the
 command that resumes. Further SIGTERMs have no effect.
@@ -44,6 +46,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
+from lightning_commfree import ElasticDiLoCoStrategy
 from lightning_commfree.strategies import ReplicaStrategy
 from recipes.stages import is_first_rank
 from recipes.training.report import CHECKPOINT_FOLDER
@@ -55,6 +58,10 @@ _EXIT_CODES = tuple(128 + signum for signum in _SIGNALS)
 _FIRST = (
     "\n{}: the run ends with a checkpoint, after the same step on all ranks."
     "\nA second Ctrl-C ends it at once, losing all steps since the last checkpoint.\n"
+)
+_FIRST_ELASTIC = (
+    "\n{}: this replica leaves the job after its current step, and the others continue."
+    "\nA second Ctrl-C ends it at once.\n"
 )
 
 
@@ -73,6 +80,7 @@ class StopOnSignal(pl.Callback):
         # the first signal on this machine: ranks receive their launcher's SIGINT as SIGTERM
         self._first = multiprocessing.RawValue("i", 0)
         self._resume = resume_command(run_dir)  # here: a spawned rank has another command line
+        self._first_words = _FIRST
         self._interrupts = 0
         self._step = 0
         self._is_launched = False  # by another process, which has received it too
@@ -94,6 +102,8 @@ class StopOnSignal(pl.Callback):
             return
         before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
         self._launcher = trainer.strategy.launcher
+        if isinstance(trainer.strategy, ElasticDiLoCoStrategy):
+            self._first_words = _FIRST_ELASTIC
         self._listen()
         try:
             yield
@@ -139,21 +149,27 @@ class StopOnSignal(pl.Callback):
         signum = signal.Signals(self._first.value or signal.SIGTERM)
         if trainer.is_global_zero:
             print(
-                f"\nStopped by {signum.name} after step {self._step}; '{shown(path)}' is saved."
-                f" {self._resume}",
+                f"\nStopped by {signum.name} after step {self._step}; {self._then(trainer, path)}",
                 flush=True,
             )
         self._leave(trainer, pl_module, Stopped(_exit_code(trainer, signum)))
 
     def _print_cost(self, trainer: pl.Trainer) -> None:
         """Print once, on rank 0, the cost of a second Ctrl-C before the last step."""
-        if self._received is None or self._cost_printed or not trainer.is_global_zero:
+        elastic = isinstance(trainer.strategy, ElasticDiLoCoStrategy)  # its steps are in the store
+        if self._received is None or self._cost_printed or elastic or not trainer.is_global_zero:
             return
         self._cost_printed = True
         folder = Path(self._run_dir) / CHECKPOINT_FOLDER
         newest = max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
         lost = f"all steps after '{newest}'" if newest else "all steps: there is no checkpoint yet"
         print(f"A second Ctrl-C would lose {lost}.", flush=True)
+
+    def _then(self, trainer: pl.Trainer, path: str) -> str:
+        """Return how to continue a run that has stopped after saving `path`."""
+        if isinstance(trainer.strategy, ElasticDiLoCoStrategy):
+            return "the other replicas continue. To join them again, run the same command."
+        return f"'{shown(path)}' is saved. {self._resume}"
 
     def _any_rank_received(self, trainer: pl.Trainer) -> bool:
         """Return whether any rank has its flag set; the same on all ranks after the same step."""
@@ -202,7 +218,7 @@ class StopOnSignal(pl.Callback):
             self._received = signal.Signals(signum)
             self._first.value = self._first.value or signum
             if is_first_rank() and not self._is_launched:
-                _write_now(_FIRST.format(self._received.name))
+                _write_now(self._first_words.format(self._received.name))
             if self._launcher is not None:
                 # never SIGINT: a terminal sends it to all processes itself, and a rank would take
                 # the forwarded one for a second Ctrl-C

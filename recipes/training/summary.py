@@ -50,6 +50,7 @@ class RunSummary:
     figure: str
     adapter: str | None = None  # folder of the adapters, if only they were trained
     failure: str | None = None  # reason of a failure, as a sentence
+    stopped_early: str | None = None  # reason given by Lightning's `EarlyStopping`
 
 
 def write_json(content: RunSummary | History, path: Path) -> None:
@@ -63,6 +64,7 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
     rows = {
         "trained": f"{counted(summary.steps, 'step')}, {summary.tokens:,} tokens,"
         f" {summary.seconds:.0f} s",
+        "stopped early": summary.stopped_early or "",
         "before": _loss(summary.initial_loss, "of the weights that it started from"),
         "validation loss": _loss(summary.validation_loss, "of the final weights"),
         "perplexity": f"{summary.perplexity:.2f}" if math.isfinite(summary.perplexity) else "",

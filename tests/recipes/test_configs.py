@@ -15,6 +15,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from lightning_commfree import ElasticDiLoCoStrategy
+from lightning_commfree.strategies import ReplicaStrategy
 from recipes.configuration.checking import targets
 from recipes.configuration.signatures import parameters
 from recipes.data.tokenizer import byte_tokenizer
@@ -39,8 +41,11 @@ ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1"]
 def _assert_mirrors_the_constructor(config: dict[str, Any]) -> None:
     target = get_class(config["_target_"])
     inherited = inspect.signature(DDPStrategy.__init__).parameters
-    own = {} if target is DDPStrategy else inspect.signature(target.__init__).parameters
-    own = {n: p for n, p in own.items() if n != "self" and p.kind is not p.VAR_KEYWORD}
+    own: dict[str, inspect.Parameter] = {}
+    for kind in target.__mro__[: target.__mro__.index(DDPStrategy)]:
+        if kind is not ReplicaStrategy:  # the abstract base, whose own argument is a layout
+            taken = inspect.signature(kind.__init__).parameters
+            own |= {n: p for n, p in taken.items() if n != "self" and p.kind is not p.VAR_KEYWORD}
 
     keys = [key for key in config if key != "_target_"]
     assert keys[: len(own)] == list(own), "all of the constructor's own parameters, in its order"
@@ -48,10 +53,13 @@ def _assert_mirrors_the_constructor(config: dict[str, Any]) -> None:
     assert rest == [n for n in inherited if n in rest], "then DDP's, in DDP's order"
     assert rest == ["process_group_backend", "timeout", "start_method"]
 
+    defaults = {key: parameter.default for key, parameter in {**inherited, **own}.items()}
+    if target is ElasticDiLoCoStrategy:  # it changes two defaults of its base class
+        settings = target("file:///store").settings
+        defaults |= {"sync_every": settings.sync_every, "evaluate": settings.evaluate}
     values = instantiate({key: config[key] for key in keys}, _convert_="all")
     assert values.pop("start_method") == "fork", "popen, DDP's default, does not go with -m"
-    for key, value in values.items():
-        assert value == {**inherited, **own}[key].default, key
+    assert values == {key: defaults[key] for key in values}
 
 
 @pytest.mark.parametrize("name", _names("strategy"))

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from recipes.configuration.sentences import sentence
 from recipes.data.tokenizer import byte_tokenizer
 from recipes.training.finetuning import build
+from recipes.training.finished import evaluate
 from recipes.training.pretrained import find_pretrained
 from recipes.training.run import fit
 from tests.world import run_ranks
@@ -167,6 +168,13 @@ def test_its_losses_are_those_of_plain_transformers(finished_run, toy) -> None:
         rows = list(csv.DictReader(file))
     [logged] = [float(row["final/initial_loss"]) for row in rows if row["final/initial_loss"]]
     assert logged == pytest.approx(before, rel=1e-4)
+
+
+def test_evaluate_finds_the_reported_loss(finished_run) -> None:
+    _, summary = finished_run
+    rows = evaluate(str(Path(summary["huggingface"]).parent))
+    loss = float(rows["validation loss"].split()[0])
+    assert loss == pytest.approx(summary["validation_loss"], abs=1e-4)
 
 
 @pytest.mark.parametrize("finished_run", ["streaming_diloco"], indirect=True)

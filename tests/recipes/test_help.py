@@ -110,8 +110,9 @@ MISTAKES = [
         "strategy=diloco",
         "`strategy=diloco` does not exist. There are: ddp, distributed_lion,",
     ),
-    ("strategy=diloco", "Did you mean strategy=streaming_diloco?"),
+    ("strategy=streaming", "Did you mean strategy=streaming_diloco?"),
     ("logger=[csv,wandbb]", "Did you mean logger=wandb?"),
+    ("callbacks.ema.decay=0.9", "not part of this configuration: select it by callbacks=ema."),
     # added keys, which nobody would read
     ("+trainer.max_stepz=9", f"{TRAINER}: did you mean `trainer.max_steps`?"),
     ("+strategy.sync_evry=2", f"{DILOCO}: did you mean `strategy.sync_every`?"),
@@ -147,6 +148,7 @@ def test_a_mistyped_override_gets_a_suggestion(override, expected) -> None:
         ("-m seed=1,2 trainer.max_stepz=9", "did you mean `trainer.max_steps`?"),
         ("+seeed=2", "did you mean `seed`?"),
         ("trainer.max_steps=-1", "trainer.max_steps=-1 must be positive"),
+        ("callbacks=[{_target_:a.b}]", "Add an object of your own by '+callbacks.NAME={_target_:"),
         (
             "-m seed=1,2 strategy.start_method=popen",
             "cannot be combined with strategy.start_method=popen",

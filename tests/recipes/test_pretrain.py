@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 # transformers would import it when a run makes a model, and each forked run again
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
+from recipes import evaluate, generate
 from recipes.data.corpus import MarkovChain
 from recipes.pretrain import main
 from recipes.training.pretraining import build, build_data
@@ -173,6 +174,45 @@ def test_the_exported_folder_gives_the_printed_loss(finished_run) -> None:
     assert float(loss) == pytest.approx(summary["validation_loss"], rel=1e-5)
 
 
+def _printed(main, capsys, monkeypatch, *words) -> tuple[str, str]:
+    """Return output and errors of a command in this process."""
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    try:
+        main()
+    except SystemExit as end:  # its text is the interpreter's to print, later
+        return capsys.readouterr().out, str(end.code)
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("finished_run", [DDP], indirect=True)
+def test_evaluate_prints_the_loss_again(finished_run, capsys, monkeypatch, tmp_path) -> None:
+    _, summary, folder = finished_run
+    shown, _ = _printed(evaluate.main, capsys, monkeypatch, str(folder / "run"))
+    assert shown.count(f"{summary['validation_loss']:.4f} nats per token") == 2, "and the reported"
+    assert f"{summary['perplexity']:.2f}" in shown
+    _, told = _printed(evaluate.main, capsys, monkeypatch, str(tmp_path))
+    assert "has no config.yaml. Give the folder of a run of recipes.pretrain" in told
+
+
+@pytest.mark.parametrize("finished_run", [DDP], indirect=True)
+def test_generate_continues_a_prompt(finished_run, capsys, monkeypatch, tmp_path) -> None:
+    _, summary, folder = finished_run
+
+    def told(*words: str) -> tuple[str, str]:
+        return _printed(generate.main, capsys, monkeypatch, *words)
+
+    prompt, run = ["--prompt", "abca"], str(folder / "run")
+    text, _ = told(run, *prompt, "--tokens", "9")
+    assert text.startswith("abca")
+    assert len(text) == 4 + 9 + 1, "letters are tokens; and the end of the line"
+    assert told(run, *prompt, "--tokens", "9")[0] == text, "the same seed"
+    greedy, note = told(summary["huggingface"], *prompt, "--temperature", "0")
+    assert greedy == told(run, *prompt, "--temperature", "0", "--seed", "5")[0]
+    assert "The model's context of 32 leaves room for 28 tokens." in note
+    assert "has 32 tokens, but the context of the model is 32" in told(run, "--prompt", "a" * 32)[1]
+    assert "has no huggingface/config.json" in told(str(tmp_path), *prompt)[1]
+
+
 @pytest.mark.parametrize("finished_run", [DDP], indirect=True)
 def test_a_run_continues_from_its_checkpoint(finished_run, cache, tmp_path) -> None:
     """120 steps in one go, and 90 and then 30: the same losses, bit for bit on one machine."""
@@ -201,7 +241,7 @@ def test_one_process_on_a_checkpoint_of_the_users_own_callbacks(
         "trainer.devices=1",
         "trainer.max_steps=11",
         "logger=none",
-        "callbacks=[{_target_: lightning.pytorch.callbacks.Timer, duration: '00:01:00:00'}]",
+        "+callbacks.timer={_target_: lightning.pytorch.callbacks.Timer, duration: '00:01:00:00'}",
     )
     trainer = fit(config, build)
     assert [type(c).__name__ for c in trainer.callbacks if type(c).__name__ == "Timer"] == ["Timer"]
@@ -243,7 +283,8 @@ class Witness(pl.Callback):
 def test_compiled_and_checkpointed(overrides, compiled, forwards, compose_config, tmp_path) -> None:
     (tmp_path / "run").mkdir()
     witness = (
-        f"callbacks=[{{_target_: {__name__}.Witness, compiled: {compiled}, forwards: {forwards}}}]"
+        f"+callbacks.witness={{_target_: {__name__}.Witness, compiled: {compiled},"
+        f" forwards: {forwards}}}"
     )
     settings = ["trainer.max_steps=11", "logger=none", "report.sample_tokens=1", witness]
     # batches of one shape: every other one would be compiled, too

@@ -59,7 +59,7 @@ class Slow(pl.Callback):
 
 
 def _slow(seconds: float) -> str:
-    return f"callbacks=[{{_target_: {__name__}.Slow, seconds: {seconds}}}]"
+    return f"+callbacks.slow={{_target_: {__name__}.Slow, seconds: {seconds}}}"
 
 
 class Job:

@@ -105,6 +105,7 @@ def test_none_of_300_mutations_ends_in_a_traceback(composed) -> None:
 LEGAL = {
     "token_budget": "null 1e18 7",
     "ckpt_path": "null last",
+    "checkpoint_every_n_steps": "0 7",
     "trainer.devices": "-1 auto '0,1' [1,2]",
     "trainer.max_epochs": "null -1 1",
     "trainer.val_check_interval": "null 7 0.5",
@@ -122,7 +123,7 @@ ILLEGAL = {
     "token_budget": "-0.5 nan abc",
     "checkpoint_every_n_steps": "-1 null",
     "report": "{} {a:1} 7",
-    "callbacks": "null [3] {}",
+    "callbacks": "null [3] {a:1} {a:{b:1}}",
     "trainer.accelerator": "abc null",
     "trainer.devices": "0 0.5 [] abc",
     "trainer.gradient_clip_val": "-1 nan inf",
@@ -166,7 +167,11 @@ def test_limits_of_the_ranges(cases, is_legal, composed) -> None:
         ("strategy.start_method=threads", "it should be 'popen', 'spawn', 'fork' or 'forkserver'."),
         ("trainer.precision=bf17", '`trainer.precision="bf17"` is not legal for lightning.pytorch'),
         ("compile=inducktor", "it should be a backend of torch: "),
-        ("callbacks=[3]", "`callbacks=[3]` is not legal: it should be an object."),
+        ("+callbacks.mine=3", "`callbacks.mine=3` is not legal: it should be an object."),
+        (
+            "+callbacks.mine={_target_:lightning.pytorch.callbacks.Tymer}",
+            "`callbacks.mine._target_=lightning.pytorch.callbacks.Tymer` cannot be imported.",
+        ),
         (
             "~optimizer +optimizer={lr:0.1}",
             '`optimizer={"lr": 0.1}` is not legal: it should name a class or function in',
@@ -204,6 +209,7 @@ def test_every_written_value_has_its_sentence_and_references_have_none() -> None
             "data=hub",
             "data.corpus.path=a",
         ),
+        ("callbacks=[early_stopping,ema,lr_monitor]", "debug=overfit", "strategy=ddp"),
         ("logger=[csv,tensorboard,wandb]", "strategy=ddp", "trainer=multinode"),
         ("experiment=gpt2_gpu", "data=shakespeare", "+trainer.deterministic=warn"),
         ("logger=wandb", "++logger.wandb.tags=[a,b]", "+strategy.timeout.hours=1"),

@@ -46,6 +46,7 @@ def _speeds(clock, num_shares, world_size, pauses=()):
     module = SimpleNamespace(log=lambda name, value, **_: logged.append((name, float(value))))
     shares = {"num_replicas": num_shares, "rank": 0} if num_shares > 1 else None
     trainer = SimpleNamespace(
+        strategy=None,
         distributed_sampler_kwargs=shares,
         world_size=world_size,
         global_step=0,

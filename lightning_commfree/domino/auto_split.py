@@ -66,9 +66,9 @@ class SplitTrial:
         size: Size,
         # returns the possible splits, "none" first; called only when needed, because it may read a
         # mask, which synchronizes the device
-        legal: Callable[[], Sequence[str]],
+        get_legal: Callable[[], Sequence[str]],
     ) -> tuple[str, bool]:
-        """Return the name of the split to use for a batch, and whether to time this pass.
+        """Return the split to use for a batch, and whether to time this pass; may be collective.
 
         While a size is being timed, the splits take turns. After `WARM_UP` + `PASSES`
         passes of each, a collective determines the fastest one, and later calls return it.
@@ -81,7 +81,7 @@ class SplitTrial:
         if best == "none" or (best == "batch" and size.rows > 1):  # legal for every such batch
             return best, False
 
-        names = legal()
+        names = get_legal()
         if best is None:
             if len(names) == 1:
                 return names[0], False
@@ -93,16 +93,16 @@ class SplitTrial:
             best = self._decide(size, seconds)
         return (best if best in names else names[-1]), False
 
-    def timed(self, run: ScheduleRun, name: str, hidden: Tensor) -> TimedRun:
-        """Wrap `run` so that its time is recorded for the split `name` and the size of `hidden`."""
-        seconds, tokens = self._seconds[Size.of(hidden)][name], hidden.shape[0] * hidden.shape[1]
+    def timed(self, run: ScheduleRun, split: str, hidden: Tensor) -> TimedRun:
+        """Wrap `run` so that its time is recorded for the split and the size of `hidden`."""
+        seconds, tokens = self._seconds[Size.of(hidden)][split], hidden.shape[0] * hidden.shape[1]
 
-        def now() -> float:
+        def synchronized_now() -> float:
             if hidden.is_cuda:  # else only kernel launches would be timed
                 torch.cuda.synchronize(hidden.device)
             return self.now()
 
-        return TimedRun(run, now, lambda duration: seconds.append(duration / tokens))
+        return TimedRun(run, synchronized_now, lambda duration: seconds.append(duration / tokens))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choices and timings as plain values."""
@@ -120,7 +120,7 @@ class SplitTrial:
         }
 
     def _decide(self, size: Size, seconds: dict[str, list[float]]) -> str:
-        """Choose the split with the shortest median pass on the slowest rank; collective."""
+        """Choose, record and report the split that is fastest on the slowest rank; collective."""
         medians = torch.tensor([median(passes[WARM_UP:]) for passes in seconds.values()])
         by_rank = self._channel.all_gather(medians.to(self._channel.device), HANDSHAKE_TAG).wait()
         slowest = dict(zip(seconds, by_rank.amax(0).tolist(), strict=True))
@@ -135,11 +135,13 @@ class SplitTrial:
         return best
 
     def _nearest(self, size: Size) -> str:
-        def distance(known: Size) -> float:
+        """Return the choice for the size with the most similar number of tokens, else "none"."""
+
+        def token_ratio(known: Size) -> float:
             ratio = known.rows * known.tokens / (size.rows * size.tokens)
             return max(ratio, 1 / ratio)
 
-        return self._best[min(self._best, key=distance)] if self._best else "none"
+        return self._best[min(self._best, key=token_ratio)] if self._best else "none"
 
 
 class TimedRun:

@@ -56,7 +56,7 @@ class GradientMean:
         self.average = GradientAverage(channels.between)
         # launch a sublayer's gradients while backward computes those of earlier sublayers
         for model in sharded.models:
-            model.done = self.average.sublayer_is_done
+            model.done = self.average.launch_sublayer
 
     def land(self, module: nn.Module) -> None:
         """Wait for the mean gradients, and store them in the parameters' `grad`."""
@@ -80,13 +80,13 @@ class GradientMean:
     def bytes_per_step(
         self,
         module: nn.Module,
-        tokens: int,  # per tensor group and step
-        mixed: torch.dtype | None,  # the autocast dtype; None without autocast
-        clips: bool,  # by norm
+        tokens_per_step: int,  # of a tensor group
+        autocast_dtype: torch.dtype | None,  # None without autocast
+        clips_by_norm: bool,
     ) -> dict[str, float]:
         """Forecast the bytes that a rank sends per step, by ledger tag."""
         replicas, world = self._channels.between.size, self._channels.world.size
-        sent = bytes_per_step(self.models, tokens, mixed, clips)
+        sent = bytes_per_step(self.models, tokens_per_step, autocast_dtype, clips_by_norm)
         gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         sent[AVERAGE_TAG] = ring_all_reduce_bytes(gradients, replicas)
         sent[FLAGS_TAG] = all_gather_bytes(FLAGS_BYTES, world)
@@ -120,10 +120,10 @@ class GradientMean:
         num_ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Reuse the state of a checkpoint with other settings (`Resumable.adopt`); collective.
+        """Return (reusable part of a saved rank's state, message to users), or None; collective.
 
         With another size of tensor groups or a rank file missing, reuse at most data position and
-        shared RNG state; with another number of groups, nothing.
+        shared RNG state; with another number of groups, nothing (`Resumable.adopt`).
         """
         size = int(saved_fingerprint["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
@@ -146,4 +146,4 @@ class GradientMean:
         )
 
     def close(self) -> None:
-        """Do nothing: `ShardedModule.join` restores the model."""
+        """Do nothing: `ShardedModule.unshard` restores the model."""

@@ -65,7 +65,7 @@ class Family(ABC):
     raw_embedding: bool = False
 
     @abstractmethod
-    def check(self, model: Any, ranks: int) -> None:
+    def check_divisible(self, model: Any, num_ranks: int) -> None:
         """Raise a `ValueError` if heads or MLP widths cannot be divided among the ranks."""
 
     @abstractmethod
@@ -73,8 +73,8 @@ class Family(ABC):
         """Shard one block in place."""
 
     @abstractmethod
-    def sublayers(self, name: str, block: Any) -> Sequence[Sublayer]:
-        """Return a sharded block's attention and MLP sublayers; traces show the block as `name`."""
+    def sublayers(self, block_name: str, block: Any) -> Sequence[Sublayer]:
+        """Return a sharded block's attention and MLP sublayers; traces show `block_name`."""
 
     def can_be_scheduled(self, model: Any) -> bool:
         """Return whether a schedule can run the blocks; they must consist only of sublayers."""
@@ -133,12 +133,12 @@ class Llama(Family):
     post_norms: bool = False
 
     @override
-    def check(self, model: Any, ranks: int) -> None:
+    def check_divisible(self, model: Any, num_ranks: int) -> None:
         heads, key_heads = model.config.num_attention_heads, model.config.num_key_value_heads
-        check_heads(type(model).__name__, heads, key_heads, ranks)
+        check_heads(type(model).__name__, heads, key_heads, num_ranks)
         for block in self.blocks(model):
             width = block.mlp.gate_proj.weight.shape[0]
-            check_width(model, "intermediate_size", width, ranks)
+            check_width(model, "intermediate_size", width, num_ranks)
 
     @override
     def shard_block(self, sharding: Sharding, block: Any) -> None:
@@ -164,10 +164,10 @@ class Llama(Family):
         row(sharding, mlp, "down_proj")
 
     @override
-    def sublayers(self, name: str, block: Any) -> Sequence[Sublayer]:
+    def sublayers(self, block_name: str, block: Any) -> Sequence[Sublayer]:
         attention, mlp = block.self_attn, block.mlp
         first = Sublayer(
-            f"{name} attention",
+            f"{block_name} attention",
             norm=block.input_layernorm,
             body=attention_body(attention),
             row=base_of(attention.o_proj),
@@ -179,7 +179,7 @@ class Llama(Family):
         after = block.post_attention_layernorm
         norm = block.pre_feedforward_layernorm if self.post_norms else after
         second = Sublayer(
-            f"{name} mlp",
+            f"{block_name} mlp",
             norm=norm,
             body=mlp_body(mlp),
             row=base_of(mlp.down_proj),
@@ -210,14 +210,14 @@ class Llama(Family):
         return self.post_norms or super().returns_tensor(block)
 
 
-def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpec:
+def _key_spec(heads: int, key_heads: int, head_dim: int, num_ranks: int) -> ShardSpec:
     """Return the spec for key and value projections; several ranks may hold the same head."""
-    if key_heads % ranks == 0:
-        return ShardSpec.even(0, key_heads * head_dim, ranks)
+    if key_heads % num_ranks == 0:
+        return ShardSpec.even(0, key_heads * head_dim, num_ranks)
 
     # each key head serves `per_key` consecutive query heads
-    per_rank, per_key = heads // ranks, heads // key_heads
-    firsts = [rank * per_rank // per_key * head_dim for rank in range(ranks)]
+    per_rank, per_key = heads // num_ranks, heads // key_heads
+    firsts = [rank * per_rank // per_key * head_dim for rank in range(num_ranks)]
     ranges = tuple((first, first + head_dim) for first in firsts)
     return ShardSpec(0, ranges, key_heads * head_dim)
 
@@ -229,11 +229,11 @@ class GPT2(Family):
     base, blocks_name, embedding_name = "transformer", "h", "wte"
 
     @override
-    def check(self, model: Any, ranks: int) -> None:
+    def check_divisible(self, model: Any, num_ranks: int) -> None:
         heads = model.config.n_head
-        check_heads(type(model).__name__, heads, heads, ranks)
+        check_heads(type(model).__name__, heads, heads, num_ranks)
         for block in self.blocks(model):
-            check_width(model, "n_inner", block.mlp.c_fc.weight.shape[1], ranks)
+            check_width(model, "n_inner", block.mlp.c_fc.weight.shape[1], num_ranks)
 
     @override
     def shard_block(self, sharding: Sharding, block: Any) -> None:
@@ -241,7 +241,7 @@ class GPT2(Family):
 
         # query, key and value are packed in one weight: take this rank's slice of each third
         packed = attention.c_attn.weight.shape[1]
-        column(sharding, attention, "c_attn", ShardSpec.even(1, packed, ranks, blocks=3))
+        column(sharding, attention, "c_attn", ShardSpec.even(1, packed, ranks, num_blocks=3))
         row(sharding, attention, "c_proj")
         dropout(sharding, attention, "resid_dropout")
         sharding.set(attention, "num_heads", attention.num_heads // ranks)
@@ -252,11 +252,11 @@ class GPT2(Family):
         dropout(sharding, mlp, "dropout")
 
     @override
-    def sublayers(self, name: str, block: Any) -> Sequence[Sublayer]:
+    def sublayers(self, block_name: str, block: Any) -> Sequence[Sublayer]:
         attention, mlp = block.attn, block.mlp
         return (
             Sublayer(
-                f"{name} attention",
+                f"{block_name} attention",
                 norm=block.ln_1,
                 body=attention_body(attention),
                 row=base_of(attention.c_proj),
@@ -266,7 +266,7 @@ class GPT2(Family):
                 draws_own=lambda: attention.training and attention.attn_dropout.p > 0,
             ),
             Sublayer(
-                f"{name} mlp",
+                f"{block_name} mlp",
                 norm=block.ln_2,
                 body=mlp_body(mlp),
                 row=base_of(mlp.c_proj),

@@ -43,9 +43,9 @@ Collective = tuple[str, Callable[[int, int], int], int]
 
 def bytes_per_step(
     models: Sequence[ParallelModel],
-    tokens: int,  # per tensor group and step
-    autocast: torch.dtype | None,  # None without autocast
-    clips: bool,  # by norm
+    tokens_per_step: int,  # of a tensor group
+    autocast_dtype: torch.dtype | None,  # None without autocast
+    clips_by_norm: bool,
 ) -> Counter[str]:
     """Return the bytes that a rank sends to its tensor group per optimizer step, by tag.
 
@@ -53,7 +53,7 @@ def bytes_per_step(
     """
     sent = Counter[str]()
     size = models[0].group.size
-    if clips:
+    if clips_by_norm:
         sent[NORM_TAG] += ring_all_reduce_bytes(torch.float32.itemsize, size)
     for model in models:
         # `sum_shared` sends the full shape, with zeros outside this rank's shard
@@ -61,16 +61,16 @@ def bytes_per_step(
             if spec.overlapping and parameter.requires_grad:
                 full = parameter.nbytes // parameter.shape[spec.dim] * spec.size
                 sent[SHARED_TAG] += ring_all_reduce_bytes(full, size)
-        for tag, formula, payload in _collectives(model, autocast):
-            sent[tag] += formula(payload, size) * tokens
+        for tag, formula, payload in _collectives(model, autocast_dtype):
+            sent[tag] += formula(payload, size) * tokens_per_step
     return sent
 
 
-def _collectives(model: ParallelModel, autocast: torch.dtype | None) -> Iterator[Collective]:
+def _collectives(model: ParallelModel, autocast_dtype: torch.dtype | None) -> Iterator[Collective]:
     """Yield a (tag, formula, payload) tuple for each collective in a forward and backward pass."""
     for module in model.sharding.model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
-            yield from _linear_collectives(module, model.scheduled, autocast)
+            yield from _linear_collectives(module, model.scheduled, autocast_dtype)
         elif isinstance(module, VocabEmbedding):
             yield FORWARD_TAG, ring_all_reduce_bytes, module.weight[0].nbytes
         elif isinstance(module, VocabHead):
@@ -79,7 +79,7 @@ def _collectives(model: ParallelModel, autocast: torch.dtype | None) -> Iterator
             if model.shards_loss:
                 yield LOSS_TAG, all_gather_bytes, 3 * max(weight.itemsize, 4)
             else:
-                logits = len(weight) * (autocast or weight.dtype).itemsize
+                logits = len(weight) * (autocast_dtype or weight.dtype).itemsize
                 yield FORWARD_TAG, all_gather_bytes, logits
 
     config: Any = model.sharding.model.config
@@ -92,11 +92,12 @@ def _collectives(model: ParallelModel, autocast: torch.dtype | None) -> Iterator
 
 
 def _linear_collectives(
-    module: ColumnLinear | RowLinear, scheduled: bool, autocast: torch.dtype | None
+    module: ColumnLinear | RowLinear, scheduled: bool, autocast_dtype: torch.dtype | None
 ) -> Iterator[Collective]:
+    """Yield the collectives of one linear layer, as `_collectives` does."""
     weight = module.weight
     outputs, inputs = reversed(weight.shape) if module.transposed else weight.shape
-    item, forward_item = weight.itemsize, (autocast or weight.dtype).itemsize
+    item, forward_item = weight.itemsize, (autocast_dtype or weight.dtype).itemsize
     if isinstance(module, RowLinear):
         yield FORWARD_TAG, ring_all_reduce_bytes, outputs * forward_item
         if scheduled:  # the gradient of the sublayer's input, which is as wide as its output

@@ -42,8 +42,8 @@ class GradientAverage:
         self._in_flight: list[InFlight] = []
         self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradient, version
 
-    def sublayer_is_done(self, sublayer: Sublayer) -> None:
-        """Launch the all-reduce of a sublayer's gradients; call it once they are complete."""
+    def launch_sublayer(self, sublayer: Sublayer) -> None:
+        """Start averaging a sublayer's complete gradients, unless another backward will follow."""
         if self.active and self._channel.size > 1:  # send accumulated gradients once, at the end
             self._launch([p for module in sublayer.modules for p in module.parameters()])
 
@@ -71,15 +71,17 @@ class GradientAverage:
         self._store(early, late)
         self._store(again, set())
 
-    def _store(self, in_flight: Sequence[InFlight], late: set[nn.Parameter]) -> None:
+    def _store(self, in_flight: Sequence[InFlight], skipped: set[nn.Parameter]) -> None:
+        """Wait for the mean gradients, and store them except those of `skipped` parameters."""
         for parameters, gradients, pending in in_flight:
             mean = pending.wait().div_(self._channel.size)
             means = torch.split(mean, [gradient.numel() for gradient in gradients])
             for p, gradient, values in zip(parameters, gradients, means, strict=True):
-                if p not in late:
+                if p not in skipped:
                     gradient.copy_(values.view(gradient.shape))
 
     def _launch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Start the all-reduces of gradients that are not in flight, one per dtype."""
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for p in parameters:
             if p.grad is not None and p not in self._launched:
@@ -96,7 +98,7 @@ class GradientAverage:
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
-    """Sum the gradients of each shard over the ranks that hold it; collective."""
+    """Sum the gradients of each shard over the ranks that hold it, in place; collective."""
     # there is no channel for just these ranks: each rank of the group sends its gradient,
     # zero-padded to the full shape
     for parameter, spec in specs.items():
@@ -176,11 +178,11 @@ def refuse_nonfinite(
     """
     value = float(loss.detach())  # with gradient accumulation, an earlier batch may be the cause
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    text = _describe(gradients, "the gradients of ")
+    text = _describe_nonfinite(gradients, "the gradients of ")
     if text and not math.isfinite(value):
         text = f"a loss of {value} and {text}"
 
-    if found := _named(channel, text, group_size):
+    if found := _describe_ranks(channel, text, group_size):
         raise AgreedError(
             f"Gradients are not finite before step {step}: {found}. All ranks are stopping; no"
             " parameter was changed. Inspect the batches of the tensor groups listed, or lower the"
@@ -196,9 +198,9 @@ def refuse_nonfinite_weights(
     Call this function before saving a checkpoint.
     """
     weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    text = "" if _norm_is_finite(list(weights.values())) else _describe(weights, "")
+    text = "" if _norm_is_finite(list(weights.values())) else _describe_nonfinite(weights, "")
 
-    if found := _named(channel, text, group_size):
+    if found := _describe_ranks(channel, text, group_size):
         raise RuntimeError(
             f"Weights are not finite after step {steps}: {found}. No checkpoint was written;"
             " earlier ones are unchanged. The gradients were finite after backward: check hooks"
@@ -210,22 +212,23 @@ def _norm_is_finite(tensors: list[Tensor]) -> bool:
     return not tensors or bool(torch.nn.utils.get_total_norm(tensors).isfinite())
 
 
-def _named(channel: Channel, text: str, group_size: int) -> str:
-    """Gather each rank's `text`, and describe the ranks whose text is not empty; collective."""
+def _describe_ranks(channel: Channel, finding: str, group_size: int) -> str:
+    """Gather all ranks' findings; describe those that are not empty, else return ""; collective."""
     affected = [
         f"rank {rank} (tensor group {rank // group_size}) has {found}"
-        for rank, found in zip(channel.ranks, gather_texts(channel, text), strict=True)
+        for rank, found in zip(channel.ranks, gather_texts(channel, finding), strict=True)
         if found
     ]
     more = f"; and {len(affected) - _NAMED} more ranks" if len(affected) > _NAMED else ""
     return "; ".join(affected[:_NAMED]) + more
 
 
-def _describe(tensors: Mapping[str, Tensor], of: str) -> str:
+def _describe_nonfinite(tensors: Mapping[str, Tensor], prefix: str) -> str:
+    """Name a tensor that is not finite and count the others, or return ""."""
     bad = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if not bad:
         return ""
 
     kind = "NaN" if bool(tensors[bad[0]].isnan().any()) else "Inf"
     rest = f" and {len(bad) - 1} more of {len(tensors)}" if len(bad) > 1 else ""
-    return f"{kind} in {of}{bad[0]!r}{rest}"
+    return f"{kind} in {prefix}{bad[0]!r}{rest}"

@@ -73,12 +73,12 @@ class TensorGroup:
         return self.channel.rank
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Start an in-place sum over the group. nccl runs it on a separate stream."""
+        """Start a sum over the group, in place if contiguous; nccl runs it on a separate stream."""
         return self.channel.all_reduce(tensor.contiguous(), tag)
 
     @contextmanager
     def under_schedule(self) -> Iterator[list[LinearCall]]:
-        """Context manager in which modules leave their all-reduces to the schedule.
+        """Context manager in which modules leave all-reduces to the schedule; yields `LinearCall`s.
 
         They also leave the gradients of linear layers' weights to it: yields the list to which each
         call of a linear layer is added.
@@ -92,7 +92,7 @@ class TensorGroup:
 
     @contextmanager
     def sharing_casts(self) -> Iterator[None]:
-        """Context manager in which each weight is cast once, which autocast's own cache would do.
+        """Context manager in which `autocast` casts each weight once, like autocast's own cache.
 
         Autocast caches only parameters, and a linear layer under a schedule uses detached ones.
         """
@@ -103,7 +103,7 @@ class TensorGroup:
             self._casts = before
 
     def autocast(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` in the autocast dtype; autocast must be enabled."""
+        """Return `tensor` in the autocast dtype, unless it is fp64; autocast must be enabled."""
         if tensor.dtype == torch.float64:  # autocast leaves it alone
             return tensor
         dtype = torch.get_autocast_dtype(tensor.device.type)
@@ -147,13 +147,13 @@ class TensorGroup:
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
         """Context manager that repeats the random draws made after `random_states` was called."""
         now = self.random_states(device)
-        self._set_states(device, states)
+        self._set_random_states(device, states)
         try:
             yield
         finally:
-            self._set_states(device, now)
+            self._set_random_states(device, now)
 
-    def _set_states(self, device: torch.device, states: tuple[Any, Any]) -> None:
+    def _set_random_states(self, device: torch.device, states: tuple[Any, Any]) -> None:
         shared, (self._own_random, self._own_device_random) = states
         set_random_state(device, shared)
 
@@ -171,7 +171,7 @@ def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) 
         torch.cuda.set_rng_state(state[1], device)
 
 
-class _Spread(torch.autograd.Function):
+class _AllReduceInBackward(torch.autograd.Function):
     """Identity in forward, all-reduce of the gradient in backward (Megatron-LM's f)."""
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Spread(torch.autograd.Function):
         return ctx.group.all_reduce(gradient.clone(), BACKWARD_TAG).wait(), None
 
 
-class _Sum(torch.autograd.Function):
+class _AllReduceInForward(torch.autograd.Function):
     """All-reduce in forward, identity in backward (Megatron-LM's g)."""
 
     @staticmethod
@@ -209,6 +209,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's slice of the gradient, without a sum over ranks."""
         return grads[0].chunk(ctx.group.size, dim=-1)[ctx.group.rank].contiguous(), None
 
 
@@ -222,6 +223,7 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the full input, gathered from all ranks."""
         slices = ctx.group.channel.all_gather(grads[0].contiguous(), BACKWARD_TAG).wait()
         return torch.cat(slices.unbind(0), dim=-1), None
 
@@ -242,6 +244,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Return the gradients of x, all-reduced, and of the weight."""
         (gradient,), (x, weight) = grads, ctx.saved_tensors
         d_x = (gradient @ weight).to(ctx.dtypes[0])
         in_flight = ctx.group.all_reduce(d_x, BACKWARD_TAG)
@@ -266,24 +269,23 @@ class LinearCall:
     d_y: Tensor | None = None  # gradient of y, once backward has reached it
 
     def receive(self, d_y: Tensor) -> None:
-        """Keep the gradient of the output."""
+        """Keep the gradient of the output, for `weight_gradients`."""
         self.d_y = d_y
 
 
 class _WeightGradients(torch.autograd.Function):
-    """Gradients of the weights and biases of several `LinearCall`s, in a graph apart from x and y.
-
-    Forward returns an empty tensor, from which backward starts.
-    """
+    """Gradients of weights and biases of several `LinearCall`s, in a graph apart from x and y."""
 
     @staticmethod
     def forward(ctx: Any, calls: list[LinearCall], *parameters: Tensor | None) -> Tensor:
+        """Return an empty tensor, from which backward starts."""
         ctx.calls = calls
         ctx.save_for_backward(*(call.x for call in calls))
         return calls[0].x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of each call's weight and bias, in turn."""
         found: list[Tensor | None] = [None]
         for call, x, i in zip(ctx.calls, ctx.saved_tensors, count(1, 2), strict=False):
             d_weight = d_bias = None
@@ -313,13 +315,13 @@ def weight_gradients(calls: list[LinearCall]) -> Tensor | None:
 
 def spread(x: Tensor, group: TensorGroup) -> Tensor:
     """Return `x` unchanged; backward sums its gradient over the group."""
-    spread_x: Tensor = _Spread.apply(x, group)  # type: ignore[no-untyped-call]
+    spread_x: Tensor = _AllReduceInBackward.apply(x, group)  # type: ignore[no-untyped-call]
     return spread_x
 
 
 def summed(x: Tensor, group: TensorGroup) -> Tensor:
     """Return the sum of `x` over the group; backward passes the gradient through unchanged."""
-    total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    total: Tensor = _AllReduceInForward.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -385,7 +387,7 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """Context manager in which `forward` computes its output in slices.
+        """Context manager in which `forward` computes and launches slices; yields them in a list.
 
         `launch` is called with each slice as soon as it has been computed, to start its all-reduce.
         Yields a list to which `forward` appends the slices, with their autograd graphs.
@@ -397,6 +399,7 @@ class RowLinear(_Linear):
             self._launch = None
 
     def _slices(self, x: Tensor, launch: Callable[[Tensor], None]) -> Tensor:
+        """Compute and launch the output slice by slice; return the last slice."""
         for weight in self.weight.tensor_split(self._num_slices, dim=1 if self.transposed else 0):
             output = self.product(x, weight)
             self._computed.append(output)
@@ -413,7 +416,7 @@ class RowLinear(_Linear):
         return self.finish(summed(self.product(x, self.weight), self.group))
 
     def finish(self, total: Tensor) -> Tensor:
-        """Add the bias to the all-reduced output."""
+        """Add the bias, if any, to the all-reduced output."""
         return total if self.bias is None else total + self.bias
 
 
@@ -467,11 +470,11 @@ class VocabEmbedding(nn.Module):
         self.padding_idx = padding_idx
         self.register_buffer("scale", scale, persistent=False)
 
-    def forward(self, words: Tensor) -> Tensor:
-        """Return the embeddings of integer token ids, shape (..., H)."""
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings, shape (..., H); if the schedule sums them, this rank's part."""
         # look up row 0 for words that other ranks hold, and zero it: in the sum over ranks, each
         # word gets its row from the rank that holds it
-        local = words - self.first
+        local = token_ids - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
 
         skip = None if self.padding_idx is None else self.padding_idx - self.first
@@ -497,11 +500,11 @@ class VocabHead(nn.Module):
         self,
         weight: nn.Parameter,  # this rank's rows, (V / t, H), where V is padded
         bias: nn.Parameter | None,  # this rank's shard
-        words: int,  # size of the vocabulary without padding
+        num_words: int,  # size of the vocabulary without padding
         group: TensorGroup,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.words, self.group = weight, bias, words, group
+        self.weight, self.bias, self.num_words, self.group = weight, bias, num_words, group
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits, (..., V), or this rank's, (..., V / t), if `group.local_logits`."""
@@ -512,4 +515,4 @@ class VocabHead(nn.Module):
         if self.group.local_logits:
             return local
 
-        return gathered(local, self.group)[..., : self.words]
+        return gathered(local, self.group)[..., : self.num_words]

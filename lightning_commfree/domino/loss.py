@@ -22,19 +22,24 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, words: int, group: TensorGroup
+        ctx: Any,
+        logits_NV: Tensor,
+        targets_N: Tensor,
+        first_id: int,
+        num_words: int,
+        group: TensorGroup,
     ) -> Tensor:
         width = logits_NV.shape[1]
-        if first + width > words:  # padding must get probability 0
+        if first_id + width > num_words:  # padding must get probability 0
             logits_NV = logits_NV.clone()
-            logits_NV[:, max(words - first, 0) :] = float("-inf")
+            logits_NV[:, max(num_words - first_id, 0) :] = float("-inf")
 
         # a rank that holds only padding would have a maximum of -inf, and exp(-inf + inf) is NaN
         lowest = torch.finfo(logits_NV.dtype).min
         largest_N = logits_NV.amax(1).clamp(min=lowest)
         exponentials_NV = (logits_NV - largest_N.unsqueeze(1)).exp()
 
-        local_N = targets_N - first
+        local_N = targets_N - first_id
         mine_N = (local_N >= 0) & (local_N < width)
         index_N = local_N.masked_fill(~mine_N, 0).unsqueeze(1)
         found_N = logits_NV.gather(1, index_N).squeeze(1).masked_fill(~mine_N, 0.0)
@@ -65,19 +70,19 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(
     logits: Tensor,  # (N, V / t), floating point: this rank's part of the vocabulary
     targets: Tensor,  # (N,), int64, the same on all ranks; ids outside the vocabulary go unnoticed
-    first: int,  # this rank's first token id
-    words: int,  # size of the vocabulary without padding
+    first_id: int,  # this rank's first token id
+    num_words: int,  # size of the vocabulary without padding
     group: TensorGroup,
 ) -> Tensor:
     """Compute each position's cross entropy from logits sharded by vocabulary; collective.
 
     Returns the losses, shape (N,), dtype of `logits`; the same on all ranks of the group.
     """
-    loss: Tensor = _CrossEntropy.apply(logits, targets, first, words, group)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(logits, targets, first_id, num_words, group)  # type: ignore[no-untyped-call]
     return loss
 
 
-def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., Tensor]:
+def causal_lm_loss(group: TensorGroup, first_id: int, num_words: int) -> Callable[..., Tensor]:
     """Return a replacement for transformers' `ForCausalLMLoss` that takes this rank's logits."""
 
     def loss_function(
@@ -98,7 +103,9 @@ def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., 
         # as in transformers: sums of exponentials over a large vocabulary need float32
         flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 
-        each = vocab_cross_entropy(flat, targets.masked_fill(~counted, 0), first, words, group)
+        each = vocab_cross_entropy(
+            flat, targets.masked_fill(~counted, 0), first_id, num_words, group
+        )
         total = each.masked_fill(~counted, 0.0).sum()
         return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
 

@@ -40,14 +40,14 @@ _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_s
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 
 
-def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Raise a `ValueError` if an unsharded model cannot be divided among `ranks` ranks."""
+def check_divisible(model: nn.Module, num_ranks: int) -> None:
+    """Raise a `ValueError` if an unsharded model cannot be divided among `num_ranks` ranks."""
     family = family_of(model)
     if family is not None:
         check_adapters(model, family.vocabulary(model))
-        family.check(model, ranks)
+        family.check_divisible(model, num_ranks)
     elif plan_of(model):
-        check_plan(model, ranks)
+        check_plan(model, num_ranks)
     else:
         raise ValueError(
             f"Tensor parallelism is not supported for `{type(model).__name__}`: its config has no"
@@ -98,18 +98,18 @@ class ParallelModel:
             # shard first: the schedule refers to the sharded modules
             family.shard(self.sharding)
             self.sharding.materializer.materialize_rest()
-            self._schedule(model, family)
+            self._install_schedule(model, family)
             self._shard_loss(model)
         else:
             apply_plan(self.sharding)
         self._forbid_saving(model)
 
-    def join(self, full: dict[nn.Parameter, Tensor]) -> None:
+    def unshard(self, full_tensors: dict[nn.Parameter, Tensor]) -> None:
         """Restore the plain transformers model, given the full tensor of each sharded parameter."""
         for handle in self._handles:
             handle.remove()
 
-        for parameter, values in full.items():
+        for parameter, values in full_tensors.items():
             parameter.data = values  # keep the object: optimizers and tied modules refer to it
             parameter.grad = None  # it has the shard's shape
         # in reverse: a later change may be inside a module that an earlier one replaced
@@ -118,7 +118,8 @@ class ParallelModel:
 
     # -- changes to the model
 
-    def _schedule(self, model: Any, family: Family) -> None:
+    def _install_schedule(self, model: Any, family: Family) -> None:
+        """Replace the list of blocks and hook the model, so that the schedule runs the blocks."""
         blocks = self.sharding.blocks
         if not blocks:
             return
@@ -131,11 +132,12 @@ class ParallelModel:
         self.sharding.restore.append(self._blocks.replace_in(*family.blocks_in(model)))
         # `always_call`, so that the loop gets the real blocks again even after a failed forward
         self._handles += [
-            base.register_forward_pre_hook(self._begin, with_kwargs=True),
-            base.register_forward_hook(self._end, always_call=True),
+            base.register_forward_pre_hook(self._choose_schedule, with_kwargs=True),
+            base.register_forward_hook(self._stop_schedule, always_call=True),
         ]
 
     def _shard_loss(self, model: Any) -> None:
+        """Replace the loss with one on sharded logits, unless it is custom or there is LoRA."""
         # a user's own loss needs full logits, and peft calls the `forward` of the model inside
         # directly, so these hooks would not run
         if model.loss_function.__name__ != "ForCausalLMLoss" or has_adapters(model):
@@ -144,11 +146,11 @@ class ParallelModel:
         self.shards_loss = True
         head = model.lm_head
         first = head.weight.shape[0] * self.group.rank
-        self.sharding.restore.append(_undo_loss(model))
-        model.loss_function = causal_lm_loss(self.group, first, head.words)
+        self.sharding.restore.append(_loss_restorer(model))
+        model.loss_function = causal_lm_loss(self.group, first, head.num_words)
         self._handles += [
-            model.register_forward_pre_hook(self._begin_loss, with_kwargs=True),
-            model.register_forward_hook(self._end_loss, always_call=True),
+            model.register_forward_pre_hook(self._choose_logits, with_kwargs=True),
+            model.register_forward_hook(self._drop_local_logits, always_call=True),
         ]
 
     def _forbid_saving(self, model: nn.Module) -> None:
@@ -164,20 +166,21 @@ class ParallelModel:
         block: nn.Module,  # any of them: it tells whether activations are checkpointed
         given: Sequence[Arguments],  # one for all blocks, or one per block
     ) -> Tensor:
-        """Run the residual stream, shape (B, T, H), through all blocks, up to the last norm.
+        """Return the residual stream, shape (B, T, H), after all blocks, before the last norm.
 
         Backward can run through the result only once.
         """
         # the masks of different block kinds differ only by a window, which does not affect splits
-        run = self._run(hidden, given[0], _checkpointed(block))
+        run = self._make_run(hidden, given[0], _is_checkpointed(block))
         if not hidden.requires_grad:  # frozen embeddings: backward must still reach the node
             hidden = hidden.detach().requires_grad_()
         output: Tensor = _Stack.apply(hidden, run, given)  # type: ignore[no-untyped-call]
         return output
 
-    def _run(
+    def _make_run(
         self, hidden: Tensor, arguments: dict[str, Any], checkpoint: bool
     ) -> ScheduleRun | TimedRun:
+        """Choose a split, and return the run of this batch, timed if the split is on trial."""
         unsummed, self.group.unsummed = self.group.unsummed, None
         assert unsummed is None or hidden is unsummed, (
             "the model has changed its embedding before the first block"
@@ -206,7 +209,8 @@ class ParallelModel:
 
     # -- hooks around forward of the model
 
-    def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _choose_schedule(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: decide whether the schedule runs the blocks."""
         cache = kwargs.get("past_key_values")
         requested = any(
             kwargs.get(name) if name in kwargs else getattr(base.config, name, None)
@@ -216,7 +220,7 @@ class ParallelModel:
         cached = cache is not None or kwargs.get("use_cache") is True
 
         active = torch.is_grad_enabled() and not requested and not cached
-        self._blocks.begin(active)
+        self._blocks.reset(active)
         # Older versions of transformers checkpoint around the call to a block. The recomputation
         # would mistake the embedding's partial sums for the finished embedding.
         around = getattr(base, "gradient_checkpointing", False) and not hasattr(
@@ -224,16 +228,19 @@ class ParallelModel:
         )
         self.group.overlap_embedding = active and self.sharding.raw_embedding and not around
 
-    def _end(self, base: Any, args: Any, output: Any) -> None:
-        self._blocks.begin(False)
+    def _stop_schedule(self, base: Any, args: Any, output: Any) -> None:
+        """Forward hook: end the schedule, also after an error."""
+        self._blocks.reset(False)
         self.group.overlap_embedding, self.group.unsummed = False, None
 
-    def _begin_loss(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _choose_logits(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook: if `labels` are given, let the head return this rank's logits only."""
         names = list(inspect.signature(type(model).forward).parameters)[1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         self.group.local_logits = given.get("labels") is not None
 
-    def _end_loss(self, model: Any, args: Any, output: Any) -> Any:
+    def _drop_local_logits(self, model: Any, args: Any, output: Any) -> Any:
+        """Forward hook: return the output without logits if they are only this rank's."""
         local, self.group.local_logits = self.group.local_logits, False
         if not local or output is None:
             return output
@@ -247,8 +254,8 @@ class ParallelModel:
 class _ScheduledBlocks(nn.ModuleList):
     """List of blocks that yields stand-ins while the schedule is active.
 
-    It replaces the model's own list until `ParallelModel.join`. Its children are the blocks, under
-    the same names, so parameter names and state dicts do not change.
+    It replaces the model's own list until `ParallelModel.unshard`. Its children are the blocks,
+    under the same names, so parameter names and state dicts do not change.
     """
 
     def __init__(
@@ -278,7 +285,7 @@ class _ScheduledBlocks(nn.ModuleList):
 
         return undo
 
-    def begin(self, active: bool) -> None:
+    def reset(self, active: bool) -> None:
         """Discard recorded arguments, and set whether the list yields stand-ins (`active`)."""
         self.active = active
         self._recorded.clear()
@@ -359,7 +366,8 @@ class _Stack(torch.autograd.Function):
         return ctx.run.backward(gradients[0]), None, None
 
 
-def _undo_loss(model: Any) -> Callable[[], None]:
+def _loss_restorer(model: Any) -> Callable[[], None]:
+    """Return a function that restores the model's present loss function."""
     own, before = "_loss_function" in vars(model), vars(model).get("_loss_function")
 
     def undo() -> None:
@@ -379,5 +387,5 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _checkpointed(block: Any) -> bool:
+def _is_checkpointed(block: Any) -> bool:
     return bool(getattr(block, "gradient_checkpointing", False)) and block.training

@@ -62,7 +62,7 @@ def has_plan(model: nn.Module) -> bool:
     return bool(plan_of(model)) and hasattr(type(model), "base_model_prefix")
 
 
-def check_plan(model: Any, ranks: int) -> None:
+def check_plan(model: Any, num_ranks: int) -> None:
     """Raise a `ValueError` if a model cannot be sharded according to its plan; change nothing."""
     name, shards_heads = type(model).__name__, False
     if has_adapters(model):
@@ -74,12 +74,12 @@ def check_plan(model: Any, ranks: int) -> None:
         if isinstance(module, nn.Embedding) or style == _SHARED_STYLE:
             continue
         if style == _EXPERTS_STYLE and (width := _experts_width(module)):
-            _check_even(name, path, width, ranks)
+            _check_even(name, path, width, num_ranks)
         elif isinstance(module, nn.Linear) and style in (*_COLUMNS, *_ROWS):
             kind = _COLUMNS.get(style) or _ROWS[style]
             if kind in _FULL_ACTIVATIONS:
                 width = module.out_features if style in _COLUMNS else module.in_features
-                _check_even(name, path, width, ranks)
+                _check_even(name, path, width, num_ranks)
             elif "att" in path:  # `self_attn`, `attention`, `attn`
                 shards_heads = True
         else:
@@ -91,33 +91,36 @@ def check_plan(model: Any, ranks: int) -> None:
                 " The model is unchanged; train it with another strategy."
             )
     if shards_heads:  # if all queries and keys are gathered instead, heads may be split anywhere
-        _check_heads(model, name, ranks)
+        _check_heads(model, name, num_ranks)
 
 
-def _check_even(name: str, path: str, width: int, ranks: int) -> None:
-    if width % ranks:
+def _check_even(model_name: str, path: str, width: int, num_ranks: int) -> None:
+    """Raise a `ValueError` if a width cannot be split evenly."""
+    if width % num_ranks:
         raise ValueError(
-            f"{name} has a width of {width} at '{path}', which cannot be split evenly across"
-            f" {ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that divides {width}."
+            f"{model_name} has a width of {width} at '{path}', which cannot be split evenly across"
+            f" {num_ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that divides"
+            f" {width}."
         )
 
 
-def _check_heads(model: Any, name: str, ranks: int) -> None:
+def _check_heads(model: Any, model_name: str, num_ranks: int) -> None:
+    """Raise a `ValueError` if heads, or key-value heads, cannot be split evenly."""
     heads = model.config.num_attention_heads
     key_heads = getattr(model.config, "num_key_value_heads", None) or heads
-    check_heads(name, heads, key_heads, ranks)
+    check_heads(model_name, heads, key_heads, num_ranks)
 
-    if key_heads % ranks:
+    if key_heads % num_ranks:
         raise ValueError(
-            f"{name} has {key_heads} key-value heads, which its plan cannot split evenly across"
-            f" {ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that divides"
-            f" {key_heads}."
+            f"{model_name} has {key_heads} key-value heads, which its plan cannot split evenly"
+            f" across {num_ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that"
+            f" divides {key_heads}."
         )
 
 
 def apply_plan(sharding: Sharding) -> None:
     """Shard a model according to its plan; call `check_plan` first."""
-    base, ranks = _base(sharding.model), sharding.group.size
+    base, ranks = _base_model(sharding.model), sharding.group.size
 
     for path, style, module in _matched(sharding.model):
         if isinstance(module, nn.Embedding):
@@ -178,7 +181,7 @@ def _experts_width(module: nn.Module | nn.Parameter) -> int:
 
 def _matched(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
     """Return the modules and parameters that the plan matches, as (path, style, object)."""
-    base, plan = _base(model), plan_of(model)
+    base, plan = _base_model(model), plan_of(model)
     found: list[tuple[str, str, nn.Module | nn.Parameter]] = []
     experts_paths: set[str] = set()  # their parameters are sharded with the module
     for path, owner in [*base.named_modules(), *base.named_parameters()]:
@@ -191,6 +194,7 @@ def _matched(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]
     return found
 
 
-def _base(model: Any) -> nn.Module:
+def _base_model(model: Any) -> nn.Module:
+    """Return the model without its head, or `model` itself if it has no such part."""
     base: nn.Module = getattr(model, model.base_model_prefix, model)
     return base

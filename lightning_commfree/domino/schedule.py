@@ -70,9 +70,10 @@ class Autocast(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
     @classmethod
-    def of(cls, kind: str) -> Autocast:
+    def of(cls, device_type: str) -> Autocast:
         """Return the current autocast state for a device type, such as "cuda"."""
-        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        enabled = torch.is_autocast_enabled(device_type)
+        return cls(device_type, enabled, torch.get_autocast_dtype(device_type))
 
     def restored(self) -> AbstractContextManager[None]:
         """Return a context manager that restores this state, but not autocast's weight cache."""
@@ -112,61 +113,65 @@ class ScheduleRun:
         embeddings = enumerate(streams) if self.unsummed else ()
         in_flight = {i: [self._launch(x.clone(), "forward", EMBEDDING, i)] for i, x in embeddings}
 
-        before: Sublayer | None = None
+        previous: Sublayer | None = None
         for k, sublayer in enumerate(self.sublayers):
             micros: list[MicroSublayer] = []
             with self.group.sharing_casts():
                 for i, own in enumerate(given[k // per_block]):
-                    tensors = self._input_tensors(before, streams[i], in_flight.get(i, []), i)
-                    source = MicroInput(sublayer, own, tensors, self._replay(hidden.device))
-                    micro, in_flight[i] = self._compute(source, micros, i)
+                    tensors = self._input_tensors(previous, streams[i], in_flight.get(i, []), i)
+                    source = MicroInput(sublayer, own, tensors, self._record_random(hidden.device))
+                    micro, in_flight[i] = self._forward_micro(source, micros, i)
                     streams[i] = micro.entered.detach()  # the graph stays with the micro-sublayer
                     micros.append(micro)
-            self._keep(micros)
-            before = sublayer
+            self._keep_for_backward(micros)
+            previous = sublayer
 
         return self.split.join(
-            [self._end(streams[i], in_flight[i], i) for i in range(len(streams))]
+            [self._land_output(streams[i], in_flight[i], i) for i in range(len(streams))]
         )
 
     def _input_tensors(
-        self, before: Sublayer | None, stream: Tensor, in_flight: InFlight, i: int
+        self, previous: Sublayer | None, stream: Tensor, in_flight: InFlight, i: int
     ) -> InputTensors:
-        if before is not None:
-            total = self._land(in_flight, "forward", before.name, i)
-            return InputTensors((leaf(stream), leaf(total)), before.finish)
+        """Land the previous sublayer's sum; return it with the residual stream, as new leaves."""
+        if previous is not None:
+            total = self._land(in_flight, "forward", previous.name, i)
+            return InputTensors((leaf(stream), leaf(total)), previous.finish)
 
         if in_flight:
             stream = self._land(in_flight, "forward", EMBEDDING, i)
         return InputTensors((leaf(stream),))
 
-    def _replay(self, device: torch.device) -> Callable[[], Any]:
+    def _record_random(self, device: torch.device) -> Callable[[], Any]:
+        """Return `MicroInput.replayed`: if backward recomputes, it repeats draws from here on."""
         if not self.checkpoint:
             return nullcontext
         return partial(self.group.replayed, device, self.group.random_states(device))
 
-    def _compute(
+    def _forward_micro(
         self, source: MicroInput, earlier: Sequence[MicroSublayer], i: int
     ) -> tuple[MicroSublayer, InFlight]:
+        """Compute one micro-sublayer; return it with the all-reduces it has launched."""
         launched: InFlight = []
 
-        def launch(sum_of_this_rank: Tensor) -> None:
+        def launch(partial_sum: Tensor) -> None:
             # summing in place is safe: backward does not read a row linear's output
-            summand = sum_of_this_rank.detach()
+            summand = partial_sum.detach()
             launched.append(self._launch(summand, "forward", source.sublayer.name, i))
 
         with torch.set_grad_enabled(not self.checkpoint):
             micro = self._enter(source, i, "forward")
-            self._body(micro, earlier, i, "forward", launch)
+            self._run_body(micro, earlier, i, "forward", launch)
         return micro, launched
 
     def _enter(self, source: MicroInput, i: int, direction: str) -> MicroSublayer:
+        """Return a new micro-sublayer, whose residual stream and norm are computed."""
         name = source.sublayer.name
         self._trace_event(f"enter {direction}", name, i)
         with record_function(f"enter {name} #{i}"):
             return MicroSublayer(source)
 
-    def _body(
+    def _run_body(
         self,
         micro: MicroSublayer,
         earlier: Sequence[MicroSublayer],
@@ -174,6 +179,7 @@ class ScheduleRun:
         direction: str,
         launch: Launch,
     ) -> None:
+        """Compute the body into `micro.outputs`, and pass each of this rank's sums to `launch`."""
         name, device = micro.sublayer.name, micro.x.device
         self._trace_event(f"body {direction}", name, i)
         # switching generators copies their states: do it only where dropout uses them
@@ -182,12 +188,14 @@ class ScheduleRun:
             self.split.run(micro, earlier, launch)
         micro.weights = weight_gradients(calls)
 
-    def _keep(self, micros: list[MicroSublayer]) -> None:
+    def _keep_for_backward(self, micros: list[MicroSublayer]) -> None:
+        """Keep the inputs and, unless backward recomputes, the graphs."""
         self._inputs.append([micro.source for micro in micros])
         if not self.checkpoint:
             self._computed.append(micros)
 
-    def _end(self, stream: Tensor, in_flight: InFlight, i: int) -> Tensor:
+    def _land_output(self, stream: Tensor, in_flight: InFlight, i: int) -> Tensor:
+        """Land a micro-batch's last sum; return the last block's output, without its graph."""
         tensors = self._input_tensors(self.sublayers[-1], stream, in_flight, i)
         with torch.enable_grad():
             output = tensors.add()
@@ -204,29 +212,33 @@ class ScheduleRun:
             order = range(len(d_streams) - 1, -1, -1)
 
             # the last sublayer has no dx of a later sublayer to land
-            micros = self._next_computed()
+            micros = self._pop_micros()
             in_flight = {i: self._body_backward(micros[i], d_partials[i], i) for i in order}
             while self._inputs:
-                after, micros = micros, self._next_computed()
+                after, micros = micros, self._pop_micros()
                 for i in order:
-                    d_streams[i], d_partial = self._leave(after[i], d_streams[i], in_flight[i], i)
+                    d_streams[i], d_partial = self._entry_backward(
+                        after[i], d_streams[i], in_flight[i], i
+                    )
                     in_flight[i] = self._body_backward(micros[i], d_partial, i)
                 self._report_done(after)
 
             for i in order:
-                (d_streams[i],) = self._leave(micros[i], d_streams[i], in_flight[i], i)
+                (d_streams[i],) = self._entry_backward(micros[i], d_streams[i], in_flight[i], i)
             self._report_done(micros)
         return self.split.join(d_streams)
 
     def _backward_ends(self, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Run backward through the last residual sums; return the gradients of h and of y."""
         ends, self._ends = self._ends, []
         found = []
         for (tensors, output), part in zip(ends, self.split.micro_batches(gradient), strict=True):
             torch.autograd.backward(output, part)
-            found.append(tensors.gradients())
+            found.append(tensors.take_gradients())
         return [d_stream for d_stream, _ in found], [d_partial for _, d_partial in found]
 
-    def _next_computed(self) -> list[MicroSublayer]:
+    def _pop_micros(self) -> list[MicroSublayer]:
+        """Return the last remaining micro-sublayers, recomputed if there is checkpointing."""
         # popped, so that activations are freed as backward proceeds
         inputs = self._inputs.pop()
         if not self.checkpoint:
@@ -237,11 +249,12 @@ class ScheduleRun:
             with source.replayed():
                 micro = self._enter(source, i, "again")
                 # nothing to launch: forward has already reduced the sum
-                self._body(micro, micros, i, "again", lambda _: None)
+                self._run_body(micro, micros, i, "again", lambda _: None)
             micros.append(micro)
         return micros
 
     def _body_backward(self, micro: MicroSublayer, d_partial: Tensor, i: int) -> Pending[Tensor]:
+        """Compute dx, start and return its all-reduce, then compute the weights' gradients."""
         name = micro.sublayer.name
         self._trace_event("body backward", name, i)
         gradients = self.split.gradients(micro, d_partial)
@@ -255,9 +268,10 @@ class ScheduleRun:
             micro.backward_weights(recomputed)
         return in_flight
 
-    def _leave(
+    def _entry_backward(
         self, micro: MicroSublayer, d_stream: Tensor, in_flight: Pending[Tensor], i: int
     ) -> list[Tensor]:
+        """Land dx; run backward through norm and residual sum; return the gradients of h and y."""
         name = micro.sublayer.name
         d_x = self._land([in_flight], "backward", name, i)
         self._trace_event("enter backward", name, i)
@@ -267,18 +281,21 @@ class ScheduleRun:
     # -- both
 
     def _launch(self, summand: Tensor, direction: str, name: str, i: int) -> Pending[Tensor]:
+        """Start the in-place all-reduce of a partial sum or of a gradient."""
         self._trace_event(f"launch {direction}", name, i)
         tag = FORWARD_TAG if direction == "forward" else BACKWARD_TAG
         with record_function(f"launch {direction} {name} #{i}"):
             return self.group.all_reduce(summand, tag)
 
     def _land(self, in_flight: InFlight, direction: str, name: str, i: int) -> Tensor:
+        """Wait for a micro-sublayer's all-reduces; return the sum, joined from its slices."""
         self._trace_event(f"land {direction}", name, i)
         with record_function(f"land {direction} {name} #{i}"):
             sums = [pending.wait() for pending in in_flight]
         return sums[0] if len(sums) == 1 else torch.cat(sums, -1)
 
     def _report_done(self, micros: Sequence[MicroSublayer]) -> None:
+        """Call `done` with the sublayer, whose gradients are now complete."""
         if self.done is not None:
             self.done(micros[0].sublayer)
 

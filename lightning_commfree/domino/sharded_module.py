@@ -32,35 +32,32 @@ def find_models(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
-    """Raise a `ValueError` if the models in a module cannot be sharded; change nothing.
-
-    `strategy` is the name to use in errors.
-    """
-    refuse_wrapped(strategy, module)
+def check_module(strategy_name: str, module: nn.Module, num_ranks: int) -> None:
+    """Raise a `ValueError` if the models in a module cannot be sharded; change nothing."""
+    refuse_wrapped(strategy_name, module)
 
     models = find_models(module)
     if not models:
         names = sorted({type(child).__name__ for child in module.children()})
         raise ValueError(
-            f"`{strategy}` found no model in `{type(module).__name__}` that it can shard (its"
+            f"`{strategy_name}` found no model in `{type(module).__name__}` that it can shard (its"
             f" children are {', '.join(names) or 'none'}). It supports {', '.join(FAMILIES)} from"
             " transformers, and any other transformers model whose config has a"
             " `base_model_tp_plan`."
         )
 
-    _check_values(strategy, module, models)
+    _check_meta_tensors(strategy_name, module, models)
     for model in models:
-        check_divisible(model, ranks)
+        check_divisible(model, num_ranks)
 
 
-def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) -> None:
+def check_states(optimizers: Iterable[Optimizer], sharded_parameters: Set[nn.Parameter]) -> None:
     """Raise a `ValueError` if optimizer state is not element-wise; call it after the first step."""
     # state per row or column, such as Adafactor's, would be computed from the shard instead of the
     # full parameter, and a checkpoint could not gather it
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            for key, value in state.items() if parameter in sharded else ():
+            for key, value in state.items() if parameter in sharded_parameters else ():
                 is_tensor = isinstance(value, Tensor) and value.numel() > 1  # not a step count
                 if is_tensor and value.shape != parameter.shape:
                     raise ValueError(
@@ -72,7 +69,8 @@ def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) ->
                     )
 
 
-def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module]) -> None:
+def _check_meta_tensors(strategy_name: str, module: nn.Module, models: Sequence[nn.Module]) -> None:
+    """Raise a `ValueError` if a tensor on the meta device would get no values."""
     known = [model for model in models if family_of(model) is not None]
     empty = [model for model in known if all(p.is_meta for p in model.parameters())]
     gets_values = {id(t) for model in empty for t in (*model.parameters(), *model.buffers())}
@@ -82,7 +80,7 @@ def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module])
     if left:
         raise ValueError(
             f"{len(left)} tensors, including {left[0]!r}, are on the meta device and have no"
-            f" values. `{strategy}` can initialize only {', '.join(FAMILIES)}, and only if all"
+            f" values. `{strategy_name}` can initialize only {', '.join(FAMILIES)}, and only if all"
             " parameters of the model are on the meta device. Build everything else on the CPU."
         )
 
@@ -128,6 +126,7 @@ class OptimizerShards:
         return {**state, "state": sharded}
 
     def _gather(self, parameter: nn.Parameter, value: Any, channel: Channel, keep: bool) -> Any:
+        """Return an entry of a parameter's state in full, in CPU memory; collective for a shard."""
         spec, shard_shape = self._sharded.get(parameter, (None, None))
         if not isinstance(value, Tensor):
             return value
@@ -179,10 +178,10 @@ class ShardedModule:
         """The spec of each sharded parameter; every rank holds all other parameters in full."""
         return {p: spec for model in self.models for p, spec in model.sharding.specs.items()}
 
-    def refuse_partly_shared(self, argument: str) -> None:
+    def refuse_partly_shared(self, argument_name: str) -> None:
         """Raise a `ValueError` if a shard is held by several ranks but not by all.
 
-        It refers to `argument`, the strategy's argument that sets the group size.
+        It refers to the strategy's argument that sets the group size.
         """
         specs = self.specs
         for name, parameter in self._module.named_parameters():
@@ -191,7 +190,7 @@ class ShardedModule:
                 raise ValueError(
                     f"{name!r} has only {len(shards)} shards for {self._channel.size} ranks, so"
                     " several ranks would hold the same one. The model probably has fewer key"
-                    f" heads than ranks. With `inside='domino'`, set `{argument}` to at most"
+                    f" heads than ranks. With `inside='domino'`, set `{argument_name}` to at most"
                     f" {len(shards)}."
                 )
 
@@ -281,8 +280,8 @@ class ShardedModule:
 
     # -- the end of a fit
 
-    def join(self) -> None:
-        """Restore the plain, full models on every rank; optimizer states remain sharded."""
+    def unshard(self) -> None:
+        """Restore the full models on every rank, but not optimizer states; collective."""
         for model in self.models:
             full = {}
             for parameter, spec in model.sharding.specs.items():
@@ -291,4 +290,4 @@ class ShardedModule:
                 full[parameter] = gather_full_tensor(
                     parameter.detach(), spec, self._channel, STATE_TAG
                 ).cpu()
-            model.join(full)
+            model.unshard(full)

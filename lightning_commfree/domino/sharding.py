@@ -44,14 +44,14 @@ class ShardSpec:
     padded: int | None = None  # length to which a full tensor is zero-padded before sharding
 
     @classmethod
-    def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
+    def even(cls, dim: int, size: int, num_ranks: int, num_blocks: int = 1) -> ShardSpec:
         """Create a spec with shards of equal length, padding a single block if necessary."""
-        block = size // blocks
-        length = -(-block // ranks)
-        ranges = tuple((rank * length, (rank + 1) * length) for rank in range(ranks))
-        padded = length * ranks
-        assert blocks == 1 or padded == block, "only a single block is padded"
-        return cls(dim, ranges, size, blocks, padded if padded > block else None)
+        block = size // num_blocks
+        length = -(-block // num_ranks)
+        ranges = tuple((rank * length, (rank + 1) * length) for rank in range(num_ranks))
+        padded = length * num_ranks
+        assert num_blocks == 1 or padded == block, "only a single block is padded"
+        return cls(dim, ranges, size, num_blocks, padded if padded > block else None)
 
     @property
     def overlapping(self) -> bool:
@@ -141,6 +141,7 @@ class Sharding:
 
 
 def _put_back(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
+    """Undo `Sharding.replace`; `old` gets the parameters and the training mode of `new`."""
     for key, parameter in new.named_parameters(recurse=False):
         old.register_parameter(key, parameter)
     old.train(new.training)
@@ -225,21 +226,24 @@ def experts(sharding: Sharding, module: Any) -> None:
     experts.
     """
     group, width = sharding.group, module.down_proj.shape[2]
-    gate_up = ShardSpec.even(1, 2 * width, group.size, blocks=2)
+    gate_up = ShardSpec.even(1, 2 * width, group.size, num_blocks=2)
     module.gate_up_proj = sharding.shard(module.gate_up_proj, gate_up)
     down = ShardSpec.even(2, width, group.size)
     module.down_proj = sharding.shard(module.down_proj, down)
 
     # a rank's gradients of hidden states and router weights are partial sums, because they come
     # from its slice of the experts
-    def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def spread_inputs(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, indices, weights, *rest = given
         return spread(hidden, group), indices, spread(weights, group), *rest
 
-    def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
+    def sum_outputs(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
         return summed(partial, group)
 
-    handles = module.register_forward_pre_hook(before), module.register_forward_hook(after)
+    handles = (
+        module.register_forward_pre_hook(spread_inputs),
+        module.register_forward_hook(sum_outputs),
+    )
     sharding.restore += [handle.remove for handle in handles]
     sharding.experts.append(module)
 
@@ -281,7 +285,7 @@ def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
     `vocabulary` is the model's embedding and head.
     """
     for name, module in model.named_modules():
-        if is_adapted(module) and (why := _why_not(module, vocabulary)):
+        if is_adapted(module) and (why := _why_unsupported(module, vocabulary)):
             raise ValueError(
                 f"The adapter '{name}' (a `{type(module).__name__}`) cannot be sharded: {why} Use"
                 " LoRA on linear layers of the transformer blocks only, or another strategy. The"
@@ -293,21 +297,21 @@ def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> No
     """Shard the adapters of a column-parallel layer; `spec` shards dimension 0, the outputs."""
     group = sharding.group
 
-    def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+    def spread_inputs(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
         return given if group.scheduled else (spread(given[0], group),)
 
     for name in layer.lora_A:
         down, up = layer.lora_A[name], layer.lora_B[name]
         sharding.mark_partial_gradients(down)
         up.weight = sharding.shard(up.weight, spec)
-        sharding.restore.append(down.register_forward_pre_hook(before).remove)
+        sharding.restore.append(down.register_forward_pre_hook(spread_inputs).remove)
 
 
 def _shard_lora_of_row(sharding: Sharding, layer: Any) -> None:
     """Shard the adapters of a row-parallel layer."""
     group = sharding.group
 
-    def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
+    def sum_outputs(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
         return partial if group.scheduled else summed(partial, group)
 
     for name in layer.lora_A:
@@ -316,10 +320,11 @@ def _shard_lora_of_row(sharding: Sharding, layer: Any) -> None:
             down.weight, ShardSpec.even(1, down.weight.shape[1], group.size)
         )
         sharding.mark_partial_gradients(up)
-        sharding.restore.append(up.register_forward_hook(after).remove)
+        sharding.restore.append(up.register_forward_hook(sum_outputs).remove)
 
 
-def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
+def _why_unsupported(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
+    """Return why an adapter cannot be sharded, or "" if it can."""
     if (type(module).__module__, type(module).__name__) != _LORA:
         return "it is not LoRA of a plain linear layer."
     if any(module is known for known in vocabulary):
@@ -335,26 +340,27 @@ def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
     return ""
 
 
-def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
+def check_heads(model_name: str, heads: int, key_heads: int, num_ranks: int) -> None:
     """Raise a `ValueError` if a model's attention heads cannot be divided among the ranks."""
-    if heads % ranks:
+    if heads % num_ranks:
         raise ValueError(
-            f"{name} has {heads} attention heads, which cannot be split evenly across {ranks}"
-            f" tensor-parallel ranks. Choose a `tensor_parallel_size` that divides {heads}."
+            f"{model_name} has {heads} attention heads, which cannot be split evenly across"
+            f" {num_ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that divides"
+            f" {heads}."
         )
-    if key_heads % ranks and ranks % key_heads:
+    if key_heads % num_ranks and num_ranks % key_heads:
         raise ValueError(
-            f"{name} has {key_heads} key-value heads, which can be neither split evenly across"
-            f" {ranks} tensor-parallel ranks nor replicated so that each rank holds one. Choose a"
-            f" `tensor_parallel_size` that divides {key_heads} or is a multiple of it."
+            f"{model_name} has {key_heads} key-value heads, which can be neither split evenly"
+            f" across {num_ranks} tensor-parallel ranks nor replicated so that each rank holds one."
+            f" Choose a `tensor_parallel_size` that divides {key_heads} or is a multiple of it."
         )
 
 
-def check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
-    """Raise a `ValueError` if an MLP's width (`name` in the config) cannot be divided evenly."""
-    if width % ranks:
+def check_width(model: nn.Module, config_key: str, width: int, num_ranks: int) -> None:
+    """Raise a `ValueError` if an MLP's width, under `config_key`, cannot be divided evenly."""
+    if width % num_ranks:
         raise ValueError(
-            f"{type(model).__name__} has MLPs of width {width} (`{name}`), which cannot be split"
-            f" evenly across {ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that"
-            f" divides {width}."
+            f"{type(model).__name__} has MLPs of width {width} (`{config_key}`), which cannot be"
+            f" split evenly across {num_ranks} tensor-parallel ranks. Choose a"
+            f" `tensor_parallel_size` that divides {width}."
         )

@@ -93,7 +93,7 @@ class BatchSplit(Split):
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
         rows = len(hidden)
 
-        def own(value: Any, i: int) -> Any:
+        def own_rows(value: Any, i: int) -> Any:
             # positions of shape (1, T) or (T) are valid for all rows: every micro-batch gets them
             if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != rows:
                 return value
@@ -102,7 +102,7 @@ class BatchSplit(Split):
         return [
             {
                 # tree_map, because transformers passes rotary (cos, sin) as a tuple
-                key: pytree.tree_map(lambda v, i=i: own(v, i), value)
+                key: pytree.tree_map(lambda v, i=i: own_rows(v, i), value)
                 for key, value in arguments.items()
             }
             for i in range(self._num_micro_batches)
@@ -130,7 +130,7 @@ class TokenSplit(Split):
         found, start = [], 0
         for chunk in self.micro_batches(hidden):
             stop = start + chunk.shape[1]
-            own = {key: self._own(value, start, stop, hidden) for key, value in arguments.items()}
+            own = {key: self._cut(value, start, stop, hidden) for key, value in arguments.items()}
             own["attention_mask"] = self._mask(arguments.get("attention_mask"), start, stop, hidden)
             found.append(own)
             start = stop
@@ -138,10 +138,11 @@ class TokenSplit(Split):
 
     @override
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
+        """Compute the body with the keys and values of earlier chunks; launch its all-reduce."""
         keys = _KeyCache([before.reused for before in earlier])
         more: Arguments = {}
         if micro.sublayer.attention is not None:
-            more = {self._cache_argument(type(micro.sublayer.attention)): keys}
+            more = {self._require_cache_argument(type(micro.sublayer.attention)): keys}
         partial = micro.body(more)
 
         micro.outputs = [partial, *keys.own]
@@ -150,10 +151,12 @@ class TokenSplit(Split):
 
     @override
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
+        """Return `d_total`, then the gradients of keys and values, summed over later chunks."""
         # later chunks have already run backward and accumulated these gradients
         return [d_total, *(tensor.gradient() for tensor in micro.reused)]
 
-    def _cache_argument(self, attention: type[nn.Module]) -> str:
+    def _require_cache_argument(self, attention: type[nn.Module]) -> str:
+        """Return the name of the KV cache argument; raise a `ValueError` if there is none."""
         name = cache_argument(attention)
         # a cache under an unknown name would be ignored, and each chunk would see only itself
         if name is None:
@@ -165,7 +168,8 @@ class TokenSplit(Split):
             )
         return name
 
-    def _own(self, value: Any, start: int, stop: int, hidden: Tensor) -> Any:
+    def _cut(self, value: Any, start: int, stop: int, hidden: Tensor) -> Any:
+        """Return a nested value whose tensors with one entry per token are cut to a chunk."""
         length = hidden.shape[1]
 
         def chunk(tensor: Any) -> Any:
@@ -204,6 +208,7 @@ class _KeyCache:
         self.own: list[Tensor] = []
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keep a chunk's keys and values; return them after those of earlier chunks."""
         self.own = [keys, values]
         joined = []
         for index, own in enumerate(self.own):
@@ -219,7 +224,7 @@ def choose_split(
     config: Any,  # of the attention module; None if it has none
     on_fallback: Callable[[str], None],  # gets the reason if the batch cannot be split as requested
 ) -> Split:
-    """Choose the split for a batch."""
+    """Return the split for a batch; call `on_fallback` if it is not the requested one."""
     # the choice depends only on the batch, so all ranks of a tensor group make the same one
     rows, tokens = hidden.shape[:2]
     parts, split = settings.num_micro_batches, settings.split

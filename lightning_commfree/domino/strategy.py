@@ -31,11 +31,13 @@ class DominoSession(FitSession[GradientMean]):
 
     @override
     def batch_begins(self) -> None:
+        """End the epoch after this batch if it is the last one on any rank; collective."""
         self._stopping.share_last_batch(self._world)
 
     @contextmanager
     @override
     def accumulating(self) -> Iterator[None]:
+        """Context manager for a batch whose gradients are accumulated, but not sent."""
         self.between.average.active = False  # do not send gradients yet
         try:
             with super().accumulating():
@@ -45,7 +47,7 @@ class DominoSession(FitSession[GradientMean]):
 
     @override
     def after_backward(self, loss: Tensor) -> None:
-        """If an optimizer step follows, check all ranks' gradients and wait for their average.
+        """If a step follows, check all ranks' gradients and wait for their average; collective.
 
         Raises:
             RuntimeError: a gradient is not finite, or ranks are on different batches; raised on all
@@ -182,15 +184,18 @@ class DominoTPStrategy(ReplicaStrategy):
 
     @override
     def set_world_ranks(self) -> None:
+        """Set the size of tensor groups, and then the ranks."""
         self.inside.size = self.tensor_parallel_size  # the Trainer has set the devices by now
         super().set_world_ranks()
 
     @override
     def drift_check_plan(self) -> tuple[int, Channel]:
+        """Return `check_drift_every` and the channel of all ranks."""
         return self.check_drift_every, self.channels.world
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:
+        """Return a `GradientMean` of the models that `prepare` has sharded."""
         sharded = self.inside.sharded
         assert sharded is not None, "`prepare` has sharded the model"
         return GradientMean(sharded, self.channels, self.settings)

@@ -113,7 +113,7 @@ class InputTensors:
         stream, total = self.leaves
         return stream + self.finish(total)
 
-    def gradients(self) -> list[Tensor]:
+    def take_gradients(self) -> list[Tensor]:
         """Return the leaves' gradients, and clear them."""
         return [take_gradient(leaf) for leaf in self.leaves]
 
@@ -212,4 +212,4 @@ class MicroSublayer:
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])
         # free the activations now: this object lives until the next sublayer
         del self.entered, self.normed, self.x
-        return self.source.tensors.gradients()
+        return self.source.tensors.take_gradients()

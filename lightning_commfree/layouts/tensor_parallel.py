@@ -119,7 +119,7 @@ class TensorParallel(ShardedReplica):
             self._last_optimizer_shards = None
             self.sharded.unmark_shards()
             if self.fit.trainer.state.status != TrainerStatus.INTERRUPTED:
-                self.sharded.join()
+                self.sharded.unshard()
                 self._last_optimizer_shards = self.sharded.optimizer_shards
             self.sharded = None
 

@@ -24,14 +24,14 @@ from lightning_commfree.model.replication import AveragedBuffers, digests_of_all
 
 
 def agree_on_parameters(
-    channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]]
+    channel: Channel, module: nn.Module, param_groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the optimizer's parameters and their names in `module`, in module order; collective.
+    """Check that ranks optimize the same parameters; return (name, parameter) pairs; collective.
 
-    Raise a `ValueError` if some are not in the module, or if names, groups or hyperparameters
-    differ between ranks.
+    The pairs are in module order. Raise a `ValueError` if some parameters are not in the module, or
+    if names, groups or hyperparameters differ between ranks.
     """
-    group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+    group_of = {p: i for i, group in enumerate(param_groups) for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p in group_of]
     if len(named) < len(group_of):
         raise ValueError(
@@ -42,7 +42,7 @@ def agree_on_parameters(
 
     fingerprint = {f"parameter {name} in group": str(group_of[p]) for name, p in named}
     names = {p: name for name, p in named}
-    for i, group in enumerate(groups):
+    for i, group in enumerate(param_groups):
         for key in ("lr", "betas", "weight_decay"):
             fingerprint[f"{key} of group {i}"] = repr(group[key])
         for j, p in enumerate(group["params"]):
@@ -83,7 +83,7 @@ class LionVotes:
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
         self.buffers = AveragedBuffers(module)  # averaged over all ranks
-        self._averaged = self._trainable()  # names of the parameters that DDP averages in a node
+        self._averaged = self._trainable_names()  # of the parameters that DDP averages in a node
         self._requests = requests or Requests()
         self.voting = self._join()
 
@@ -91,17 +91,17 @@ class LionVotes:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Context manager in which optimizer steps are taken by vote.
+        """Context manager around a step; starts votes during backward if they may overlap.
 
-        With `node_size` above 1, parameters that became trainable during the fit raise a
-        `RuntimeError`.
+        If parameters were added to the optimizer, it joins the other workers again. With
+        `node_size` above 1, parameters that became trainable during the fit raise a `RuntimeError`.
         """
         before = self.voting
         if not self.lion.is_voted_on:  # the user added parameters to the optimizer: join again
             self.voting = self._join()
             self.voting.load_state_dict(before.state_dict())
         if self._settings.node_size > 1:
-            self._refuse_unfrozen()
+            self._refuse_newly_trainable()
         with self.voting.during_backward() if self._overlaps else nullcontext():
             yield
 
@@ -109,11 +109,11 @@ class LionVotes:
         """Do nothing: the votes have been exchanged within the step."""
 
     def figures(self) -> dict[str, float]:
-        """Return a dict of metrics (`Voting.figures`)."""
+        """Return the metrics of `Voting.figures`, with "lion/" before each name."""
         return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the calculated bytes sent per step, by tag, and 1: every step is the same."""
+        """Return the calculated bytes that a rank sends per step, by tag, and 1 step per cycle."""
         return self.voting.bytes_per_step, 1
 
     # -- outside of steps
@@ -124,36 +124,35 @@ class LionVotes:
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Average the persistent floating-point buffers over all ranks; collective."""
+        """Average the persistent floating-point buffers over all ranks, in place; collective."""
         world = self._channels.world
 
-        def gather(mine: Sequence[int]) -> list[list[int]]:
-            flags = torch.tensor(mine, dtype=torch.uint8, device=world.device)
+        def gather_flags(own: Sequence[int]) -> list[list[int]]:
+            flags = torch.tensor(own, dtype=torch.uint8, device=world.device)
             found: list[list[int]] = world.all_gather(flags, BUFFERS_TAG).wait().tolist()
             return found
 
-        text = self.buffers.agree_on_replaced(gather)
+        text = self.buffers.agree_on_replaced(gather_flags)
         if text and world.rank == 0:
             warnings.warn(text, stacklevel=2)
         for buffer, mean in means_of(self.buffers.tensors(), world, BUFFERS_TAG):
             buffer.copy_(mean)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal on all workers.
+        """Return the settings that must be equal on all workers, as strings by name.
 
         For an exact resume, they must also equal the settings in the checkpoint.
         """
         return self._settings.fingerprint()
 
     def averaged_buffers(self) -> AveragedBuffers:
-        """Return the buffers that all ranks average."""
+        """Return the buffers that all ranks average, as an `AveragedBuffers`."""
         return self.buffers
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the voting state, which all workers share, and this rank's own state; collective.
+        """Return (shared voting state, this rank's buffers if ranks' differ); collective.
 
-        If buffers differ between ranks, the own state contains this rank's buffers, because the
-        model weights in the checkpoint contain only the means over all ranks.
+        The model weights in the checkpoint contain only the buffers' means over all ranks.
         """
         averaged = self.buffers.averaged
         buffers = dict(zip(averaged, self.buffers.tensors(averaged), strict=True))
@@ -162,7 +161,7 @@ class LionVotes:
         return {"voting": self.voting.state_dict(), "own_buffers": sorted(self.buffers.own)}, own
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Restore a state returned by `state_dict`."""
+        """Restore what `state_dict` returned: the voting state and, in the module, own buffers."""
         self.buffers.keep_own(shared["own_buffers"])
         for name, values in (own or {}).get("buffers", {}).items():
             self._module.get_buffer(name).detach().copy_(values)
@@ -175,21 +174,19 @@ class LionVotes:
 
     def adopt(
         self,
-        saved_fingerprint: Mapping[str, str],  # fingerprint of the settings in the checkpoint
-        num_ranks: int,  # number of ranks that saved it
+        saved_fingerprint: Mapping[str, str],  # of the settings in the checkpoint
+        num_ranks: int,  # that saved it
         load: Callable[[Iterable[int]], list[dict[str, Any]]],  # of ranks; [] if any is missing
     ) -> tuple[dict[str, Any], str] | None:
-        """Return a state with reused momentum buffers, and a text about it for users; collective.
+        """Return (own state with saved momentum buffers, message to users), or None; collective.
 
         Called if an exact resume is impossible; None if no buffers can be reused. If there are more
         workers than before, the new ones start with the mean of all saved buffers.
         """
-        size, inside = int(saved_fingerprint["node_size"]), saved_fingerprint.get("inside", _DDP)
-        now = self._settings.fingerprint()
+        saved, now = saved_fingerprint, self._settings.fingerprint()
+        size, inside = int(saved["node_size"]), saved.get("inside", _DDP)
         sharded = self._sharded if inside == now["inside"] else inside != _DDP
-        if sharded and any(
-            saved_fingerprint[name] != now[name] for name in ("node_size", "inside")
-        ):
+        if sharded and any(saved[name] != now[name] for name in ("node_size", "inside")):
             return None  # these ranks hold different shards
         rank_in_worker = self._channels.within.rank if sharded else 0
         workers, view = num_ranks // size, self._view
@@ -219,6 +216,7 @@ class LionVotes:
     # -- inside
 
     def _join(self) -> Voting:
+        """Compare parameters with all ranks, and let the optimizer vote on them; collective."""
         world, groups = self._channels.world, self.lion.param_groups
         named = agree_on_parameters(world, self._module, groups)
         within, sharded = self._channels.within, self._sharded
@@ -228,12 +226,12 @@ class LionVotes:
         voting.requests = self._requests
         return voting
 
-    def _trainable(self) -> set[str]:
+    def _trainable_names(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
 
-    def _refuse_unfrozen(self) -> None:
+    def _refuse_newly_trainable(self) -> None:
         # DDP averages only the gradients of parameters that were trainable when it was set up
-        if late := sorted(self._trainable() - self._averaged):
+        if late := sorted(self._trainable_names() - self._averaged):
             raise RuntimeError(
                 f"The parameters {late} became trainable during the fit. With"
                 f" `node_size={self._settings.node_size}` their gradients are not averaged within a"
@@ -241,12 +239,12 @@ class LionVotes:
             )
 
 
-def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion:
+def only_lion(strategy_name: str, optimizers: Sequence[Optimizer]) -> DistributedLion:
     """Return the optimizer of a fit; raise a `TypeError` if it is not a `DistributedLion`."""
     (optimizer,) = optimizers  # Lightning allows several only in manual optimization
     if not isinstance(optimizer, DistributedLion):
         raise TypeError(
-            f"`{strategy}` requires `DistributedLion`, but `configure_optimizers` returned"
+            f"`{strategy_name}` requires `DistributedLion`, but `configure_optimizers` returned"
             f" `{type(optimizer).__name__}`, which does not support voting. Use"
             " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
             " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than for AdamW and"

@@ -42,7 +42,7 @@ from lightning_commfree.comm.background import on_host
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import Route, View, routes
 from lightning_commfree.comm.requests import union
-from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
+from lightning_commfree.lion.vote import CountedShard, PackedDelta, Rule
 
 _ZEROS_SHIFT = 8  # in a header's first word, the worker's requests are below the number of zeros
 _REQUESTS = (1 << _ZEROS_SHIFT) - 1
@@ -54,7 +54,7 @@ _DIGEST_BITS = 32  # size of the parameters' hash, which is in the lower bits
 class Ballot(NamedTuple):
     """One worker's ballot for one bucket, on the channel's device."""
 
-    header: Tensor  # (header_bytes(parameters),), uint8
+    header: Tensor  # (header_bytes(num_parameters),), uint8
     plus: Tensor  # (B,), uint8: bits of c > 0, padded with 0
     nonzero: Tensor  # (B,), uint8: bits of c != 0, padded with 0
 
@@ -70,21 +70,21 @@ class VoteHeaders(NamedTuple):
     parameters_differ: bool
     hyperparameters_differ: bool
 
-    def refuses(self, faults: bool) -> bool:
-        """Return whether to reject the step: workers differ or, if `faults`, one has NaN or Inf."""
+    def refuses(self, refuse_faults: bool) -> bool:
+        """Return whether workers differ or, if `refuse_faults`, any of them has NaN or Inf."""
         differ = self.parameters_differ or self.hyperparameters_differ
-        return differ or (faults and bool(self.faults))
+        return differ or (refuse_faults and bool(self.faults))
 
 
 # -- headers
 
 
-def header_bytes(parameters: int) -> int:
-    """Return the size of a header in bytes, padded to whole words."""
-    return _WORDS_BYTES + -(-parameters // 8) * 8
+def header_bytes(num_parameters: int) -> int:
+    """Return the size of a ballot's header in bytes, padded to whole words."""
+    return _WORDS_BYTES + -(-num_parameters // 8) * 8
 
 
-def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int:
+def pack_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int:
     """Pack the hashes of hyperparameters and parameters into an int64, a header's second word."""
     # keep the sign bit clear: torch has no unsigned int64
     upper = (hyperparameters % (1 << (_DIGEST_BITS - 1))) << _DIGEST_BITS
@@ -92,13 +92,13 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
 
 
 def write_header(
-    out: Tensor,  # uint8, shape (header_bytes(parameters),)
+    out: Tensor,  # uint8, shape (header_bytes(num_parameters),)
     requests: int,  # bits of `comm.requests`
     numel: int,  # votes in the ballot
     nonzeros: Sequence[Tensor | int],  # nonzero votes in parts of the ballot: ints or 0-d int64
-    digest: Tensor | int,  # int64, from `join_digests`
+    digest: Tensor | int,  # int64, from `pack_digests`
 ) -> None:
-    """Write the two words of a ballot's header without making the host wait for the device."""
+    """Write requests, number of zeros and hashes into a header; the host does not wait."""
     words = out[:_WORDS_BYTES].view(torch.int64)
     # a sum that starts from 0 would launch an additional kernel
     nonzero = sum(nonzeros[1:], nonzeros[0]) if nonzeros else 0
@@ -106,15 +106,15 @@ def write_header(
     words[1].fill_(digest)
 
 
-def marks_of(headers: Tensor, parameters: int) -> Tensor:
-    """Return a view of the parameters' bytes in headers: uint8, shape (..., parameters)."""
-    return headers[..., _WORDS_BYTES : _WORDS_BYTES + parameters]
+def marks_of(headers: Tensor, num_parameters: int) -> Tensor:
+    """Return a view of headers: a uint8 of `HAS_GRADIENT` and `NONFINITE` bits per parameter."""
+    return headers[..., _WORDS_BYTES : _WORDS_BYTES + num_parameters]
 
 
-def read_headers(headers: Tensor, parameters: int) -> VoteHeaders:
-    """Combine the headers of all workers: uint8, shape (workers, header bytes), in host memory."""
+def read_headers(headers: Tensor, num_parameters: int) -> VoteHeaders:
+    """Return the summary of all workers' headers: uint8, shape (workers, bytes), in host memory."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
-    marks = marks_of(headers, parameters)
+    marks = marks_of(headers, num_parameters)
     faults = tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero())
 
     abstaining = tuple(sorted({worker for worker, _ in faults}))
@@ -140,7 +140,7 @@ def digest_of(header: Tensor) -> Tensor:
 
 
 def differing(digests: Collection[int]) -> tuple[bool, bool]:
-    """Return whether parameters, and hyperparameters, differ between results of `join_digests`."""
+    """Return whether parameters differ, and hyperparameters, in results of `pack_digests`."""
     of_parameters = {digest % (1 << _DIGEST_BITS) for digest in digests}
     of_hyperparameters = {digest >> _DIGEST_BITS for digest in digests}
     return len(of_parameters) > 1, len(of_hyperparameters) > 1
@@ -149,36 +149,36 @@ def differing(digests: Collection[int]) -> tuple[bool, bool]:
 # -- lists of zeros
 
 
-def zero_indices(
-    nonzero: Tensor,  # uint8, shape (B,): this worker's plane c != 0
-    valid: Tensor,  # uint8, shape (B,): bits that are not padding
+def zero_vote_indices(
+    nonzero_bits: Tensor,  # uint8, shape (B,): this worker's plane c != 0
+    valid_bits: Tensor,  # uint8, shape (B,): bits that are not padding
     length: int,  # the same on all workers
 ) -> Tensor:
-    """Return the indices of a worker's zero votes: int32, shape (length,), padded with -1.
+    """Return the indices of a plane's zero votes: int32, cut or padded with -1 to `length`.
 
     Bit b of byte i has index i + b B.
     """
-    zero = nonzero ^ valid
+    zero = nonzero_bits ^ valid_bits
     (touched,) = zero.nonzero(as_tuple=True)
     bits = (zero[touched].unsqueeze(1) >> torch.arange(8, device=zero.device)) & 1
     row, bit = bits.nonzero(as_tuple=True)
 
     # only a worker that abstains can have more than `length` zeros, and its list is not used
-    found = (touched[row] + valid.numel() * bit)[:length]
+    found = (touched[row] + valid_bits.numel() * bit)[:length]
     padded = torch.full((length,), -1, dtype=torch.int32, device=zero.device)
     padded[: found.numel()] = found
     return padded
 
 
-def nonzero_plane(indices: Tensor, valid: Tensor) -> Tensor:
+def nonzero_plane(zero_indices: Tensor, valid_bits: Tensor) -> Tensor:
     """Rebuild the bit plane of nonzero votes, uint8, shape (B,), from the indices of zeros."""
-    num_bytes = valid.numel()
-    known = indices[indices >= 0].long()
+    num_bytes = valid_bits.numel()
+    known = zero_indices[zero_indices >= 0].long()
     flags = (1 << known // num_bytes).to(torch.uint8)
 
     # indices are distinct, so adding the bits of a byte is the same as OR-ing them
-    zero = torch.zeros_like(valid).index_put_((known % num_bytes,), flags, accumulate=True)
-    return valid ^ zero
+    zero = torch.zeros_like(valid_bits).index_put_((known % num_bytes,), flags, accumulate=True)
+    return valid_bits ^ zero
 
 
 # -- exchanges
@@ -198,10 +198,11 @@ class VoteResult(NamedTuple):
 
 
 def cheaper_ballot_exchange(
-    view: View, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
+    view: View, plane_bytes: int, num_parameters: int, valid_bits: Tensor, rule: Rule
 ) -> BallotExchange:
     """Create the exchange for a bucket's ballots over the route that sends fewer bytes."""
-    both = [BallotExchange(route, plane_bytes, parameters, valid, rule) for route in routes(view)]
+    bucket = plane_bytes, num_parameters, valid_bits
+    both = [BallotExchange(route, *bucket, rule) for route in routes(view)]
     return min(both, key=lambda exchange: exchange.bytes_by_tag.total())
 
 
@@ -212,21 +213,21 @@ class BallotExchange:
         self,
         route: Route,
         plane_bytes: int,
-        parameters: int,  # number of tensors in the bucket
-        valid: Tensor,  # uint8, shape (plane_bytes,): bits that are not padding
+        num_parameters: int,  # tensors in the bucket
+        valid_bits: Tensor,  # uint8, shape (plane_bytes,): bits that are not padding
         rule: Rule,
     ) -> None:
         assert plane_bytes % (8 * route.num_shards) == 0, "shards are whole words"
-        self._route, self._parameters, self._rule = route, parameters, rule
+        self._route, self._num_parameters, self._rule = route, num_parameters, rule
         self._shard_bytes = plane_bytes // route.num_shards
-        self._valid = valid
-        self._valid_here = valid.view(route.num_shards, -1)[route.shard]
+        self._valid_bits = valid_bits
+        self._valid_here = valid_bits.view(route.num_shards, -1)[route.shard]
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
         """Bytes that this worker sends per step, by tag, if no worker votes zero."""
         sent = Counter(
-            {UP_TAG: self._route.bytes_up(header_bytes(self._parameters) + self._shard_bytes)}
+            {UP_TAG: self._route.bytes_up(header_bytes(self._num_parameters) + self._shard_bytes)}
         )
         if self._route.two_phase:
             planes = self._rule.expected_planes(self._route.view.size)
@@ -244,7 +245,7 @@ class BallotExchange:
         received = self._route.up(messages, UP_TAG).wait()
 
         head = ballot.header.numel()
-        summary = read_headers(received[:, :head].cpu(), self._parameters)
+        summary = read_headers(received[:, :head].cpu(), self._num_parameters)
         if summary.refuses(refuse_faults):
             return VoteResult(summary, None)
 
@@ -265,12 +266,14 @@ class BallotExchange:
             return self._route.up(ballot.nonzero.view(shards, -1), UP_TAG).wait()
 
         # a list contains indices of all shards, so every worker needs it
-        mine = zero_indices(ballot.nonzero, self._valid, max_zeros)
+        mine = zero_vote_indices(ballot.nonzero, self._valid_bits, max_zeros)
         lists = channel.all_gather(mine, UP_TAG).wait()
-        whole_WB = torch.stack([nonzero_plane(indices, self._valid) for indices in lists])
+        whole_WB = torch.stack([nonzero_plane(indices, self._valid_bits) for indices in lists])
         return whole_WB.view(len(whole_WB), shards, -1)[:, self._route.shard]
 
-    def _count(self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: VoteHeaders) -> Shard:
+    def _count(
+        self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: VoteHeaders
+    ) -> CountedShard:
         """Count the votes in this worker's shard, except those of workers that abstain."""
         if summary.abstaining:  # these ballots were computed from NaN or Inf: count them as zeros
             if nonzero_WB is None:
@@ -283,8 +286,8 @@ class BallotExchange:
         valid = _words(self._valid_here)
         return self._rule.count(_words(plus_WB), nonzero, valid, self._route.shard)
 
-    def _send_back(self, shard: Shard) -> Tensor:
-        """Exchange the counted shards; return the bucket's result planes: int64, (D, words)."""
+    def _send_back(self, shard: CountedShard) -> Tensor:
+        """Exchange counted shards; return the bucket's planes, int64, (D, words); collective."""
         flag = torch.tensor([shard.ties is not None], dtype=torch.int64)
         message = torch.cat([flag.to(shard.planes.device), shard.planes.flatten()])
         received = self._route.down(message, DOWN_TAG).wait()
@@ -299,6 +302,7 @@ class BallotExchange:
 
 
 def _words(planes: Tensor) -> Tensor:
+    """Return uint8 planes as int64 words of 8 bytes."""
     return planes.contiguous().view(torch.int64)
 
 
@@ -309,38 +313,40 @@ class NodeBallotExchange:
     with the corresponding ranks of the other nodes.
     """
 
-    def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, workers: int) -> None:
-        self._inner, self._node, self._rule, self._workers = inner, node, rule, workers
+    def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, num_workers: int) -> None:
+        self._inner, self._node, self._rule, self._num_workers = inner, node, rule, num_workers
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this rank sends to other nodes per step, by tag."""
+        """Bytes that this rank sends to other nodes per step, by tag, if no worker votes zero."""
         return self._inner.bytes_by_tag
 
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Exchange this rank's slice with other nodes, then gather all results within the node."""
+        """Vote on this rank's slice with other nodes, then gather the node's slices; collective."""
         size, rank = self._node.size, self._node.rank
         slices = (plane.view(size, -1)[rank] for plane in (ballot.plus, ballot.nonzero))
         summary, delta = self._inner.run(Ballot(ballot.header, *slices), refuse_faults)
 
         # only some slices may have ties: pad to the largest number of planes, so that sizes agree
-        weights = self._rule.weights(self._workers, bool(summary.zeros or summary.abstaining))
+        weights = self._rule.weights(self._num_workers, bool(summary.zeros or summary.abstaining))
         slice_bytes = ballot.plus.numel() // size
         planes = torch.zeros(len(weights), slice_bytes, dtype=torch.uint8)
         if delta is not None:
             planes[: len(delta.planes)] = delta.planes
 
         summary, refused, planes = self._merge_in_node(summary, delta is None, ballot, planes)
-        if refused or summary.refuses(faults=False):
+        if refused or summary.refuses(refuse_faults=False):
             return VoteResult(summary, None)
         planes = planes.reshape(size, len(weights), slice_bytes).transpose(0, 1)
         planes = planes.reshape(len(weights), -1)
-        return VoteResult(summary, PackedDelta(planes, weights, self._rule.offset(self._workers)))
+        return VoteResult(
+            summary, PackedDelta(planes, weights, self._rule.offset(self._num_workers))
+        )
 
     def _merge_in_node(
         self, summary: VoteHeaders, refused: bool, ballot: Ballot, planes: Tensor
     ) -> tuple[VoteHeaders, bool, Tensor]:
-        """Combine what the node's ranks found, and gather their result planes; collective."""
+        """Merge the node's summaries and refusals; gather planes, a row per rank; collective."""
         differ = summary.parameters_differ, summary.hyperparameters_differ
         seen = [summary.requests, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))

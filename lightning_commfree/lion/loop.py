@@ -23,7 +23,7 @@ _ONLY_IN_TRAINER = ("node_size", "inside")
 def distributed_lion(
     module: nn.Module, optimizer: DistributedLion, overlap: bool = False, **settings: Any
 ) -> Iterator[LionVotes]:
-    """Context manager around a training loop, in which each rank is a worker; collective.
+    """Context manager around a training loop, whose ranks vote; yields `LionVotes`; collective.
 
     All ranks begin with rank 0's weights, and parameters remain equal on all of them. Buffers, such
     as BatchNorm's statistics, are averaged after the block; call `votes.average_buffers()` on all

@@ -96,9 +96,9 @@ class DistributedLion(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Validate and add a parameter group.
+        """Validate and add a parameter group, and stop voting.
 
-        If this optimizer votes with other workers, call `join` again before the next step.
+        If this optimizer voted with other workers, call `join` again before the next step.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -120,7 +120,7 @@ class DistributedLion(Optimizer):
         node: Channel | None = None,
         shard_peers: Channel | None = None,
     ) -> Voting:
-        """Start voting with other workers; called by `DistributedLionStrategy`.
+        """Start voting with other workers and return the `Voting`; the strategy calls it.
 
         Args:
             parameters: names and values of all of this optimizer's parameters, in the order in
@@ -155,7 +155,7 @@ class DistributedLion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take an optimizer step, by vote if there are other workers.
+        """Take an optimizer step, by vote if there are other workers, which is collective.
 
         Args:
             closure: computes the loss and gradients; called once, before the vote.
@@ -177,7 +177,7 @@ class DistributedLion(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict`.
+        """Restore a state returned by `state_dict`, with its saved dtypes.
 
         Raises:
             ValueError: the state has no momentum buffers for these parameters; nothing is loaded.
@@ -196,11 +196,12 @@ class DistributedLion(Optimizer):
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Update the master copies of parameters that were modified since the last step."""
+        """Update the fp32 master copies of parameters that were modified since the last step."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         update_masters([self.state[p] for p in parameters], [*map(local_tensor, parameters)])
 
     def _voting_for_step(self) -> Voting:
+        """Return the current `Voting`, a new one if alone; raise if it must join others again."""
         if self.voting is not None and not self.is_voted_on:
             # user code has modified `param_groups` directly
             if self.voting.view.size > 1:
@@ -233,6 +234,7 @@ class DistributedLion(Optimizer):
 
 
 def _check_group(group: dict[str, Any]) -> None:
+    """Raise a `ValueError` or `TypeError` if a value in a parameter group is invalid."""
     lr, betas, decay = group["lr"], group["betas"], group["weight_decay"]
 
     if not float(lr) >= 0:

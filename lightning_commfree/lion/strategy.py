@@ -122,10 +122,12 @@ class DistributedLionStrategy(ReplicaStrategy):
 
     @override
     def drift_check_plan(self) -> tuple[int, Channel]:
+        """Return `check_drift_every` and the channel of all ranks, whose weights must be equal."""
         return self.settings.check_drift_every, self.channels.world
 
     @override
     def not_restored(self) -> list[str]:
+        """Return messages about state that is not restored, also `WeightAveraging`'s buffers."""
         lost, averaging = super().not_restored(), getattr(callbacks, "WeightAveraging", ())
         averages = any(isinstance(one, averaging) for one in self.module.trainer.callbacks)  # type: ignore[attr-defined]
         if averages and self.world_size > 1 and AveragedBuffers(self.module).averaged:
@@ -137,6 +139,7 @@ class DistributedLionStrategy(ReplicaStrategy):
 
     @override
     def begin(self, trainer: pl.Trainer) -> LionVotes:
+        """Check the fit, warn about what limits votes, and return its `LionVotes`; collective."""
         lion = only_lion(type(self).__name__, self.optimizers)
         if self.world_size > 1:
             refuse_max_norm(type(self).__name__, self.module)
@@ -174,6 +177,7 @@ class DistributedLionStrategy(ReplicaStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states; raise a `ValueError` if they contain no momentum buffers."""
         super().load_optimizer_state_dict(checkpoint)
         if not self._resume.is_changed("optimizer_states"):  # a hook may drop the states
             refuse_without_momenta(self.algorithm.lion, checkpoint.get("global_step", 0))

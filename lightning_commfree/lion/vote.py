@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_commfree.comm.bits import unpack_bits_part
 
-Draw = Callable[[int, int], Tensor]  # (shard, number of words) -> int64 words of random bits
+Draw = Callable[[int, int], Tensor]  # (shard index, number of words) -> int64 words of random bits
 
 
 class PackedDelta(NamedTuple):
@@ -67,7 +67,7 @@ class PackedDelta(NamedTuple):
         return out if factor == 1.0 else out.mul_(factor)
 
 
-class Shard(NamedTuple):
+class CountedShard(NamedTuple):
     """Result of counting the votes on one shard of a bucket."""
 
     planes: Tensor  # (D, B), int64: always sent back
@@ -85,9 +85,9 @@ class Majority:
     def __init__(self, draw: Draw | None = None) -> None:
         self._draw = draw
 
-    def offset(self, workers: int) -> int:
+    def offset(self, num_workers: int) -> int:
         """Return `PackedDelta.offset`, which is 1 because the planes encode sign + 1."""
-        del workers
+        del num_workers
         return 1
 
     def count(
@@ -95,9 +95,9 @@ class Majority:
         plus_WB: Tensor,  # int64: each worker's plane c > 0
         nonzero_WB: Tensor | None,  # int64: each worker's plane c != 0; None if no c is 0
         valid_B: Tensor,  # int64: bits that are not padding
-        shard: int,  # index in the bucket
-    ) -> Shard:
-        """Count the votes on one shard: compare the numbers of plus and minus votes."""
+        shard_index: int,  # in the bucket
+    ) -> CountedShard:
+        """Count the votes on one shard; return planes: Delta > 0, and ties if there are any."""
         workers = plus_WB.shape[0]
         plus = count_ones(plus_WB)
 
@@ -111,33 +111,33 @@ class Majority:
 
         if self._draw is not None and ties.any():
             contested = ties if nonzero_WB is None else ties & _any_of(nonzero_WB)
-            winners = winners | (contested & self._draw(shard, ties.numel()))
+            winners = winners | (contested & self._draw(shard_index, ties.numel()))
             ties = ties & ~contested
 
-        return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
+        return CountedShard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
-    def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
+    def weights(self, num_workers: int, any_zeros: bool) -> tuple[int, ...]:
         """Return (2, 1): the weights of planes Delta > 0 and Delta = 0, which encode sign + 1."""
-        del workers, zeros
+        del num_workers, any_zeros
         return (2, 1)
 
-    def expected_planes(self, workers: int) -> int:
-        """Return 2 planes if ties are likely (an even number of workers, no `draw`), else 1."""
-        return 2 if workers % 2 == 0 and self._draw is None else 1
+    def expected_planes(self, num_workers: int) -> int:
+        """Return how many planes to expect in a result: 2 if ties are likely, else 1."""
+        return 2 if num_workers % 2 == 0 and self._draw is None else 1
 
 
 class Average:
     """Average rule: Delta = (P - M) / n."""
 
-    def offset(self, workers: int) -> int:
+    def offset(self, num_workers: int) -> int:
         """Return `PackedDelta.offset`, n: the planes encode P - M + n, which is never negative."""
-        return workers
+        return num_workers
 
     def count(
-        self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
-    ) -> Shard:
-        """Compute P - M + n for one shard, which equals 2 P if no worker votes zero."""
-        del valid_B, shard  # the result for padding is never read
+        self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard_index: int
+    ) -> CountedShard:
+        """Return P - M + n for one shard as planes; it equals 2 P if no worker votes zero."""
+        del valid_B, shard_index  # the result for padding is never read
         workers = plus_WB.shape[0]
         digits = count_ones(plus_WB)
         if nonzero_WB is not None:  # P - M + n = 2 P + (n - P - M)
@@ -145,22 +145,23 @@ class Average:
             digits = add(doubled, count_ones(~nonzero_WB))
 
         weights = self.weights(workers, nonzero_WB is not None)
-        return Shard(torch.stack(digits[: len(weights)]), weights, None)
+        return CountedShard(torch.stack(digits[: len(weights)]), weights, None)
 
-    def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
+    def weights(self, num_workers: int, any_zeros: bool) -> tuple[int, ...]:
         """Return the planes' weights: the powers of two that the largest possible sum needs."""
-        lowest, most = (1, 2 * workers) if zeros else (2, workers)
+        lowest, most = (1, 2 * num_workers) if any_zeros else (2, num_workers)
         return tuple(lowest << i for i in range(most.bit_length()))
 
-    def expected_planes(self, workers: int) -> int:
+    def expected_planes(self, num_workers: int) -> int:
         """Return the number of planes in a result, assuming that no worker votes zero."""
-        return len(self.weights(workers, zeros=False))
+        return len(self.weights(num_workers, any_zeros=False))
 
 
 Rule = Majority | Average
 
 
 def _any_of(flags_WB: Tensor) -> Tensor:
+    """Combine W planes with OR."""
     result = flags_WB[0]
     for plane in flags_WB[1:]:
         result = result | plane

@@ -41,7 +41,7 @@ from lightning_commfree.lion.ballot import (
     VoteResult,
     cheaper_ballot_exchange,
     header_bytes,
-    join_digests,
+    pack_digests,
 )
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.settings import LionSettings
@@ -124,7 +124,7 @@ class Voting:
     # -- a step
 
     def run_step(self) -> None:
-        """Vote on all buckets and update the parameters with the results; collective.
+        """Vote on all buckets and update parameters and momentum with the results; collective.
 
         Raises an `AgreedError` on all workers, before any change, if the step is rejected; raises a
         `RuntimeError` on this worker only if a gradient changed after its vote was launched.
@@ -142,7 +142,7 @@ class Voting:
         raises = self.settings.nonfinite == "raise"
         refused = any(summary.refuses(raises) for summary in summaries)
         requests = union([summary.requests for summary in summaries])
-        requests, refused = self._on_any_shard(requests, refused)
+        requests, refused = self._merge_over_shards(requests, refused)
         self.requests.incoming(requests)
         if refused:
             raise self._refusal(results)
@@ -170,6 +170,7 @@ class Voting:
             self._awaited = []
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Hook of a gradient: launch every next bucket whose gradients are all ready."""
         if not self._awaited:  # outside `during_backward`: gradients accumulate, or no overlap
             return
         with self._launching:  # autograd has a thread for each device of the module
@@ -178,16 +179,17 @@ class Voting:
             while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
                 self._launch(len(self._flights))
 
-    def _launch(self, index: int) -> None:
-        if index == 0:  # call `_members` once per step, because it goes through all groups
+    def _launch(self, bucket_index: int) -> None:
+        """Start a bucket's vote; buckets are launched in order of their index."""
+        if bucket_index == 0:  # call `_members` once per step, because it goes through all groups
             each = iter(self._members([p for b in self.buckets for p in b.parameters]))
             self._in_step = [list(islice(each, len(b.parameters))) for b in self.buckets]
-        members, requests = self._in_step[index], self.requests.outgoing()
-        flight = self._votes[index].launch(members, self.step, requests, self._background)
+        members, requests = self._in_step[bucket_index], self.requests.outgoing()
+        flight = self._votes[bucket_index].launch(members, self.step, requests, self._background)
         self._flights.append(flight)
 
-    def _on_any_shard(self, requests: int, refused: bool) -> tuple[int, bool]:
-        """Combine the requests, and whether the step is rejected, over this worker's ranks."""
+    def _merge_over_shards(self, requests: int, refused: bool) -> tuple[int, bool]:
+        """Combine requests, and whether to reject a step, over this worker's ranks; collective."""
         peers = self._shard_peers
         if peers is None or peers.size == 1:
             return requests, refused
@@ -221,8 +223,8 @@ class Voting:
                 worker, i = summary.faults[0]
                 more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
                 return AgreedError(
-                    f"The gradient of {names[i]!r} on {self._ranks_of(worker)} contains NaN or"
-                    f" Inf{more}, before step {step}. All ranks are stopping; no parameter was"
+                    f"The gradient of {names[i]!r} on {self._describe_ranks(worker)} contains NaN"
+                    f" or Inf{more}, before step {step}. All ranks are stopping; no parameter was"
                     " changed. Lower the learning rate or check the batches there;"
                     " `nonfinite='abstain'` would leave such a worker out of the vote."
                 )
@@ -233,7 +235,7 @@ class Voting:
             " parameter was changed."
         )
 
-    def _ranks_of(self, worker: int) -> str:
+    def _describe_ranks(self, worker: int) -> str:
         rank = self.view.channel.ranks[worker]
         # gradients are averaged over these ranks, with shards too, so any may be the source
         ranks = self.node or self._shard_peers
@@ -277,7 +279,7 @@ class Voting:
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the mean number of bits that this rank sends per parameter and step.
+        """Return the mean "bits_up" and "bits_down" that this rank sends per parameter and step.
 
         Steps before the most recent `load_state_dict` are not included.
         """
@@ -294,6 +296,7 @@ class Voting:
         return {**self.shares(), **self.bits_per_parameter(), **abstentions}
 
     def _sent(self) -> Counter[str]:
+        """Return the bytes that this rank has sent in votes so far, by tag."""
         sent = self.view.channel.ledger.bytes_by_tag
         return Counter({tag: sent[tag] for tag in (UP_TAG, DOWN_TAG)})
 
@@ -331,7 +334,7 @@ class BucketVote:
             every = self._settings.check_drift_every
             due = every and step % every == 0
             tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
-            hashes = join_digests(tuning, _digest(self.bucket) if due else 0)
+            hashes = pack_digests(tuning, _parameters_digest(self.bucket) if due else 0)
 
             momenta = self._momenta.of(members)
             raw = cast_ballot(
@@ -348,12 +351,12 @@ class BucketVote:
                 if alone
                 else background.submit(task, WAIT_TAG, wait_for_host, raw.device)
             )
-            return BallotInFlight(members, ballot, pending, self._gradients())
+            return BallotInFlight(members, ballot, pending, self._gradients_with_versions())
 
     def check_gradients(self, flight: BallotInFlight) -> None:
         """Raise a `RuntimeError` if a gradient has changed since the ballot was cast."""
         for name, voted, now in zip(
-            self.bucket.names, flight.gradients, self._gradients(), strict=True
+            self.bucket.names, flight.gradients, self._gradients_with_versions(), strict=True
         ):
             if voted[0] is not now[0] or voted[1] != now[1]:
                 raise RuntimeError(
@@ -364,7 +367,7 @@ class BucketVote:
                 )
 
     def land(self, flight: BallotInFlight) -> LandedVote:
-        """Wait for the result of the vote, without applying it."""
+        """Wait for the result of the vote and return it, without applying it."""
         with record_function(f"land vote #{self.bucket.index}"):
             return flight.pending.wait()
 
@@ -385,7 +388,7 @@ class BucketVote:
     def _exchange_ballot(
         self, ballot: Ballot, wait_for_host: Callable[[], None], staging: Staging
     ) -> LandedVote:
-        """Exchange a ballot, and start uploading the result from pinned memory."""
+        """In the background, exchange a ballot and start uploading the result; collective."""
         wait_for_host()
         result = self._exchange.run(ballot, refuse_faults=self._settings.nonfinite == "raise")
         if result.delta is None:
@@ -394,7 +397,7 @@ class BucketVote:
         # on CUDA, a copy from unpinned memory would block the training thread
         return LandedVote(result, staging.upload(result.delta.planes, device, lambda up: (up,)))
 
-    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+    def _gradients_with_versions(self) -> list[tuple[Tensor | None, int]]:
         gradients = (parameter.grad for parameter in self.bucket.parameters)
         # torch counts a tensor's in-place writes in `_version`
         return [(g, 0 if g is None else g._version) for g in gradients]
@@ -406,32 +409,33 @@ class BucketVote:
 
     def _make_exchange(self) -> BallotExchange | NodeBallotExchange:
         count = len(self.bucket.parameters)
-        make = partial(cheaper_ballot_exchange, self._view, parameters=count, rule=self._rule)
+        make = partial(cheaper_ballot_exchange, self._view, num_parameters=count, rule=self._rule)
         if self._node is None:
-            return make(plane_bytes=self.bucket.plane_bytes, valid=self._valid)
+            return make(plane_bytes=self.bucket.plane_bytes, valid_bits=self._valid)
 
         own_slice = self._valid.view(self._node.size, -1)[self._node.rank]
-        inner = make(plane_bytes=own_slice.numel(), valid=own_slice)
+        inner = make(plane_bytes=own_slice.numel(), valid_bits=own_slice)
         return NodeBallotExchange(inner, self._node, self._rule, self._view.size)
 
-    def _draw(self, shard: int, words: int) -> Tensor:
-        """Draw random int64 words, to break ties in a shard."""
+    def _draw(self, shard_index: int, num_words: int) -> Tensor:
+        """Draw random int64 words to break ties in a shard, the same on all workers."""
         # seed by step and position only, so that all workers that count a shard, and a resumed run,
         # draw the same words
         node_rank = self._node.rank if self._node else 0
-        position = f"{self._step} {self.bucket.index} {node_rank} {shard}"
+        position = f"{self._step} {self.bucket.index} {node_rank} {shard_index}"
         # crc32, because the generator uses only 32 bits of a seed
         generator = torch.Generator().manual_seed(zlib.crc32(position.encode()))
-        raw = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
+        raw = torch.randint(0, 256, (8 * num_words,), dtype=torch.uint8, generator=generator)
         return raw.view(torch.int64)
 
 
-def _digest(bucket: Bucket) -> Tensor:
+def _parameters_digest(bucket: Bucket) -> Tensor:
+    """Return a hash of a bucket's parameters, 0-d int64."""
     return mix_digests(torch.stack([digest(p.contiguous()) for p in bucket.parameters]))
 
 
 def vote_shares(votes: Iterable[PackedVote]) -> dict[str, float]:
-    """Compute statistics of the votes on all buckets in one step, as fractions from 0 to 1."""
+    """Return the fractions of "ties", "zeros" and "agreement" in one step's votes, from 0 to 1."""
     parameters = moved = voted = agreed = 0
     for valid, ballot, delta in votes:
         positive, negative = (plane & valid for plane in _signs(delta))

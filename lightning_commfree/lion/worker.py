@@ -76,7 +76,7 @@ def fill_state(state: State, local: Tensor) -> State:
 
 
 def copy_state(state: State, saved: State, device: torch.device) -> None:
-    """Copy the tensors in `saved` to `state`, keeping their dtypes."""
+    """Copy the tensors in `saved` into `state` on `device`, keeping their dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):
             state[key] = local_tensor(value).to(device, copy=True)
@@ -125,7 +125,7 @@ class FlatMomenta:
         self._views: list[Tensor] = []
 
     def of(self, members: list[LionParam]) -> Tensor | None:
-        """Return the momentum buffers as one flat tensor, shape (N,), and make them views of it.
+        """Make the momentum buffers views of one flat tensor, shape (N,), and return it, or None.
 
         Return None if compiled loops process this bucket, or if the buffers' dtypes differ.
         """
@@ -145,18 +145,18 @@ class FlatMomenta:
 def cast_ballot(
     bucket: Bucket,
     members: list[LionParam],  # in the bucket's order
-    valid: Tensor,  # uint8, shape (bucket.plane_bytes,): bits that are not padding
+    valid_bits: Tensor,  # uint8, shape (bucket.plane_bytes,): bits that are not padding
     requests: int,
     digest: Tensor | int,  # both as in `write_header`
     momenta: Tensor | None = None,  # from `FlatMomenta.of`
 ) -> Tensor:
-    """Compute a worker's ballot for one bucket, without changing any state.
+    """Return a worker's ballot for one bucket as one tensor, without changing any state.
 
-    Returns uint8 on the parameters' device: the header, the plane c > 0 and the plane c != 0.
+    It is uint8 on the parameters' device: the header, the plane c > 0 and the plane c != 0.
     Raises a `TypeError` if a gradient is sparse.
     """
     head = header_bytes(len(members))
-    buffer = valid.new_zeros(head + 2 * bucket.plane_bytes)
+    buffer = valid_bits.new_zeros(head + 2 * bucket.plane_bytes)
     header, planes = buffer[:head], buffer[head:].view(2, -1)
     marks = marks_of(header, len(members))
     nonzeros: list[Tensor | int] = []  # counts of nonzero directions
@@ -166,7 +166,7 @@ def cast_ballot(
 
     values = [
         _orthogonalized(member, gradient) if gradient is not None and member.ns_steps else gradient
-        for member, gradient in zip(members, _gradients(bucket, members), strict=True)
+        for member, gradient in zip(members, _flat_gradients(bucket, members), strict=True)
     ]
     for run in _runs(members, values, bucket.starts):
         of_run = marks[run[0].position : run[-1].position + 1]
@@ -174,7 +174,7 @@ def cast_ballot(
         betas = [0.0 if members[part.position].ns_steps else part.group["betas"][0] for part in run]
         if loops := _loops(run[0].momentum):
             if totals is None:
-                totals = torch.zeros(1 + len(members), dtype=torch.int64, device=valid.device)
+                totals = torch.zeros(1 + len(members), dtype=torch.int64, device=valid_bits.device)
             for part, beta in zip(run, betas, strict=True):
                 nonfinite = totals[1 + part.position :][:1]
                 place = planes, part.start
@@ -218,7 +218,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     x: Tensor = matrix.T if tall else matrix  # for a smaller product x @ x.T
     x = x / x.norm().clamp(min=1e-7)
     if x.device.type == "cuda" and x.dtype == torch.float32:
-        x = _iterate_in_bf16(x, steps)
+        x = _newton_schulz_in_bf16(x, steps)
     else:
         a, b, c = _QUINTIC
         for _ in range(steps):
@@ -227,7 +227,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     return x.T if tall else x
 
 
-def _iterate_in_bf16(x: Tensor, steps: int) -> Tensor:
+def _newton_schulz_in_bf16(x: Tensor, steps: int) -> Tensor:
     a, b, c = _QUINTIC
     found = x.bfloat16()
     for _ in range(steps):
@@ -280,7 +280,7 @@ def take_step(
     with_gradient: tuple[bool, ...],  # per parameter, on any worker; without, it stays
     abstained: bool,  # whether this worker did
 ) -> None:
-    """Update a bucket's parameters and this worker's momentum buffers."""
+    """Apply a vote's result to a bucket's parameters; update this worker's momentum buffers."""
     # a hook may have changed parameters since the last step
     update_masters([member.state for member in members], [member.parameter for member in members])
     moved = [
@@ -302,11 +302,12 @@ def take_step(
 
     # if this worker abstained, its gradient has NaN or Inf, which must not reach the momentum
     if not abstained:
-        for run in _runs(members, _gradients(bucket, members), bucket.starts):
+        for run in _runs(members, _flat_gradients(bucket, members), bucket.starts):
             _update_momenta(run)
 
 
 def _update_values(run: list[_Part], delta: PackedDelta) -> None:
+    """Apply weight decay and Delta to the values of a run, in place."""
     rates = [float(part.group["lr"]) for part in run]
     kept = [1 - lr * float(part.group["weight_decay"]) for part, lr in zip(run, rates, strict=True)]
     if loops := _loops(run[0].momentum):
@@ -326,6 +327,7 @@ def _update_values(run: list[_Part], delta: PackedDelta) -> None:
 
 
 def _update_momenta(run: list[_Part]) -> None:
+    """Update the momentum buffers of a run in place; its values are gradients."""
     betas = [part.group["betas"][1] for part in run]
     if loops := _loops(run[0].momentum):
         for part, beta in zip(run, betas, strict=True):
@@ -354,7 +356,8 @@ def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, l
     return weighted, by_part
 
 
-def _gradients(bucket: Bucket, members: list[LionParam]) -> list[Tensor | None]:
+def _flat_gradients(bucket: Bucket, members: list[LionParam]) -> list[Tensor | None]:
+    """Return gradients as 1-d tensors, or None; raise a `TypeError` if one is sparse."""
     gradients = [member.parameter.grad for member in members]
     for name, gradient in zip(bucket.names, gradients, strict=True):
         if gradient is not None and gradient.is_sparse:
@@ -400,7 +403,7 @@ def _runs(
         for offset in range(0, numel, size):
             place = slice(offset, min(offset + size, numel))
             part = _Part(i, starts[i] + offset, tensor[place], momentum[place], member.group)
-            if run and not _continues(run, part, size):
+            if run and not _can_extend(run, part, size):
                 yield run
                 run = []
             run.append(part)
@@ -408,8 +411,8 @@ def _runs(
         yield run
 
 
-def _continues(run: list[_Part], part: _Part, size: int) -> bool:
-    fits = part.start + part.values.numel() - run[0].start <= size
+def _can_extend(run: list[_Part], part: _Part, max_numel: int) -> bool:
+    fits = part.start + part.values.numel() - run[0].start <= max_numel
     same_dtype = part.momentum.dtype == run[0].momentum.dtype
     return fits and same_dtype and part.position == run[-1].position + 1
 

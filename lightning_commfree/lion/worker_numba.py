@@ -32,9 +32,9 @@ def cast(
     nonzeros: Tensor,  # (1,), int64; the number of nonzero directions is added to it
     nonfinite: Tensor,  # (1,), int64; set to 1 if any direction is not finite
 ) -> None:
-    """Compute c = b1 m + (1 - b1) g and write its signs to two bit planes, c > 0 and c != 0."""
+    """Write the bits c > 0 and c != 0 of c = b1 m + (1 - b1) g; count nonzeros, flag nonfinites."""
     values = momentum.numpy(), gradient.float().numpy()
-    found, finite = _cast(*values, f32(beta), f32(1 - beta), planes.numpy(), start)
+    found, finite = _cast_loop(*values, f32(beta), f32(1 - beta), planes.numpy(), start)
     nonzeros += int(found)
     if not finite:
         nonfinite.fill_(1)
@@ -51,12 +51,12 @@ def update_values(
 ) -> None:
     """Update parameter values in place: x <- `keep` * x - `lr` * Delta."""
     bits, each = planes.numpy(), np.array(weights, i32)
-    _update_values(values.numpy(), bits, each, i32(offset), start, f32(keep), f32(lr))
+    _update_values_loop(values.numpy(), bits, each, i32(offset), start, f32(keep), f32(lr))
 
 
 def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
     """Update a momentum buffer, fp32, shape (n,), in place: m <- b2 * m + (1 - b2) * g."""
-    _update_momentum(momentum.numpy(), gradient.float().numpy(), f32(beta), f32(1 - beta))
+    _update_momentum_loop(momentum.numpy(), gradient.float().numpy(), f32(beta), f32(1 - beta))
 
 
 def try_out() -> None:
@@ -69,11 +69,12 @@ def try_out() -> None:
 
 @compiled
 def _cast_row(
-    momentum: Any, gradient: Any, beta: Any, share: Any, plus: Any, nonzero: Any, bit: Any
+    momentum: Any, gradient: Any, beta: Any, one_minus_beta: Any, plus: Any, nonzero: Any, bit: Any
 ) -> Any:
+    """Set `bit` in `plus` if c > 0, in `nonzero` if c != 0; return their count, nonfinite flag."""
     nonzeros, nonfinite = i32(0), i32(0)
     for i in range(momentum.size):
-        c = f32(f32(momentum[i] * beta) + f32(gradient[i] * share))
+        c = f32(f32(momentum[i] * beta) + f32(gradient[i] * one_minus_beta))
         plus[i] |= bit if c > f32(0) else u8(0)
         nonzero[i] |= bit if c != f32(0) else u8(0)
         nonzeros += i32(1) if c != f32(0) else i32(0)
@@ -82,7 +83,10 @@ def _cast_row(
 
 
 @compiled
-def _cast(momentum: Any, gradient: Any, beta: Any, share: Any, planes: Any, start: Any) -> Any:
+def _cast_loop(
+    momentum: Any, gradient: Any, beta: Any, one_minus_beta: Any, planes: Any, start: Any
+) -> Any:
+    """Run `cast`; return the number of nonzero directions, and whether all are finite."""
     nonzeros, nonfinite, done, row_bytes = 0, 0, 0, planes.shape[1]
     while done < momentum.size:
         row, byte = divmod(start + done, row_bytes)
@@ -92,7 +96,7 @@ def _cast(momentum: Any, gradient: Any, beta: Any, share: Any, planes: Any, star
             momentum[part],
             gradient[part],
             beta,
-            share,
+            one_minus_beta,
             planes[0, place],
             planes[1, place],
             u8(1 << row),
@@ -103,19 +107,21 @@ def _cast(momentum: Any, gradient: Any, beta: Any, share: Any, planes: Any, star
 
 @compiled
 def _add_bits(plane: Any, row: Any, weight: Any, totals: Any) -> None:
+    """Add `weight` times bit `row` of each byte to `totals`, in place."""
     for i in range(plane.size):
         totals[i] = i32(totals[i] + i32(i32(i32(plane[i] >> row) & i32(1)) * weight))
 
 
 @compiled
 def _apply_delta(values: Any, totals: Any, divisor: Any, keep: Any, lr: Any) -> None:
+    """Update in place: x <- `keep` * x - `lr` * totals / divisor."""
     for i in range(values.size):
         delta = f32(f32(totals[i]) / divisor)
         values[i] = f32(f32(values[i] * keep) - f32(delta * lr))
 
 
 @compiled
-def _update_values(
+def _update_values_loop(
     values: Any, planes: Any, weights: Any, offset: Any, start: Any, keep: Any, lr: Any
 ) -> None:
     totals_of_block, row_bytes, done = np.empty(_BLOCK, i32), planes.shape[1], 0
@@ -131,6 +137,6 @@ def _update_values(
 
 
 @compiled
-def _update_momentum(momentum: Any, gradient: Any, beta: Any, share: Any) -> None:
+def _update_momentum_loop(momentum: Any, gradient: Any, beta: Any, one_minus_beta: Any) -> None:
     for i in range(momentum.size):
-        momentum[i] = f32(f32(momentum[i] * beta) + f32(gradient[i] * share))
+        momentum[i] = f32(f32(momentum[i] * beta) + f32(gradient[i] * one_minus_beta))

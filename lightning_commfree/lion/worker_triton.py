@@ -38,12 +38,12 @@ def cast(
     nonzeros: Tensor,
     nonfinite: Tensor,
 ) -> None:
-    """Compute c = b1 m + (1 - b1) g and write its signs to two bit planes, c > 0 and c != 0."""
+    """Write the bits c > 0 and c != 0 of c = b1 m + (1 - b1) g; count nonzeros, flag nonfinites."""
     # one thread writes each byte: the 8 values in a byte are `planes.shape[1]` apart
     bytes_used = min(momentum.numel(), planes.shape[1])
     sizes = start, momentum.numel(), planes.shape[1]
     tensors = gradient, momentum, planes, nonzeros, nonfinite
-    _launch(_cast, bytes_used, *tensors, *sizes, beta, 1 - beta)
+    _launch(_cast_kernel, bytes_used, *tensors, *sizes, beta, 1 - beta)
 
 
 def update_values(
@@ -59,18 +59,18 @@ def update_values(
     # weights are powers of two; pack their exponents into one integer, 4 bits each
     exponents = sum((weight.bit_length() - 1) << 4 * i for i, weight in enumerate(weights))
     sizes = start, values.numel(), planes.shape[1], len(weights), exponents, offset
-    _launch(_update_values, values.numel(), values, planes, *sizes, keep, lr)
+    _launch(_update_values_kernel, values.numel(), values, planes, *sizes, keep, lr)
 
 
 def follow(master: Tensor, values: Tensor) -> None:
-    """Take over bf16 values that other code has changed: those the master does not round to."""
-    _launch(_follow, master.numel(), master, values, master.numel())
+    """Set the master copy, in place, to each bf16 value that it does not round to."""
+    _launch(_follow_kernel, master.numel(), master, values, master.numel())
 
 
 def update_momentum(momentum: Tensor, gradient: Tensor, beta: float) -> None:
     """Update a momentum buffer in place: m <- b2 * m + (1 - b2) * g."""
     numel = momentum.numel()
-    _launch(_update_momentum, numel, momentum, gradient, numel, beta, 1 - beta)
+    _launch(_update_momentum_kernel, numel, momentum, gradient, numel, beta, 1 - beta)
 
 
 def try_out(device: str = "cuda") -> None:
@@ -85,10 +85,11 @@ def try_out(device: str = "cuda") -> None:
     values[::2] = master[::2].bfloat16()
     expected = torch.where(master.bfloat16() == values, master, values.float())
     follow(master, values)
-    _check([master], [expected])
+    _check_equals_torch([master], [expected])
 
 
 def _compare_with_torch(x: Tensor, momentum: Tensor, gradient: Tensor) -> None:
+    """Run the kernels on these tensors; raise if a result differs from torch's."""
     beta, keep, lr = 0.9, 0.97, 0.013
     directions = momentum * beta + gradient.float() * (1 - beta)
     expected, planes = torch.zeros(2, 2, 632, dtype=torch.uint8, device=x.device)
@@ -101,15 +102,16 @@ def _compare_with_torch(x: Tensor, momentum: Tensor, gradient: Tensor) -> None:
     update_values(x, *delta, 0, keep, lr)
     update_momentum(momentum, gradient, beta)
     nothing = torch.zeros_like(nonfinite)
-    _check((planes, x, momentum, nonfinite), (expected, moved, directions, nothing))
+    _check_equals_torch((planes, x, momentum, nonfinite), (expected, moved, directions, nothing))
 
 
-def _check(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def _check_equals_torch(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     if not all(map(torch.equal, found, expected)):
         raise RuntimeError("its results differ from those of torch")
 
 
 def _launch(kernel: Any, numel: int, first: Tensor, *arguments: Any) -> None:
+    """Run a kernel for `numel` elements on the device of `first`; nothing if there are none."""
     if numel:
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
             grid = (triton.cdiv(numel, _BLOCK),)
@@ -117,7 +119,7 @@ def _launch(kernel: Any, numel: int, first: Tensor, *arguments: Any) -> None:
 
 
 @jit
-def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
+def _cast_kernel(  # noqa: PLR0913 - a kernel takes each size as a separate argument
     gradient: tl.tensor,
     momentum: tl.tensor,
     planes: tl.tensor,
@@ -127,7 +129,7 @@ def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
     numel: tl.tensor,
     row_bytes: tl.tensor,
     beta: tl.tensor,
-    share: tl.tensor,
+    one_minus_beta: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -143,7 +145,7 @@ def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
         mask = inside & (row + place < numel)
         m = tl.load(momentum + row + place, mask=mask, other=0.0)
         g = tl.load(gradient + row + place, mask=mask, other=0.0).to(tl.float32)
-        c = m * beta + g * share
+        c = m * beta + g * one_minus_beta
         bit = ((start + row + place) // row_bytes).to(tl.int32)
         voted = (c != 0.0).to(tl.int32)
         plus |= (c > 0.0).to(tl.int32) << bit
@@ -158,7 +160,7 @@ def _cast(  # noqa: PLR0913 - a kernel takes each size as a separate argument
 
 
 @jit
-def _update_values(  # noqa: PLR0913 - as above
+def _update_values_kernel(  # noqa: PLR0913 - as above
     values: tl.tensor,
     planes: tl.tensor,
     start: tl.tensor,
@@ -185,7 +187,7 @@ def _update_values(  # noqa: PLR0913 - as above
 
 
 @jit
-def _follow(
+def _follow_kernel(
     master: tl.tensor,
     values: tl.tensor,
     numel: tl.tensor,
@@ -202,16 +204,16 @@ def _follow(
 
 
 @jit
-def _update_momentum(
+def _update_momentum_kernel(
     momentum: tl.tensor,
     gradient: tl.tensor,
     numel: tl.tensor,
     beta: tl.tensor,
-    share: tl.tensor,
+    one_minus_beta: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < numel
     m = tl.load(momentum + place, mask=mask, other=0.0)
     g = tl.load(gradient + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(momentum + place, m * beta + g * share, mask=mask)
+    tl.store(momentum + place, m * beta + g * one_minus_beta, mask=mask)

@@ -54,7 +54,7 @@ FIRST_BATCH = {
 AFTER_A_SUSPICION = {
     # The fit is about to end: the error names the tensor that is not finite.
     Question("suspicion", "domino/gradients.py refuse_nonfinite", "value"),
-    Question("suspicion", "domino/gradients.py _describe", "value"),
+    Question("suspicion", "domino/gradients.py _describe_nonfinite", "value"),
 }
 
 
@@ -77,7 +77,7 @@ class Step:
         self.model = walk.on_cuda(model)
         self.parallel = divide(self.model, channel(2, 1), case)
         self.average = GradientAverage(channel(2, 0))
-        self.parallel.done = self.average.sublayer_is_done
+        self.parallel.done = self.average.launch_sublayer
         self.parallel.trace = self._trace
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 

@@ -54,7 +54,7 @@ def average(tensor: Channel, data: Channel, case: Case, way: str, replica: int) 
     model = weights_of(case)
     parallel = divide(model, tensor, case)
     mean = GradientAverage(data)
-    parallel.done = mean.sublayer_is_done
+    parallel.done = mean.launch_sublayer
     if way == "accumulated":
         mean.active = False
         extra = replace(case, seed=20 + replica)

@@ -77,7 +77,7 @@ def divided(channel: Any) -> Any:
         found["save"] = str(error)
     parallel.on_fallback = lambda text: None
     found["flash"] = split_under_flash(parallel)
-    parallel.join({})
+    parallel.unshard({})
     found["can save again"] = "save_pretrained" not in vars(model)
     return found, said
 

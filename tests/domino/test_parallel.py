@@ -148,7 +148,7 @@ def shard_and_join(channel: Any, kind: str, again: bool) -> Joined:
         model(**batch).loss.backward()
         during = [type(module).__name__ for module in model.modules()]
         specs = parallel.sharding.specs
-        parallel.join(
+        parallel.unshard(
             {p: gather_full_tensor(p.detach(), spec, channel, "t") for p, spec in specs.items()}
         )
     del batch["labels"]

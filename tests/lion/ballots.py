@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 def bucket_of(sizes: Sequence[int], workers: int) -> Bucket:
     """Return one bucket of parameters of these sizes, in this order."""
     parameters = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes)]
-    (bucket,) = split_into_buckets(parameters[::-1], workers, numel=sum(sizes) + 1)
+    (bucket,) = split_into_buckets(parameters[::-1], workers, min_numel=sum(sizes) + 1)
     return bucket
 
 

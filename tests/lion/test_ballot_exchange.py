@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.comm.requests import STOP
-from lightning_commfree.lion.ballot import DOWN_TAG, join_digests
+from lightning_commfree.lion.ballot import DOWN_TAG, pack_digests
 from lightning_commfree.lion.vote import Majority
 from tests.lion.ballots import RULES, Outcome, formula, play
 
@@ -145,7 +145,7 @@ def test_hyperparameters_and_parameters_are_told_apart(
     expected: tuple[bool, bool],
 ) -> None:
     digests = [
-        int(join_digests(tuned, torch.tensor(drifted)))
+        int(pack_digests(tuned, torch.tensor(drifted)))
         for tuned, drifted in zip(hyperparameters, parameters, strict=True)
     ]
     gradients: Gradients = [[torch.ones(70)] for _ in range(3)]

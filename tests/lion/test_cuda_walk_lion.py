@@ -199,7 +199,7 @@ def test_votes_are_counted_where_they_are(workers: int, name: str, tied: bool, z
 @pytest.mark.parametrize("rule", [Majority(), Average()])
 def test_delta_is_read_on_the_device(rule: Rule, workers: int) -> None:
     """Nobody waits; 200 workers need wider sums."""
-    weights = rule.weights(workers, zeros=True)
+    weights = rule.weights(workers, any_zeros=True)
     with CudaWalk() as walk:
         planes = torch.empty(len(weights), 64, dtype=torch.uint8, device=CUDA)
         delta = PackedDelta(planes, weights, rule.offset(workers))

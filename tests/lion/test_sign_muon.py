@@ -13,7 +13,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.lion import DistributedLion, LionSettings
-from lightning_commfree.lion.worker import _iterate_in_bf16, newton_schulz
+from lightning_commfree.lion.worker import _newton_schulz_in_bf16, newton_schulz
 from tests.cuda_walk import CudaWalk
 from tests.lion import training
 from tests.lion.training import Run, Worker, assert_same, assert_same_steps, play
@@ -97,7 +97,7 @@ def test_on_a_gpu_products_are_in_bf16(dtype: torch.dtype, products: torch.dtype
 def test_iterations_in_bf16_vote_as_those_in_fp32() -> None:
     """Without a vote of 0: sums that are rounded one by one have 154 here, and differ in 0.7 %."""
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
-    exact, found = newton_schulz(matrix, 5), _iterate_in_bf16(matrix / matrix.norm(), 5)
+    exact, found = newton_schulz(matrix, 5), _newton_schulz_in_bf16(matrix / matrix.norm(), 5)
     assert found.dtype == torch.float32
     assert found.count_nonzero() == matrix.numel()
     assert float((found.sign() != exact.sign()).float().mean()) < 0.005

@@ -137,7 +137,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Compiled:
     return Compiled(monkeypatch)
 
 
-KERNELS = {"_cast", "_update_values", "_update_momentum"}
+KERNELS = {"_cast_kernel", "_update_values_kernel", "_update_momentum_kernel"}
 RULES: tuple[tuple[Rule, int], ...] = ((Majority(), 3), (Average(), 3), (Average(), 64))
 IN_TRITON = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
@@ -154,14 +154,15 @@ def test_whole_steps_compile(
     for rule, workers in RULES:
         for zeros in (False, True):
             outcome(dtype, rule, workers, zeros)
-    follows = {"_follow"} if dtype == torch.bfloat16 else set()  # the values of master copies
+    # the values of master copies
+    follows = {"_follow_kernel"} if dtype == torch.bfloat16 else set()
     assert {name for name, _ in compiled.ptx} == KERNELS | follows
     assert len(compiled.ptx) >= 20
     for (name, special), ptx in compiled.ptx.items():
-        if name == "_follow":
+        if name == "_follow_kernel":
             assert f"'values': '{IN_TRITON[dtype]}'" in special
             continue
-        assert name == "_update_values" or f"'gradient': '{IN_TRITON[dtype]}'" in special, (
+        assert name == "_update_values_kernel" or f"'gradient': '{IN_TRITON[dtype]}'" in special, (
             "gradients are read as they are, without a copy in fp32"
         )
         assert_rounds_every_operation(ptx)
@@ -208,7 +209,7 @@ def test_values_compile_wherever_they_are(
 
 def test_a_fused_operation_is_seen(compiled: Compiled) -> None:
     m, g = torch.zeros(2, 64)
-    kernel = compiled.module._update_momentum
+    kernel = compiled.module._update_momentum_kernel
     kernel[(1,)](m, g, 64, 0.9, 0.1, BLOCK=64, enable_fp_fusion=True)
     with pytest.raises(AssertionError):
         assert_rounds_every_operation(*compiled.ptx.values())

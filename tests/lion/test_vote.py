@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Shard
+from lightning_commfree.lion.vote import Average, CountedShard, Majority, PackedDelta
 from tests.planes import pack_bits
 
 NUMEL = 128  # no padding but where a test leaves some
@@ -35,7 +35,7 @@ def random_votes(workers: int, seed: int, zeros: bool, numel: int = NUMEL) -> Te
     return torch.randint(0, 2, (workers, numel), generator=generator) * 2 - 1
 
 
-def delta(shard: Shard, offset: int, numel: int = NUMEL) -> Tensor:
+def delta(shard: CountedShard, offset: int, numel: int = NUMEL) -> Tensor:
     all_planes, weights = shard.planes, shard.weights
     if shard.ties is not None:
         all_planes = torch.cat([all_planes, shard.ties.unsqueeze(0)])

@@ -57,7 +57,7 @@ def member(values: Tensor, gradient: Tensor | None, momentum: Tensor, **state: A
 
 def bucket_of(members: Sequence[LionParam]) -> Bucket:
     named = [(f"p{i}", m.parameter) for i, m in enumerate(members)][::-1]
-    return split_into_buckets(named, 2, numel=1 << 40)[0]
+    return split_into_buckets(named, 2, min_numel=1 << 40)[0]
 
 
 def ballot(members: list[LionParam], stop: bool = False, digest: int = 0) -> tuple[Any, Any, Any]:

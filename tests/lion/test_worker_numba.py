@@ -44,7 +44,7 @@ def worker_of(dtype: torch.dtype, device: str = "cpu") -> tuple[Bucket, list[Lio
             state["master"] = parameter.detach().float()
         members.append(LionParam(parameter, state, GROUPS[i % 2]))
     named = [(f"p{i}", member.parameter) for i, member in enumerate(members)]
-    (bucket,) = split_into_buckets(named[::-1], 3, numel=1 << 40)
+    (bucket,) = split_into_buckets(named[::-1], 3, min_numel=1 << 40)
     return bucket, members
 
 

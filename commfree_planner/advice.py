@@ -102,7 +102,10 @@ def _fragment_counts(training: Training) -> list[int]:
 
 
 def _with_longer_cycles(training: Training, gbit_per_s: float, target: float) -> Candidate | None:
-    """Return the shortest sufficient cycle, or the longest one; None if H is already longer."""
+    """Return the best setting with the smallest H that suffices, or the largest H, or None.
+
+    None if the training's H is already larger.
+    """
     too_short, enough = training.sync_every, MOST_SYNC_EVERY
     if enough <= too_short:
         return None
@@ -140,7 +143,7 @@ def _reasons(
     if best.num_fragments != default:
         yield (
             f"With the default of {default} fragments, overlap_steps={best.overlap_steps} reaches"
-            f" {_with_default(training, best, gbit_per_s):.1%}."
+            f" {_default_p_utilization(training, best, gbit_per_s):.1%}."
         )
     if best.utilization < target:
         needed = training.needed_gbit_per_s(exchange, target)
@@ -167,7 +170,8 @@ def _link_reasons(
     )
 
 
-def _with_default(training: Training, best: Candidate, gbit_per_s: float) -> float:
+def _default_p_utilization(training: Training, best: Candidate, gbit_per_s: float) -> float:
+    """Return the utilization of a setting with the default P instead of its own."""
     default = training.model.default_num_fragments
     exchange = training.diloco(default, best.overlap_steps, training.wire_dtype)
     return training.utilization(exchange, gbit_per_s)

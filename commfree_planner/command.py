@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     try:
-        training, advice = _planned(options)
+        training, advice = _plan(options)
         choice = choose(training, options.bandwidth, options.target, advice)
         within = [] if options.replica_size == 1 else [inside_line(training, options.replica_size)]
     except (TypeError, ValueError) as error:
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
+    """Parse an integer such as 124e6; raise argparse's error for other text."""
     try:
         number = float(text)
     except ValueError:
@@ -82,7 +83,8 @@ def _count(text: str) -> int:
     return int(number)
 
 
-def _planned(options: argparse.Namespace) -> tuple[Training, Advice]:
+def _plan(options: argparse.Namespace) -> tuple[Training, Advice]:
+    """Return the training that the options describe, and the advice for it."""
     parameters, blocks, outside = options.parameters, options.blocks, options.outside
     if blocks < 1 or not 0 <= outside <= parameters - blocks:
         raise ValueError(
@@ -114,9 +116,9 @@ def _lines(
     training: Training, gbit_per_s: float, choice: Choice, advice: Advice, target: float
 ) -> Iterator[str]:
     compared = methods(training)
-    yield from _aligned(_reached(training, compared, gbit_per_s))
+    yield from _aligned(_utilization_rows(training, compared, gbit_per_s))
     yield ""
-    yield from _aligned(_needed(training, compared))
+    yield from _aligned(_bandwidth_rows(training, compared))
     yield ""
 
     setting = f" ({choice.setting})" if choice.setting else ""
@@ -135,7 +137,9 @@ def _lines(
     yield from _folded(auto_line(training, gbit_per_s))
 
 
-def _reached(training: Training, compared: Sequence[Method], gbit_per_s: float) -> list[list[str]]:
+def _utilization_rows(
+    training: Training, compared: Sequence[Method], gbit_per_s: float
+) -> list[list[str]]:
     rows = [["method", "setting", f"at {gbit_per_s:g} Gbit/s", "seconds/step", "MB/step"]]
     for name, setting, exchange in compared:
         reached = training.utilization(exchange, gbit_per_s)
@@ -145,7 +149,7 @@ def _reached(training: Training, compared: Sequence[Method], gbit_per_s: float) 
     return rows
 
 
-def _needed(training: Training, compared: Sequence[Method]) -> list[list[str]]:
+def _bandwidth_rows(training: Training, compared: Sequence[Method]) -> list[list[str]]:
     rows = [["Gbit/s needed", "", *(f"for {target:.0%}" for target in TARGETS)]]
     for name, setting, exchange in compared:
         needed = (training.needed_gbit_per_s(exchange, target) for target in TARGETS)

@@ -43,11 +43,11 @@ def choose_pace(
     overlaps = sorted({least_overlap, *OVERLAP_STEPS})
     tau = next((tau for tau in overlaps if tau >= least), overlaps[-1])
 
-    def smallest(reserve: float) -> int:
+    def smallest_h(reserve: float) -> int:
         need = max(reserve * max(_RESERVE * sum(links), work / _WORK), tau + 2)
         return next((h for h in SYNC_EVERY if h >= need), SYNC_EVERY[-1])
 
-    up, down = smallest(1.0), smallest(_BEFORE_FALLING)
+    up, down = smallest_h(1.0), smallest_h(_BEFORE_FALLING)
     wanted = up if up > sync_every else min(down, sync_every)
     # what is in flight must land before its fragment's next launch: H may have to wait for tau
     chosen = next(h for h in SYNC_EVERY if h >= max(wanted, overlap_steps + 2))

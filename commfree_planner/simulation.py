@@ -216,6 +216,7 @@ class _Replica:
     # the two loops take almost all of a plan's time
 
     def _forward(self, due: dict[int, float]) -> None:
+        """Advance the clock by the forward pass; a layer waits for its message, `due` by layer."""
         now = self._now
         for layer, seconds in enumerate(self._forward_s):
             if layer in due and due[layer] > now:
@@ -224,6 +225,7 @@ class _Replica:
         self._now = now
 
     def _backward(self, leaving: dict[int, list[Message]]) -> None:
+        """Advance the clock by the backward pass; send the messages `leaving` after each layer."""
         now = self._now
         for layer, seconds in self._backward_s:
             now += seconds
@@ -234,6 +236,7 @@ class _Replica:
         self._now = now
 
     def _send(self, message: Message) -> None:
+        """Put a message on the link, and record its arrival for the layer that needs it."""
         start = max(self._now, self._link_free)
         self._link_free = start + message.num_bytes / self._bytes_per_s
         due = self._due.setdefault(self._step + self._exchange.overlap_steps + 1, {})
@@ -252,6 +255,7 @@ class _Replica:
 
 
 def _by_step_and_layer(exchange: Exchange) -> dict[int, dict[int, list[Message]]]:
+    """Return the messages by step of the cycle, then by the layer after which they leave."""
     leaving: dict[int, dict[int, list[Message]]] = {}
     for p, fragment in enumerate(exchange.fragments):
         by_layer = leaving.setdefault(exchange.offset(p), defaultdict(list))

@@ -104,6 +104,7 @@ class _Connection:
         self._window = min(self._window, _FIRST)
 
     def _grow(self, round_s: float) -> None:
+        """Grow the window after a round trip of `round_s` without loss."""
         if self._window < self._threshold:
             self._window = min(2 * self._window, self._threshold, self._most)
             self._start_cubic()
@@ -116,6 +117,7 @@ class _Connection:
         self._window = min(max(cubic, self._reno), self._most)
 
     def _cut(self) -> None:
+        """Shrink the window after a loss."""
         # a peak below the last one makes room for other connections (fast convergence)
         shrinks = self._window < self._peak
         self._peak = self._window * ((1 + _CUT) / 2 if shrinks else 1.0)
@@ -123,4 +125,5 @@ class _Connection:
         self._start_cubic()
 
     def _start_cubic(self) -> None:
+        """Let CUBIC's growth start from the present window."""
         self._since_s, self._start, self._reno = 0.0, self._window, self._window

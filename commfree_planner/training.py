@@ -158,13 +158,16 @@ class Training:
         return build_exchange(self.model, sent, by_layer=True, rounds=rounds)
 
     def _outer_bytes(self, wire_dtype: str, numel: int) -> float:
+        """Return the bytes that a replica sends to exchange `numel` outer gradients."""
         sent = payload_bytes(numel, wire_dtype)
         return exchange_bytes(sent, self.num_replicas)
 
     def _gradient_bytes(self, dtype: str, numel: int) -> float:
+        """Return the bytes that a replica sends to all-reduce `numel` gradients."""
         return all_reduce_bytes(payload_bytes(numel, dtype), self.num_replicas)
 
     def _check_link(self) -> None:
+        """Raise a ValueError unless latency, loss and sync time are in range."""
         if not 0 <= self.latency_s < math.inf:
             raise ValueError(
                 f"`latency={self.latency_s}` must be a number of seconds of at least 0, one way:"

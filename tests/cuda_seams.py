@@ -56,6 +56,6 @@ def memory(patch: pytest.MonkeyPatch) -> None:
         start: int = tensor.untyped_storage()._cdata
         return start + tensor.storage_offset() * tensor.element_size()
 
-    patch.setattr(worker, "load_kernels", lambda module, what: None)  # Triton's need addresses
+    patch.setattr(worker, "load_kernels", lambda module, users: None)  # Triton's need addresses
     patch.setattr(FakeTensor, "data_ptr", data_ptr, raising=False)
     patch.setattr(FakeTensor, "record_stream", lambda tensor, stream: None, raising=False)

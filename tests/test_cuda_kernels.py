@@ -109,7 +109,7 @@ def lion(
     tasks_at_once(patch, walk)
     made = [Kernels()]
     if has_triton:
-        patch.setattr(worker, "load_kernels", lambda module, what: made[-1])
+        patch.setattr(worker, "load_kernels", lambda module, users: made[-1])
     with walk:
         parameters = [
             nn.Parameter(torch.empty(shape, dtype=dtype, device=CUDA)) for shape in shapes

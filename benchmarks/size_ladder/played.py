@@ -85,7 +85,7 @@ class PlayedChannel(Channel):
         self._board = board
 
     @override
-    def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
+    def _start_exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
         number = self._board.send(self.rank, rows)
         return Pending(lambda: self._board.receive(number, self.rank))
 

@@ -43,15 +43,15 @@ class Background:
         self,
         task: Callable[[], T],
         tag: str,
-        staged: Callable[[], object] | None = None,
+        wait_for_payload: Callable[[], object] | None = None,
         device: torch.device | None = None,
     ) -> Pending[T]:
-        """Queue `task` to run on the background thread, and return its pending result.
+        """Queue `task` on the background thread; return its result, whose wait counts under `tag`.
 
-        The result's `wait` records in the ledger, under `tag`, how long it blocks. It excludes time
-        that training does not lose to communication: the time that `device`, if it is a CUDA
-        device, needs for work queued before the `wait`, and the time spent in `staged`, a function
-        that blocks until the task's payload has been computed.
+        `wait` records in the ledger how long it blocks. It excludes time that training does not
+        lose to communication: the time that `device`, if it is a CUDA device, needs for work queued
+        before the `wait`, and the time spent in `wait_for_payload`, a function that blocks until
+        the task's payload has been computed.
         """
         if self._executor is None:  # created on first use: a fork would lose the thread
             # a single thread launches the fragments' collectives in the same order on all ranks
@@ -62,8 +62,8 @@ class Background:
 
         def resolve() -> T:
             computing = DeviceWork(device) if device and device.type == "cuda" else None
-            if staged is not None:
-                staged()
+            if wait_for_payload is not None:
+                wait_for_payload()
             while computing and not future.done() and not computing.is_completed():
                 wait_for([future], _POLL_S)
             with self._ledger.count_wait(tag):
@@ -72,12 +72,13 @@ class Background:
         return Pending(resolve)
 
     def close(self) -> None:
-        """Stop the thread after its current task, and discard queued tasks."""
+        """Let the thread end after its current task, without waiting; discard queued tasks."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
     def _run(self, task: Callable[[], T], phase: str) -> T:
+        """Run a task in a ledger phase; after one has failed, raise its error and run no other."""
         if self._error is not None:
             # This rank did not launch some of the collectives that its peers launched. Its next
             # collective would be paired with the wrong one on the other ranks.
@@ -121,12 +122,12 @@ class Staging:
             tensor.record_stream(stream)
 
     def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start `work` on the side stream and copy its result to the host, without blocking.
+        """Run `work` on the side stream; return a function that waits for its result on the host.
 
         `work` runs after everything already queued on the caller's stream, and returns one tensor.
-        `inputs` must contain every device tensor that it reads; the caller may free them after this
-        call. The returned function may be called from any thread; it returns the result in host
-        memory.
+        This call does not block. `inputs` must contain every device tensor that `work` reads; the
+        caller may free them after this call. Any thread may call the returned function, which
+        returns the result in host memory.
         """
         with self.beside_training(inputs):
             host, wait = to_host(work(), self._peers)
@@ -140,10 +141,10 @@ class Staging:
     def upload(
         self, host: Tensor, device: torch.device, work: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Callable[[], tuple[Tensor, ...]]:
-        """Start copying a host tensor to a device and running `work` on the copy, without blocking.
+        """Start `work` on a copy of `host` on a device; return a function that returns the results.
 
-        Any thread may call this. The returned function makes its caller's current stream wait for
-        the results of `work`, and returns them.
+        Any thread may call this, and it does not block. The returned function makes its caller's
+        current stream wait for the results of `work`, and returns them.
         """
         if device.type != "cuda" or host.device == device:
             results = work(host.to(device))
@@ -172,11 +173,12 @@ class Staging:
 
 
 def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Callable[[], None]]:
-    """Start copying a tensor to host memory, after all work on its device's current stream.
+    """Start copying a tensor to the host; return the host tensor, and a function that waits for it.
 
-    Return the host tensor (pinned for a CUDA device) and a function, for any thread, to call before
-    reading it. It blocks until the copy is complete, or raises a `PeerLostError` if one of `peers`
-    is lost: the device may be waiting for that rank in an NCCL collective.
+    The copy comes after all work on the current stream of the tensor's device, and the host tensor
+    is pinned if that is a CUDA device. Any thread may call the function, before it reads the
+    tensor. It blocks until the copy is complete, or raises a `PeerLostError` if one of `peers` is
+    lost: the device may be waiting for that rank in an NCCL collective.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None
@@ -196,7 +198,7 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
 
 
 def on_host(tensor: Tensor, peers: PeerWatch | None = None) -> Tensor:
-    """Copy a tensor to host memory, and block until the copy is complete.
+    """Return a tensor's values in host memory; block until they have been copied.
 
     Raise a `PeerLostError` if one of `peers` is lost, or an `AgreedError` if another rank
     announced an error that all ranks must raise.

@@ -88,10 +88,10 @@ def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
 
 
 def _positions(start: int, numel: int, row_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """Locate a range of `numel` codes, starting at index `start`, in the rows of a packed buffer.
+    """Yield (row, bytes, codes) for each row of a packed buffer that has codes of a range.
 
-    Yield, for each row that contains some of these codes: the row's index, the bytes that contain
-    them, and their positions within the range.
+    The range has `numel` codes, from index `start` on. `bytes` is the slice of the buffer, and
+    `codes` the slice of the range, that contain the same codes.
     """
     position, stop = start, start + numel
     while position < stop:

@@ -183,7 +183,10 @@ class Channel:
         return cls.open([ranks], dist.get_rank(), ledger, full_duplex=True)
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Sum `tensor` over the ranks, in place; its shape must be the same on all ranks."""
+        """Start to sum `tensor` over the ranks, in place; return it as a `Pending`.
+
+        Its shape must be the same on all ranks.
+        """
         if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
@@ -192,7 +195,10 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Gather every rank's `tensor` (shape S, the same on all ranks) into shape (size, *S)."""
+        """Start to gather every rank's `tensor`, shape S; return a `Pending` of shape (size, *S).
+
+        The shape must be the same on all ranks.
+        """
         if self._is_single_rank():
             return Pending(lambda: tensor.unsqueeze(0))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
@@ -206,12 +212,12 @@ class Channel:
         # Do not use gloo's all-gather: if a peer dies during it, gloo frees memory that its other
         # connections are still sending, and the process aborts. An exchange sends as many bytes and
         # needs as much memory, because gloo gathers into its own copy.
-        return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
+        return self._start_exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i of `tensor`, shape (size, *S), to rank i; return the rows sent to this rank.
+        """Start to send row i of `tensor` to rank i; return a `Pending` of the rows received.
 
-        Row j of the result is from rank j.
+        Both have shape (size, *S). Row j of the result is from rank j.
         """
         assert tensor.shape[0] == self.size, (
             f"all_to_all needs {self.size} rows, got {tuple(tensor.shape)}"
@@ -219,10 +225,13 @@ class Channel:
         if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, all_to_all_bytes(tensor.nbytes, self.size))
-        return self._exchange(tensor, tag)
+        return self._start_exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
-        """Overwrite `tensor` with the values on the rank at position `source` in this channel."""
+        """Start to overwrite `tensor` with that of rank `source`; return it as a `Pending`.
+
+        `source` is a position in this channel, not a global rank.
+        """
         if self._is_single_rank():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
@@ -240,12 +249,19 @@ class Channel:
         return self.group
 
     def guard(self) -> Guard:
-        """Return a guard for a block in which another library uses this channel's group."""
+        """Return a guard for a block in which another library uses this channel's group.
+
+        It interrupts this channel if a peer leaves.
+        """
         me = self.ranks[self.rank]
         return Guard([rank for rank in self.ranks if rank != me], self.interrupt)
 
     def interrupt(self) -> None:
-        """Make this rank's collectives on this channel's groups fail, because a peer has left."""
+        """Make this channel's collectives fail, on its peers too; with CUDA, abort all NCCL groups.
+
+        Call this when a peer has left, because collectives might hang. The channel is then
+        unusable. With CUDA, the process groups of other channels are unusable too.
+        """
         self.interrupted = True
         if self.device.type == "cuda":
             abort_nccl()
@@ -253,11 +269,12 @@ class Channel:
             self._sockets.disconnect()  # the peers' collectives fail as well
 
     def close(self, failed: bool = False) -> None:
-        """Destroy the process groups; pending results are lost.
+        """End the heartbeat that this channel has started, and destroy its groups.
 
+        Pending results are lost. A group that is kept open (`keep_group`) is not destroyed.
         `failed` is whether an error has ended the fit on this rank. Other ranks may then wait for
-        it in a collective on a group that is kept open (`keep_group`). They notice that it has
-        left, but without heartbeats, the group becomes unusable here.
+        it in a collective on the kept group. They notice that it has left, but without heartbeats,
+        the group becomes unusable here.
         """
         if failed and self._keeps_group and self.peers.monitor is None:
             self.interrupt()
@@ -274,6 +291,7 @@ class Channel:
         self.group = self._downward = None
 
     def _is_single_rank(self) -> bool:
+        """Return whether this is a single-rank channel; raise a RuntimeError if it is closed."""
         if self.group is None and self.size > 1:
             raise RuntimeError(
                 "This channel is closed because the fit that opened it has ended. Open a new one."
@@ -297,8 +315,8 @@ class Channel:
         monitor.start(dict(zip(self.ranks, tokens, strict=True)))
         return monitor
 
-    def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i of `rows` to rank i, and receive row j from rank j; rows may share memory."""
+    def _start_exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
+        """Start to send row i to rank i and receive row j from rank j; rows may share memory."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         with self.peers.launching(tag):
             if self._downward is None:
@@ -346,7 +364,7 @@ class Channel:
 
 
 def abort_nccl() -> None:
-    """Abort all NCCL collectives, so that a lost rank does not block this process on exit."""
+    """Abort all NCCL groups of this process, so that a lost rank does not block it on exit."""
     c10d = dist.distributed_c10d
     groups = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "nccl"]
     if not groups:
@@ -365,7 +383,7 @@ def _all_to_all(
     rows_from: list[int] | None = None,
     rows_to: list[int] | None = None,
 ) -> Any:
-    """Launch an all-to-all with one row per rank, or with the given numbers of rows per rank."""
+    """Launch an all-to-all of one row per rank, or of the given numbers; return torch's handle."""
     return dist.all_to_all_single(
         received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
     )

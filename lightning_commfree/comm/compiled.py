@@ -39,13 +39,13 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def load_loops(module: str, what: str) -> ModuleType | None:
-    """Import a module of numba loops and try each loop once; if that fails, log why.
+def load_loops(module: str, users: str) -> ModuleType | None:
+    """Import a module of numba loops and try each loop once; if that fails, log why, return None.
 
-    The module's `try_out` must call every loop. `what` is the plural noun in the log message for
-    the code that falls back to torch. Return None if numba is missing or cannot be used.
+    The module's `try_out` must call every loop. `users` is the plural noun in the log message for
+    the code that then uses torch operations instead.
     """
-    slower = f"{what} use torch operations on a CPU, which are slower (same results)"
+    slower = f"{users} use torch operations on a CPU, which are slower (same results)"
     try:
         import numba
 
@@ -67,11 +67,11 @@ def load_loops(module: str, what: str) -> ModuleType | None:
 
 
 @cache
-def load_kernels(module: str, what: str) -> ModuleType | None:
-    """Import a module of Triton kernels and test them on the GPU; if they fail, log why.
+def load_kernels(module: str, users: str) -> ModuleType | None:
+    """Import a module of Triton kernels and test them on a GPU; else log why, return None.
 
-    The module's `try_out` must compare each kernel with torch; for `what`, see `load_loops`. Return
-    None if there is no CUDA device, or if Triton is missing or cannot be used.
+    The module's `try_out` must compare each kernel with torch; for `users`, see `load_loops`.
+    Without a CUDA device, return None and log nothing.
     """
     if not torch.cuda.is_available():
         return None
@@ -88,7 +88,7 @@ def load_kernels(module: str, what: str) -> ModuleType | None:
         _log.warning(
             "%s are slower on this GPU than they could be: they use torch operations, which read"
             " and write several times as much memory (same results), because %s.",
-            what,
+            users,
             why,
         )
         return None

@@ -77,11 +77,11 @@ class Route(NamedTuple):
         return self.view.rank if self.two_phase else 0
 
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
-        """Send each message to the member that reduces its shard.
+        """Start to send messages, (S, u), to the shards' owners; pending: the received, (M, u).
 
         `messages` has shape (S, u): this member's message about each shard. On the gather route,
-        there is only one message, which is sent to all members. The result has shape (M, u): all
-        members' messages, in member order, about the shard that this member reduces.
+        there is only one message, which is sent to all members. The pending result has shape (M,
+        u): all members' messages, in member order, about the shard that this member reduces.
         """
         channel = self.view.channel
         if self.two_phase:
@@ -89,7 +89,10 @@ class Route(NamedTuple):
         return channel.all_gather(messages[0], tag)
 
     def down(self, reduced: Tensor, tag: str) -> Pending[Tensor]:
-        """Send a reduced shard, shape (d,), to all members; return all shards, shape (S, d)."""
+        """Start to share a reduced shard, (d,), with all members; pending: all shards, (S, d).
+
+        On the gather route, nothing is sent: every member has reduced the only shard itself.
+        """
         if self.two_phase:
             return self.view.channel.all_gather(reduced, tag)
         return Pending.here(reduced.unsqueeze(0))
@@ -150,5 +153,5 @@ class MessageLayout:
         return message[self._sections[name]].view(dtype)
 
     def sections(self, messages: Tensor, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return the same section of several messages as rows of `dtype`, one row per message."""
+        """Copy the same section of several messages into rows of `dtype`, one row per message."""
         return torch.stack([self.section(message, name, dtype) for message in messages])

@@ -27,7 +27,7 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
     message lists differences from the first rank.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
-    digests = _gather(channel, hashlib.sha256(text).digest())
+    digests = _gather_bytes(channel, hashlib.sha256(text).digest())
     if all(digest == digests[0] for digest in digests):
         return
     texts = gather_texts(channel, text.decode())
@@ -53,7 +53,7 @@ def common_entries(channel: Channel, entries: Sequence[str]) -> set[str]:
     If the lists are the same, each rank sends only a 32-byte hash.
     """
     text = json.dumps(entries)
-    digests = _gather(channel, hashlib.sha256(text.encode()).digest())
+    digests = _gather_bytes(channel, hashlib.sha256(text.encode()).digest())
     if all(digest == digests[0] for digest in digests):
         return set(entries)
     return set.intersection(*(set(json.loads(one)) for one in gather_texts(channel, text)))
@@ -63,11 +63,11 @@ def gather_texts(channel: Channel, text: str) -> list[str]:
     """Gather a string from every rank, in rank order; collective."""
     raw = text.encode()
     # a gather needs equal sizes on all ranks: gather the lengths, then the padded texts
-    lengths = [int(length) for length in _gather(channel, b"%16d" % len(raw))]
-    rows = _gather(channel, raw.ljust(max(1, *lengths)))  # an empty tensor cannot be sent
+    lengths = [int(length) for length in _gather_bytes(channel, b"%16d" % len(raw))]
+    rows = _gather_bytes(channel, raw.ljust(max(1, *lengths)))  # an empty tensor cannot be sent
     return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
 
-def _gather(channel: Channel, text: bytes) -> list[bytes]:
-    mine: Tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(channel.device)
+def _gather_bytes(channel: Channel, raw: bytes) -> list[bytes]:
+    mine: Tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(channel.device)
     return [bytes(row.tolist()) for row in channel.all_gather(mine, TAG).wait().cpu()]

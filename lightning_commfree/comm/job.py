@@ -139,23 +139,23 @@ class ReplicaChannels:
         if alone:
             return cls(world, world, Channel([rank], rank, inner))
 
-        def fast(axis: str, counted: Ledger) -> Channel:
+        def open_axis(axis: str, axis_ledger: Ledger) -> Channel:
             groups, backend, device = mesh.groups(axis), info.backend, info.device
             urgent = axis == TENSOR  # the model's kernels wait for its sums
             return Channel.open(
-                groups, rank, counted, backend, timeout, device, parent=world, urgent=urgent
+                groups, rank, axis_ledger, backend, timeout, device, parent=world, urgent=urgent
             )
 
         if fast_between:  # `within` first: all ranks must create groups in the same order
-            within = fast(inside, inner)
-            return cls(world, fast(outside, ledger), within)
+            within = open_axis(inside, inner)
+            return cls(world, open_axis(outside, ledger), within)
         # use gloo and CPU buffers even for CUDA models: the slow link is Ethernet, and a second
         # nccl communicator on a device can deadlock with the first
         groups = mesh.groups(outside)
         between = Channel.open(
             groups, rank, ledger, timeout=timeout, parent=world, full_duplex=True
         )
-        return cls(world, between, fast(inside, inner))
+        return cls(world, between, open_axis(inside, inner))
 
     def close(self, failed: bool = False) -> None:
         """Close the channels and destroy their process groups; see `Channel.close`."""
@@ -166,10 +166,10 @@ class ReplicaChannels:
 
 @contextmanager
 def waiting_for_all(info: RankInfo) -> Iterator[None]:
-    """Context manager that warns if its block waits over 20 s for other ranks to start.
+    """Context manager around the first collectives; warns if they wait for other ranks over 20 s.
 
-    Use it around the first collectives, which block until all ranks have started. It raises a
-    RuntimeError if some ranks did not start within the timeout.
+    These collectives block until all ranks have started. It raises a RuntimeError if some ranks did
+    not start within the timeout.
     """
     if info.size == 1:
         yield
@@ -187,9 +187,10 @@ def waiting_for_all(info: RankInfo) -> Iterator[None]:
 
 @contextmanager
 def joining(info: RankInfo) -> Iterator[None]:
-    """Context manager that warns, after 20 s, that this rank is still waiting for the others.
+    """Context manager around the creation of the first process group; warns if it takes over 20 s.
 
-    Use it around the creation of the first process group, which blocks until all ranks have come.
+    The creation blocks until all ranks have come. The warning names the address to which they
+    connect.
     """
     if info.size == 1:
         yield
@@ -210,6 +211,7 @@ def joining(info: RankInfo) -> Iterator[None]:
 
 @contextmanager
 def _warning_after(text: str) -> Iterator[None]:
+    """Context manager that warns with `text` if its block takes over `WARN_AFTER_S` seconds."""
     timer = threading.Timer(WARN_AFTER_S, warnings.warn, [text])
     timer.start()
     try:
@@ -281,5 +283,6 @@ def delay_exit(hosts_store: bool) -> None:
 
 
 def _delay(seconds: float) -> None:
+    """Sleep, unless the process group has been destroyed."""
     if dist.is_initialized():
         time.sleep(seconds)  # releases the interpreter's lock

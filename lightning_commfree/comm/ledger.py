@@ -149,21 +149,21 @@ class Ledger:
             if threading.get_ident() not in self._idle_threads:
                 self._add_wait(tag, self._training_phase(), time.perf_counter() - start)
 
-    def count_device_wait(self, tag: str, seconds: Callable[[], float | None]) -> None:
-        """Record that a device waits for a collective, without blocking the host.
+    def count_device_wait(self, tag: str, read_seconds: Callable[[], float | None]) -> None:
+        """Note that a device waits for a collective; `settle` asks `read_seconds` for how long.
 
-        `seconds` is a function that returns the duration of the wait, or None while the device has
-        not finished waiting. `settle` adds finished waits to the totals.
+        `read_seconds` returns None while the device has not finished waiting. The host is not
+        blocked.
         """
         if threading.get_ident() not in self._idle_threads:
-            self._device_waits.append((tag, self._training_phase(), seconds))
+            self._device_waits.append((tag, self._training_phase(), read_seconds))
             self.settle()
 
     def settle(self) -> None:
         """Add finished device waits to the totals; they finish in the order in which they began."""
         while self._device_waits:
-            tag, phase, seconds = self._device_waits[0]
-            waited = seconds()
+            tag, phase, read_seconds = self._device_waits[0]
+            waited = read_seconds()
             if waited is None:
                 return
             self._add_wait(tag, phase, waited)
@@ -174,10 +174,12 @@ class Ledger:
         self.seconds_by_phase[phase] += seconds
 
     def _training_phase(self) -> str:
+        """Return the phase in which the training thread is."""
         # not `_current_phase`: only the training thread's waits are counted
         return self.phase if self.follows is None else self.follows.phase
 
     def _current_phase(self) -> str:
+        """Return the calling thread's phase (`thread_phase`) or, by default, training's."""
         if self.follows is not None:
             return self.follows._current_phase()
         return self._phase_by_thread.get(threading.get_ident(), self.phase)
@@ -236,5 +238,6 @@ class StepMeans:
         return figures
 
     def _sums(self) -> tuple[int, float]:
+        """Return the bytes sent and the seconds waited in all training steps so far."""
         self._ledger.settle()
         return self._ledger.bytes_in(STEPS), self._ledger.seconds_by_phase[STEPS]

@@ -143,7 +143,7 @@ class PeerMonitor:
         self.published: Callable[[], Any] = str  # returns the value published with heartbeats
         self.launched: list[int] = []
         self.guard: Guard | None = None  # of the block that the training thread is in
-        self._store, self._keys = store, {rank: _key(self.token)}
+        self._store, self._keys = store, {rank: _store_key(self.token)}
         self._verdict_key = ""
         self._announced: Verdict = {}  # the verdict from this rank
         self._beat, self._host, self._leaving = 0, socket.gethostname(), False
@@ -162,7 +162,7 @@ class PeerMonitor:
         must have created their monitors already, because the constructor writes a rank's first
         heartbeat.
         """
-        self._keys = {rank: _key(token) for rank, token in sorted(tokens.items())}
+        self._keys = {rank: _store_key(token) for rank, token in sorted(tokens.items())}
         self._verdict_key = f"{self._keys[min(tokens)]}/lost"
         if self.rank == min(tokens):
             self._store.set(self._verdict_key, _NO_VERDICT)
@@ -205,7 +205,7 @@ class PeerMonitor:
         With `ignore_silent_machines`, omit the ranks of a machine if all of them are silent,
         because the machine's network link may be down.
         """
-        if self._store_left():
+        if self._store_is_leaving():
             return {}  # the store may exit at any moment, so this rank has stopped reading
         statuses = self.statuses
         # up to the last read, not up to now: this process itself may have been stopped
@@ -216,12 +216,12 @@ class PeerMonitor:
             if ignore_silent_machines and (host is None or host.host != self._host):
                 return {}
             return {
-                _STORE_RANK: f"is gone (the job's key-value store at {self._address()} is not"
-                " responding: the process was killed or is hung)"
+                _STORE_RANK: f"is gone (the job's key-value store at {self._store_address()} is"
+                " not responding: the process was killed or is hung)"
             }
         awake = {statuses[r].host for r, s in silent_s.items() if s < _READ_ALL_S} | {self._host}
         return {
-            r: _no_heartbeat(s)
+            r: _silence_text(s)
             for r, s in silent_s.items()
             if s > seconds and not (ignore_silent_machines and statuses[r].host not in awake)
         }
@@ -231,11 +231,11 @@ class PeerMonitor:
 
         If rank 0 has announced that it is exiting, a broken connection is not an error.
         """
-        if not self.store_error or self._store_left():
+        if not self.store_error or self._store_is_leaving():
             return {}
         return {
             _STORE_RANK: "is gone, or its machine is (the connection to the job's key-value store"
-            f" at {self._address()} broke: {self.store_error})"
+            f" at {self._store_address()} broke: {self.store_error})"
         }
 
     def announce(self, found: Verdict) -> None:
@@ -263,7 +263,7 @@ class PeerMonitor:
         try:
             while not self._leaving:
                 self._read()
-                if self._store_left():
+                if self._store_is_leaving():
                     self.read_all()
                     self._read()  # all ranks, one last time: the store may exit at any moment
                     self._check_guard(final=True)
@@ -301,15 +301,17 @@ class PeerMonitor:
         guard.suspects = True
 
     def _write(self) -> None:
+        """Store this rank's heartbeat and, if it has announced a verdict, that verdict."""
         self._beat += 1
         mine = Status(self._beat, self._host, self._leaving, self.launched, self.published())
         self._store.set(self._keys[self.rank], json.dumps(mine))
         if self._announced and not self.verdict:
             # the store keeps and returns the first of several verdicts
             text = json.dumps(self._announced)
-            self._read_verdict(self._store.compare_set(self._verdict_key, _NO_VERDICT, text))
+            self._accept_json(self._store.compare_set(self._verdict_key, _NO_VERDICT, text))
 
     def _read(self) -> None:
+        """Read the verdict, and the heartbeats of rank 0 or, after `read_all`, of all ranks."""
         started = time.monotonic()
         # read all ranks the first time, to learn their machines
         everyone = started - self._read_all_s < _READ_ALL_S or not self.statuses
@@ -318,7 +320,7 @@ class PeerMonitor:
         # exit also reads the reason.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
         self._contact_s = time.monotonic()
-        self._read_verdict(verdict)
+        self._accept_json(verdict)
         found = {r: Status(*json.loads(text)) for r, text in zip(ranks, raw, strict=True)}
         before, self.statuses = self.statuses, {**self.statuses, **found}
         if everyone:
@@ -334,21 +336,24 @@ class PeerMonitor:
                 self._read_s = started
                 self._has_read.notify_all()
 
-    def _read_verdict(self, raw: bytes) -> None:
+    def _accept_json(self, raw: bytes) -> None:
+        """Decode the store's verdict, and accept it as `_accept_verdict` does."""
         found = json.loads(raw)
         self._accept_verdict(
             found if isinstance(found, str) else {int(r): why for r, why in found.items()}
         )
 
     def _accept_verdict(self, found: Verdict) -> None:
+        """Set `verdict`, unless there is one already or `found` is empty."""
         if found and not self.verdict:
             self.verdict_s, self.verdict = time.monotonic(), found
 
-    def _store_left(self) -> bool:
+    def _store_is_leaving(self) -> bool:
+        """Return whether rank 0, which hosts the store, has announced that it is leaving."""
         host = self.statuses.get(_STORE_RANK)
         return host is not None and host.left
 
-    def _address(self) -> str:
+    def _store_address(self) -> str:
         return f"{self._store.host}:{self._store.port}"
 
 
@@ -466,12 +471,14 @@ class PeerWatch:
         if self.monitor is not None:
             self.monitor.published = value
 
-    def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
-        """Block until all other ranks have published values that satisfy the caller.
+    def wait_for(
+        self, why_waiting: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str
+    ) -> None:
+        """Block until `why_waiting` returns {} for the values that the other ranks have published.
 
-        `behind` takes the latest value that each other rank has published ("" if none). It returns
-        the ranks that the caller must still wait for, each with the error text for a timeout. If
-        liveness is off, return immediately.
+        `why_waiting` takes the latest value of each other rank ("" if none). It returns the ranks
+        that the caller must still wait for, each with the error text for a timeout. If liveness is
+        off, return immediately.
 
         Raises:
             PeerLostError: the timeout expired, or a rank is lost.
@@ -484,7 +491,7 @@ class PeerWatch:
             while True:
                 if monitor.runs:
                     monitor.refresh()
-                found = behind(
+                found = why_waiting(
                     {rank: status.published for rank, status in monitor.statuses.items()}
                 )
                 if not found:
@@ -535,7 +542,7 @@ class PeerWatch:
             raise self._failure(tag, waited_s, str(error), found) from None if included else error
 
     def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
-        """Raise `_StopWaitingError` if there is no point in waiting any longer.
+        """Raise `_StopWaitingError` on a timeout, a lost rank, a verdict, or a closed channel.
 
         `behind` contains the ranks that this rank is waiting for, each with an error text. If it is
         None, this rank is waiting for the ranks that have launched fewer exchanges.
@@ -557,7 +564,7 @@ class PeerWatch:
                 raise _StopWaitingError("a rank stopped responding", found)
 
     def _find_lost(self) -> Verdict:
-        """Return the ranks that broke an exchange; {} if all ranks are alive and none has left.
+        """Read heartbeats and return the ranks that broke an exchange; {} if no rank is lost.
 
         If another rank has already stored a verdict, return that verdict.
         """
@@ -574,7 +581,7 @@ class PeerWatch:
                 if not quiet:
                     break
                 if time.monotonic() - start > self._gone_s:
-                    return dict.fromkeys(quiet, _no_heartbeat(self._gone_s))
+                    return dict.fromkeys(quiet, _silence_text(self._gone_s))
             elif time.monotonic() - start > self._gone_s:  # the store hangs
                 return monitor.silent(self._gone_s / 2, False)
             time.sleep(0.1)
@@ -587,10 +594,9 @@ class PeerWatch:
         )
 
     def _behind(self, include_equal: bool = False) -> dict[int, int]:
-        """Return the ranks that have launched fewer exchanges on this channel than this rank.
+        """Return how many exchanges each rank that is behind this one has launched on this channel.
 
-        The result maps each such rank to the number that it has launched. With `include_equal`,
-        also include ranks that have launched as many as this rank.
+        With `include_equal`, also include ranks that have launched as many as this rank.
         """
         assert self.monitor is not None
         mine, index = self.monitor.launched[self._index] + include_equal, self._index
@@ -606,10 +612,10 @@ class PeerWatch:
         return {rank: reason for rank in ranks if self.monitor.statuses[rank].left}
 
     def _blame_slow_ranks(self, tag: str, waited_s: float) -> dict[int, str]:
-        """Choose the ranks to blame when an exchange fails even though all ranks are alive.
+        """Return the ranks to blame for an exchange, each with an error text, if none is lost.
 
-        Return a dict from rank to error text: the ranks that have launched fewer exchanges than
-        this rank or, if there are none, this rank.
+        They are the ranks that have launched fewer exchanges than this rank or, if there are none,
+        this rank.
         """
         assert self.monitor is not None
         if behind := self._behind():
@@ -681,11 +687,11 @@ def job_store() -> Any:
     return client
 
 
-def _no_heartbeat(seconds: float) -> str:
+def _silence_text(seconds: float) -> str:
     return f"is gone (no heartbeat for {seconds:.0f} s: it was killed or is hung)"
 
 
-def _key(token: int) -> str:
+def _store_key(token: int) -> str:
     return f"commfree/{token:x}"
 
 

@@ -1,8 +1,10 @@
 """Requests that travel with the next exchange, for every algorithm alike.
 
-A rank never asks the others whether they want to stop. It puts its wish into the header of the next
-exchange that is due anyway, and every rank acts on the union of all wishes when that exchange has
-landed, which is after the same step on all ranks.
+During training, no rank asks the others whether they want to stop. It puts its wish into the header
+of the next exchange that is due anyway, and every rank acts on the union of all wishes when that
+exchange has landed, which is after the same step on all ranks. Only where all ranks meet anyway
+(after a validation, when an epoch ends and before a save), they also ask each other
+(`Stopping.agree_here` in `fit/stopping.py`).
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ class Requests:
         return bool(self._landed & STOP)
 
     def take(self) -> int:
-        """Return what has landed since the last call, as bits."""
+        """Return the requests that have landed since the last call, as bits, and clear them."""
         landed, self._landed = self._landed, 0
         return landed
 
 
 def union(bits: list[int]) -> int:
-    """Return the union of several ranks' requests."""
+    """Return the union of several ranks' requests, which are bits."""
     result = 0
     for each in bits:
         result |= each

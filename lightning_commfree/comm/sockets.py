@@ -57,11 +57,11 @@ class GlooInterface:
 
 
 def choose_interface(main_address: str) -> str | None:
-    """Choose the network interface for gloo in a job on several machines.
+    """Return the name of the interface that gloo should use to reach the main machine, or None.
 
-    Return the interface's name, or None if gloo's default works because this host's name resolves
-    to an address that other machines can reach. `main_address` is the main machine's address or
-    host name, as in `MASTER_ADDR`. Raise a ValueError if several interfaces are possible, or none.
+    None means that gloo's default works, because this host's name resolves to an address that other
+    machines can reach. `main_address` is the main machine's address or host name, as in
+    `MASTER_ADDR`. Raise a ValueError if several interfaces are possible, or none.
     """
     addresses = {name: interface_address(name) for _, name in socket.if_nameindex()}
     mine = _local_address_for(main_address)
@@ -110,6 +110,7 @@ def host_addresses() -> list[str]:
 
 
 def _local_address_for(host: str) -> str | None:
+    """Return the IPv4 address of this machine on the route to `host`, or None."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # looks up a route; connecting a datagram socket sends nothing
         return str(probe.getsockname()[0])
@@ -151,6 +152,7 @@ class CloseOnFork:
                 os.close(descriptor)
 
     def _still_open(self) -> Iterator[int]:
+        """Yield the registered descriptors that still refer to the same sockets."""
         for descriptor, inode in self._inodes.items():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:

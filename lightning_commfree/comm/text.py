@@ -15,15 +15,18 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def traffic_sentences(steps: int, sent: int, ddp: float, waited_s: float, to: str = "") -> str:
+def traffic_sentences(
+    steps: int, sent_bytes: int, ddp_bytes: float, waited_s: float, to: str = ""
+) -> str:
     """Describe what rank 0 sent in a fit, beside what fp32 DDP would have sent.
 
     `to` is inserted after the number of bytes sent, for example " to other replicas".
     """
-    times = f", {plain(ddp / sent)} times as much" if sent else ""
+    times = f", {plain(ddp_bytes / sent_bytes)} times as much" if sent_bytes else ""
     return (
-        f"Trained {counted(steps, 'step')}. Rank 0 sent {human_bytes(sent)}{to} (fp32 DDP would"
-        f" have sent {human_bytes(ddp)}{times}) and waited {waited_s:.2f} s for communication."
+        f"Trained {counted(steps, 'step')}. Rank 0 sent {human_bytes(sent_bytes)}{to} (fp32 DDP"
+        f" would have sent {human_bytes(ddp_bytes)}{times}) and waited {waited_s:.2f} s for"
+        " communication."
     )
 
 

@@ -91,7 +91,7 @@ class Codec(Protocol):
         """Return the payload size in bytes for `numel` values."""
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Encode values into `out`.
+        """Encode values into `out`, and write the rounding error to `residual`, if given.
 
         Args:
             values: fp32, shape (N,).
@@ -101,7 +101,7 @@ class Codec(Protocol):
         """
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Decode a chunk of a payload.
+        """Decode the slice `values` of a payload of `numel` values into `out`.
 
         Args:
             payload: uint8, as written by `encode`.
@@ -124,12 +124,12 @@ class CastCodec:
         return numel * self.dtype.itemsize
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Cast the values to the wire dtype, and write the result to `out`."""
+        """Cast the values to the wire dtype into `out`; `residual` receives the rounding error."""
         out.view(self.dtype).copy_(values)
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Cast a chunk of a payload back to fp32."""
+        """Cast the slice `values` of a payload back to fp32, into `out`."""
         _check_size(self, payload, numel)
         out.copy_(payload.view(self.dtype)[values])
 
@@ -147,7 +147,7 @@ class Int8Codec:
         return 4 * num_blocks(numel) + numel
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Quantize each block to int8 with its own scale."""
+        """Quantize each block to int8 with its own scale; `residual` receives the error."""
         scales, codes = self._split(out, values.numel())
         if loops := self.compiled and _loops(values.device):
             loops.encode_int8(values, codes, scales, BLOCK)
@@ -159,13 +159,14 @@ class Int8Codec:
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Decode the blocks in a chunk of a payload."""
+        """Decode the blocks in the slice `values` of a payload into `out`."""
         _check_size(self, payload, numel)
         scales, codes = self._split(payload, numel)
         blocks, shape = blocks_of(values)
         quantize.decode_int8(codes[values].view(shape), scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return views of a payload's scales and of its codes."""
         split = 4 * num_blocks(numel)
         return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
 
@@ -183,7 +184,10 @@ class Fp4Codec:
         return packed_size(numel, 4) + num_blocks(numel)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Quantize each block to E3M0 with its own scale, and pack two codes per byte."""
+        """Quantize each block to E3M0, two codes per byte; `residual` receives the rounding error.
+
+        Each block has its own scale.
+        """
         packed, scales = self._split(out, values.numel())
         if loops := self.compiled and _loops(values.device):
             loops.encode_e3m0(values, packed, scales, BLOCK)
@@ -195,7 +199,7 @@ class Fp4Codec:
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Unpack and decode the blocks in a chunk of a payload."""
+        """Decode the blocks in the slice `values` of a payload into `out`."""
         _check_size(self, payload, numel)
         packed, scales = self._split(payload, numel)
         blocks, shape = blocks_of(values)
@@ -206,6 +210,7 @@ class Fp4Codec:
             quantize.decode_e3m0(unpack_codes, scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return views of a payload's packed codes and of its scales."""
         split = packed_size(numel, 4)
         return payload[:split], payload[split:]
 
@@ -233,7 +238,10 @@ class Int2Codec:
         return 2 * num_blocks(numel) + packed_size(numel, 2)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Quantize each block to two bits with its own scale, and pack four codes per byte."""
+        """Quantize each block to two bits, four codes per byte; `residual` receives the error.
+
+        Each block has its own scale.
+        """
         scales, packed = self._split(out, values.numel())
         if loops := self.compiled and _loops(values.device):
             loops.encode_int2(values, packed, scales, BLOCK)
@@ -246,7 +254,7 @@ class Int2Codec:
         _write_residual(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Unpack and decode the blocks in a chunk of a payload."""
+        """Decode the blocks in the slice `values` of a payload into `out`."""
         _check_size(self, payload, numel)
         scales, packed = self._split(payload, numel)
         blocks, shape = blocks_of(values)
@@ -258,6 +266,7 @@ class Int2Codec:
             quantize.decode_int2(codes.view(shape), scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return views of a payload's scales and of its packed codes."""
         split = 2 * num_blocks(numel)
         return payload[:split].view(torch.bfloat16), payload[split:]
 
@@ -293,7 +302,7 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return a chunk's block indices, and its shape (number of blocks, values per block)."""
+    """Return the slice of a chunk's blocks, and its shape (number of blocks, values per block)."""
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)
@@ -304,6 +313,7 @@ def _check_size(codec: Codec, payload: Tensor, numel: int) -> None:
 
 
 def _write_residual(codec: Codec, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
+    """Write `values` minus the decoded payload to `residual`, unless it is None."""
     if residual is not None:
         torch.sub(values, decode_all(codec, payload, residual), out=residual)
 

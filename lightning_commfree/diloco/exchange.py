@@ -96,7 +96,7 @@ class HeaderSummary(NamedTuple):
 
     @property
     def counted_weights(self) -> list[int]:
-        """Weights of the members that are included in the mean; if all are equal, even 0, 1."""
+        """Weights of the members in `counted`; all 1 if they are equal, even if they are 0."""
         weights = [self.weights[m] for m in self.counted]
         return weights if len({*weights}) > 1 else [1] * len(weights)
 
@@ -154,7 +154,7 @@ class FragmentMessage:
         norms: Tensor | None = None,
         residual: Tensor | None = None,  # receives the codec's rounding error
     ) -> None:
-        """Write a header (first phase) or norms (second phase), and the encoded values."""
+        """Write a header (first phase) or norms (second), values and buffers into `message`."""
         self._layout.clear_gaps(message)
         fields: tuple[Tensor | int, ...] = header or ()
         words = self._layout.section(message, "header", torch.int64)
@@ -230,7 +230,7 @@ class FragmentMessage:
 
 
 def _average(rows_MN: Tensor, weights: Sequence[int], out: Tensor) -> Tensor:
-    """Write the mean over the replicas to `out`, summing in replica order."""
+    """Write the mean over the replicas to `out`, summing in replica order, and return it."""
     if len({*weights}) > 1:
         out.zero_()
         for row, weight in zip(rows_MN, weights, strict=True):
@@ -264,11 +264,11 @@ class Arrival(NamedTuple):
     summary: HeaderSummary
 
     def shared_within(self, within: Channel) -> Arrival:
-        """Combine the results of the replica's ranks; collective within the replica.
+        """Return the result with flags, norms and timing of all ranks of the replica; collective.
 
-        A flag or request is set if it is set on any rank, and squared norms are summed over the
-        shards; the slowest rank's timing counts. The mean and the positions remain those of this
-        rank.
+        Collective within the replica. A flag or request is set if it is set on any rank, and
+        squared norms are summed over the shards; the slowest rank's timing counts. The mean and the
+        positions remain those of this rank.
         """
         flags = torch.tensor([*self.summary[:4], *self.summary.timing], dtype=torch.int64)
         parts = flags.float(), self.norms
@@ -340,14 +340,14 @@ class FragmentExchange:
         tag: str = TAG,  # in the ledger
         device: torch.device | None = None,  # of the global copy
     ) -> Pending[Arrived]:
-        """Start exchanging this replica's values with the other replicas; collective.
+        """Start to exchange this replica's values; return all messages as a `Pending`; collective.
 
         If `values` are on `device` but are sent from another one, the background thread starts
         decoding messages when they arrive.
         """
         second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
-        def exchange(messages: Tensor) -> Arrived:
+        def timed_exchange(messages: Tensor) -> Arrived:
             begun_s = perf_counter()
             arrived = both_phases(messages)
             return arrived._replace(link_s=perf_counter() - begun_s)
@@ -368,7 +368,7 @@ class FragmentExchange:
             )
 
             def exchange_and_decode() -> Arrived:
-                arrived = exchange(staged())
+                arrived = timed_exchange(staged())
                 if device != values.device:  # for example, the outer state is in host memory
                     return arrived
                 return arrived._replace(decoded=self._start_decoding(arrived, device))
@@ -378,7 +378,7 @@ class FragmentExchange:
             messages = self.write(values, header, residual)
             if self.in_thread or self.route.two_phase:
                 pending = self.background.submit(
-                    lambda: exchange(messages), tag, device=values.device
+                    lambda: timed_exchange(messages), tag, device=values.device
                 )
             else:
                 pending = self.route.up(messages, tag).then(self.arrived)
@@ -389,19 +389,23 @@ class FragmentExchange:
         return pending.then(lambda arrived: self._add_errors(arrived, second_errors, kept))
 
     def decode(self, arrived: Arrived, device: torch.device) -> Arrival:
-        """Decode messages on `device`, for use on the current stream; the host does not wait."""
+        """Decode messages on `device` into an `Arrival`; the host does not wait for the device.
+
+        The result is for use on the current stream.
+        """
         mean, norms = (arrived.decoded or self._start_decoding(arrived, device))()
         return Arrival(mean, norms, summarize_headers(arrived.headers))
 
     def _start_decoding(
         self, arrived: Arrived, device: torch.device
     ) -> Callable[[], tuple[Tensor, ...]]:
+        """Start to decode on the side stream; return a function that returns the mean and norms."""
         summary = summarize_headers(arrived.headers)
         decode = self._read_reduced if self.route.two_phase else self._average
         return self.background.staging.upload(arrived.messages, device, partial(decode, summary))
 
     def arrived(self, received: Tensor) -> Arrived:
-        """Read the headers of messages that have arrived: uint8, shape (M, message bytes)."""
+        """Return received messages, uint8, (M, bytes), together with their headers on the host."""
         return Arrived(self._up.headers(received, self.route.view.channel.peers), received)
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
@@ -418,7 +422,7 @@ class FragmentExchange:
         return mean, self._down.norms(messages).sum(0)[: len(summary.counted) + 1]
 
     def write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
-        """Create one message per shard: uint8, shape (S, message bytes)."""
+        """Return one message per shard, uint8, (S, bytes); `residual` receives the error."""
         size, numel = self.route.num_shards, self.numel
         values_SN = _rows(values[:numel], size, self._shard)
         buffers_SE = _rows(values[numel:], size, self._buffer_shard)

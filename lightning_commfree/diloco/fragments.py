@@ -95,6 +95,10 @@ def _inside(name: str, module_name: str) -> bool:
 def _by_blocks(
     parameters: list[str], blocks: list[str], rest: list[str], count: int, pattern: str
 ) -> list[list[str]]:
+    """Return groups of names: blocks, distributed by `pattern`, and the rest as the last group.
+
+    Raise a ValueError if `count` is too large.
+    """
     most = max(len(blocks) + bool(rest and blocks), 1)
     if count > most:
         raise ValueError(
@@ -114,6 +118,7 @@ def _by_blocks(
 
 
 def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[str]]:
+    """Return `count` groups of names, of about equal bytes; raise a ValueError if too many."""
     if count > len(parameters):
         raise ValueError(
             f"`num_fragments={count}` is too large for this model: it has"
@@ -149,6 +154,7 @@ def _buffers_by_group(groups: list[list[str]], module: nn.Module) -> list[list[s
 
 
 def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise a ValueError if there is no parameter, or one cannot be exchanged."""
     if not parameters:
         raise ValueError(
             "The module has no trainable parameters, so there is nothing to synchronize. Set"

@@ -70,7 +70,7 @@ class FrozenParameters:
     def average_moved(
         self, view: View, background: Background, fingerprint: Mapping[str, str]
     ) -> None:
-        """Average the frozen parameters that differ across replicas; collective.
+        """Average the frozen parameters that differ across replicas, in place; collective.
 
         Each rank averages its own tensors or shards with the same rank in the other replicas.
         Raise a `ValueError` if the fingerprints or the shapes differ: the hashes would then belong

@@ -52,14 +52,16 @@ def startup_messages(
     if settings.is_auto:
         messages.append(Message(_AUTO.format(schedule.sync_every), warns=False))
     if last_step is not None:
-        count = _exchange_count(settings, schedule, last_step)
+        count = _exchange_count_message(settings, schedule, last_step)
         if count.warns or not settings.is_auto:  # "auto" may exchange less often later
             messages.append(count)
     return messages
 
 
-def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Message:
-    """Report the number of exchanges in a fit; if it is low, warn and say what to change."""
+def _exchange_count_message(
+    settings: DiLoCoSettings, schedule: Schedule, last_step: int
+) -> Message:
+    """Return a message with the number of exchanges in a fit; if it is low, a warning."""
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
     least = f"{min(counts)} to " if max(counts) > min(counts) else ""
     whole = len(counts) == 1
@@ -96,7 +98,7 @@ def initial_weights_warning(
     step: int,
     count: int,  # fragments that have not landed yet
 ) -> str:
-    """Return a warning that the outer weights are still partly the initial weights."""
+    """Return a warning's text: the outer weights are still partly the initial weights."""
     return (
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"
         f" {schedule.total} fragments still have the weights with which the fit began. With"

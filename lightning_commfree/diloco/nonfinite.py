@@ -46,7 +46,7 @@ def refuse_landing(
     """Raise a `RuntimeError`, on all replicas alike, if fragment `p` may not land after `step`."""
     if summary.steps_differ:
         found = [
-            f"replica {member} ({_ranks_of(member, settings.replica_size)}) had taken {at} steps"
+            f"replica {member} ({_ranks_text(member, settings.replica_size)}) had taken {at} steps"
             f" and left out {missed}"
             for member, (at, missed) in zip(view.members, summary.positions, strict=False)
         ]
@@ -76,16 +76,16 @@ def refuse_landing(
 
 
 def _refuse_nonfinite(
-    nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
+    indices: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Raise an error that names nonfinite replicas; with "abstain", only if no other is left."""
+    """Raise an error that names the members at `indices`; with "abstain", only if all are."""
     abstains = settings.nonfinite == "abstain"
-    if abstains and len(nonfinite) < len(members):
+    if abstains and len(indices) < len(members):
         return
 
     size = settings.replica_size
-    faulty = [members[m] for m in nonfinite]
-    named = ", ".join(f"replica {m} ({_ranks_of(m, size)})" for m in faulty)
+    faulty = [members[m] for m in indices]
+    named = ", ".join(f"replica {m} ({_ranks_text(m, size)})" for m in faulty)
     hint = (
         "No replica with finite weights is left: resume from an earlier checkpoint."
         if abstains
@@ -99,7 +99,7 @@ def _refuse_nonfinite(
     )
 
 
-def _ranks_of(replica: int, size: int) -> str:
+def _ranks_text(replica: int, size: int) -> str:
     first = replica * size
     return f"ranks {first} to {first + size - 1}" if size > 1 else f"rank {first}"
 
@@ -138,9 +138,9 @@ def refuse_to_save(
 
 
 def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | None) -> list[int]:
-    """Replace the local copies of fragment `p` and of all nonfinite fragments with global copies.
+    """Overwrite the local copies of fragment `p` and of all nonfinite ones; return their indices.
 
-    Return the indices of these fragments. Collective within the replica.
+    They become the global copies. Collective within the replica.
     """
     found = [is_nonfinite(fragment, fragment.outer_gradient(), within) for fragment in fragments]
     taken = [q for q, flag in enumerate(found) if flag or q == p]
@@ -170,10 +170,11 @@ def reset_nonfinite_state(
 
 
 def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None = None) -> Tensor:
-    """Return whether any of a fragment's values is NaN, Inf or too large for the wire formats.
+    """Return a 0-d bool: whether any value is NaN, Inf or too large for the wire formats.
 
-    `values` are fp32, shape (S,). The result is bool, 0-d, on their device; the host does not wait.
-    With `within`, it covers the shards of all the replica's ranks, and the call is collective.
+    `values` are a fragment's, fp32, shape (S,). The result is on their device; the host does not
+    wait. With `within`, it covers the shards of all the replica's ranks, and the call is
+    collective.
     """
     parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
     found = torch.zeros((), dtype=torch.bool, device=values.device)

@@ -124,9 +124,9 @@ class ShardLayout:
         return [(i, piece.view(self._shapes[i])) for i, piece in slices]
 
     def unflatten(self, values: Tensor, device: torch.device | None = None) -> list[Tensor]:
-        """Invert `flatten` for fp32 `values` of shape (S,); the tensors are views where possible.
+        """Return the tensors in flat fp32 `values`, (S,), the inverse of `flatten`; collective.
 
-        Collective within the replica.
+        Collective within the replica. The tensors are views where possible.
         """
         device = device or values.device
         flat: list[Tensor] = [values[:0]] * len(self._sizes)
@@ -234,7 +234,10 @@ class OuterFragment:
         return values
 
     def subtract_from(self, outer: Tensor, values: Tensor) -> None:
-        """Convert `local_values` to the outer gradient in place; `outer` is the global copy."""
+        """Turn `values`, from `local_values`, into the outer gradient in place: `outer` - `values`.
+
+        `outer` is the global copy. Buffers remain unchanged.
+        """
         parameters = values[: self.parameter_numel]
         torch.sub(outer[: self.parameter_numel], parameters, out=parameters)
 
@@ -257,7 +260,7 @@ class OuterFragment:
         shown: Tensor | None = None,  # fp32, shape (S,), to use instead of the global copy
         frozen: Frozen = NONE_FROZEN,  # settling: become the global copy; settled: stay
     ) -> None:
-        """Update the local copy: local <- mix * local + (1 - mix) * global.
+        """Update the local copy: local <- mix * local + (1 - mix) * global; collective.
 
         The arithmetic is in fp32, and the result is rounded once, to the local dtype. If `mix` is 0
         or 1, the result is one of the copies, even if the other one contains NaN. Collective within
@@ -359,6 +362,7 @@ class OuterFragment:
         """Set both copies to the mean of the replicas' local copies, without an outer step.
 
         `mean` is the mean outer gradient, or None for a single replica, which keeps its local copy.
+        Collective within the replica.
         """
         if mean is not None:
             self.global_copy.copy_(self.mean_local(mean, frozen))
@@ -420,5 +424,6 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _to_device(copy: Tensor, device: str) -> Tensor:
+    """Copy a tensor to a device; from a GPU to the host, into pinned memory."""
     on_host = copy.to(device)
     return on_host.pin_memory() if copy.is_cuda and on_host.device.type == "cpu" else on_host

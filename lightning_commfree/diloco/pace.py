@@ -64,14 +64,14 @@ class Pacer:
 
     @contextmanager
     def working(self, p: int) -> Iterator[None]:
-        """Add the time that the block takes to fragment `p`, but not its waits."""
+        """Context manager that adds its block's time, without waits, to fragment `p`'s work."""
         begun_s, waited_s = perf_counter(), self._ledger.seconds_waited
         yield
         waited_s = self._ledger.seconds_waited - waited_s
         self._working_s[p] += perf_counter() - begun_s - waited_s
 
     def timing(self, p: int) -> Timing:
-        """Return what to send with a launch of fragment `p`."""
+        """Return the times measured for fragment `p`, to send with its launch; zeros at first."""
         if not self._steps_s or len(self._measured[p]) < _KEPT:
             return Timing()
         links_s, works_s = zip(*self._measured[p], strict=True)
@@ -79,16 +79,19 @@ class Pacer:
         return Timing(*(max(round(1e3 * s / step_s), 1) for s in (min(links_s), min(works_s))))
 
     def landed(self, p: int, link_s: float | None, timing: Timing) -> None:
-        """Record an exchange of fragment `p`, and what all replicas sent about an earlier one."""
+        """Record this replica's time of an exchange of fragment `p`, and the agreed `timing`.
+
+        All replicas have sent their parts of `timing` with this exchange, about earlier ones.
+        """
         work_s = self._working_s.pop(p, 0.0)
         if link_s is not None:
             self._measured[p].append((link_s, work_s))
         if timing.link:
             self._agreed[p] = timing
 
-    def choose(self, sync_every: int, overlap_steps: int, fragments: int) -> tuple[int, int]:
+    def choose(self, sync_every: int, overlap_steps: int, num_fragments: int) -> tuple[int, int]:
         """Return the H and tau to change to, the current ones until two choices in a row agree."""
-        if len(self._agreed) < fragments:
+        if len(self._agreed) < num_fragments:
             return sync_every, overlap_steps
         links = [one.link / 1e3 for one in self._agreed.values()]
         work = sum(one.work for one in self._agreed.values()) / 1e3
@@ -97,7 +100,7 @@ class Pacer:
         return self._wanted if self._wanted == before else (sync_every, overlap_steps)
 
     def describe(self) -> str:
-        """Say what was agreed on."""
+        """Return a clause with the agreed times of exchanges and of work, for a message."""
         links = sum(one.link for one in self._agreed.values()) / 1e3
         works = sum(one.work for one in self._agreed.values()) / 1e3
         return (

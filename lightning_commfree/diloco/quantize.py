@@ -159,7 +159,7 @@ def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
 
 
 def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> Tensor:
-    """Compute E3M0 codes in fp16 arithmetic.
+    """Compute E3M0 codes in fp16 arithmetic: uint8, shape (B * V,), valid until the next call.
 
     Values are scaled so that 2^(E-6) becomes 2^-14, the smallest normal fp16. fp16 has the sign in
     bit 15, the exponent in bits 10 to 14, and a linear range below 2^-14. So its exponent is the
@@ -182,10 +182,10 @@ def _e3m0_codes(values_BV: Tensor, factors_B1: Tensor, workspace: Workspace) -> 
 
 
 def decode_e3m0(unpack_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
-    """Decode a chunk encoded by `encode_e3m0`, and write it to `out_BV` (fp32).
+    """Decode E3M0 codes, which `unpack_codes` writes into a buffer, into `out_BV` (fp32).
 
-    `unpack_codes` writes the codes to bits 12 to 15 of an int16 tensor of shape (B * V,), and
-    garbage to the lower bits.
+    The codes are those of `encode_e3m0`. `unpack_codes` writes them to bits 12 to 15 of an int16
+    tensor of shape (B * V,), and garbage to the lower bits.
     """
     workspace = workspace_for(out_BV)
     half_BV = workspace.buffer(torch.float16, out_BV.shape)

@@ -31,44 +31,44 @@ _TOP_OF_NAN = i32(255)
 _LIMIT = f32(127.0)
 
 
-def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
+def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block_size: int) -> None:
     """Encode values like `quantize.encode_e3m0`, and pack the codes like `bits.pack_codes_part`.
 
     `values` are fp32, shape (N,), contiguous; `packed` (uint8, shape (packed_size(N, 4),)) and
     `scales` (uint8, one per block) receive the results.
     """
     bits = values.view(torch.int32).numpy()
-    _encode_e3m0(bits, packed.numpy(), scales.numpy(), block, MIN_TOP, MAX_TOP)
+    _encode_e3m0(bits, packed.numpy(), scales.numpy(), block_size, MIN_TOP, MAX_TOP)
 
 
-def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
+def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block_size: int) -> None:
     """Decode a chunk of n values, from index `start`, into `out` (fp32, shape (n,)).
 
     `packed` contains the codes of all values, `scales` those of the chunk's blocks.
     """
     tops, bits = scales.numpy(), out.view(torch.int32).numpy()
-    _decode_e3m0(packed.numpy(), start, tops, bits, block, MIN_TOP, MAX_TOP)
+    _decode_e3m0(packed.numpy(), start, tops, bits, block_size, MIN_TOP, MAX_TOP)
 
 
-def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> None:
+def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block_size: int) -> None:
     """Encode values like `quantize.encode_int8`, except that the codes of a NaN block are 0."""
     bits, least = values.view(torch.int32).numpy(), f32(MIN_LARGEST)
-    _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), block, least)
+    _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), block_size, least)
 
 
-def encode_int2(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
+def encode_int2(values: Tensor, packed: Tensor, scales: Tensor, block_size: int) -> None:
     """Encode values like `quantize.encode_int2`, and pack the codes.
 
-    As in `encode_e3m0`, but `packed` has shape (packed_size(N, 2),), `scales` are bf16, and `block`
-    is at most 256.
+    As in `encode_e3m0`, but `packed` has shape (packed_size(N, 2),), `scales` are bf16, and
+    `block_size` is at most 256.
     """
     bits, halves = values.view(torch.int32).numpy(), scales.view(torch.int16).numpy()
-    _encode_int2(bits, values.numpy(), packed.numpy(), halves, block, MIN_TOP, MAX_TOP)
+    _encode_int2(bits, values.numpy(), packed.numpy(), halves, block_size, MIN_TOP, MAX_TOP)
 
 
-def decode_int2(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
+def decode_int2(packed: Tensor, start: int, scales: Tensor, out: Tensor, block_size: int) -> None:
     """Decode a chunk encoded by `encode_int2`; arguments are as in `decode_e3m0`."""
-    _decode_int2(packed.numpy(), start, scales.float().numpy(), out.numpy(), block)
+    _decode_int2(packed.numpy(), start, scales.float().numpy(), out.numpy(), block_size)
 
 
 def try_out() -> None:
@@ -109,25 +109,33 @@ def _write_e3m0_codes(bits: Any, floor: Any, codes: Any) -> None:
 
 @compiled
 def _write_low(codes: Any, packed: Any) -> None:
+    """Overwrite bytes with the codes, which go into the low bits."""
     for i in range(codes.size):
         packed[i] = codes[i]
 
 
 @compiled
 def _write_high(codes: Any, packed: Any) -> None:
+    """Add 4-bit codes to the high half of bytes whose low half is written already."""
     for i in range(codes.size):
         packed[i] = u8(packed[i] | u8(codes[i] << u8(4)))
 
 
 @compiled
-def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, highest: Any) -> None:
+def _encode_e3m0(
+    bits: Any, packed: Any, scales: Any, block_size: Any, lowest: Any, highest: Any
+) -> None:
+    """Write packed codes and one scale per block of the values, given as fp32 `bits`.
+
+    A block is zero if its biased exponent is below `lowest`, and NaN if above `highest`.
+    """
     row = packed.size  # byte i contains code i (low half) and code row + i (high half)
     packed[bits.size :] = u8(0)  # padding, if there are fewer values than bytes
-    codes_of_block = np.empty(size, u8)
+    codes_of_block = np.empty(block_size, u8)
 
     for b in range(scales.size):
-        start = b * size
-        stop = min(start + size, bits.size)
+        start = b * block_size
+        stop = min(start + block_size, bits.size)
         block, codes = bits[start:stop], codes_of_block[: stop - start]
 
         top = i32(i32(min(_largest(block), _INF) + _HALF) >> _SHIFT)
@@ -163,12 +171,13 @@ def _write_powers(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> N
 
 @compiled
 def _decode_e3m0(
-    packed: Any, first: Any, scales: Any, bits: Any, size: Any, lowest: Any, highest: Any
+    packed: Any, first: Any, scales: Any, bits: Any, block_size: Any, lowest: Any, highest: Any
 ) -> None:
+    """Write the fp32 bits of the codes from index `first` on; there is one scale per block."""
     row = packed.size
     for b in range(scales.size):
-        start = b * size
-        stop = min(start + size, bits.size)
+        start = b * block_size
+        stop = min(start + block_size, bits.size)
         top = i32(scales[b])
         if top > highest:
             bits[start:stop] = _NAN
@@ -193,11 +202,14 @@ def _write_int8_codes(values: Any, factor: Any, codes: Any) -> None:
 
 
 @compiled
-def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, least: Any) -> None:
+def _encode_int8(
+    bits: Any, values: Any, codes: Any, scales: Any, block_size: Any, least: Any
+) -> None:
+    """Write codes and one scale per block; a block whose largest is below `least` becomes 0."""
     one = np.empty(1, i32)
 
     for b in range(scales.size):
-        block = slice(b * size, min(b * size + size, bits.size))
+        block = slice(b * block_size, min(b * block_size + block_size, bits.size))
         one[0] = _largest(bits[block])
         largest = one.view(f32)[0]
 
@@ -245,16 +257,17 @@ def _write_signs(bits: Any, codes: Any) -> None:
 
 @compiled
 def _encode_int2(
-    bits: Any, values: Any, packed: Any, scales: Any, size: Any, lowest: Any, highest: Any
+    bits: Any, values: Any, packed: Any, scales: Any, block_size: Any, lowest: Any, highest: Any
 ) -> None:
+    """Write packed codes and one bf16 scale, as bits, per block; see `_encode_e3m0`."""
     row = packed.size  # byte i contains the codes i, row + i, 2 row + i and 3 row + i
     packed[bits.size :] = u8(0)  # padding, if there are fewer values than bytes
-    codes_of_block, units = np.empty(size, u8), np.empty(size, i32)
+    codes_of_block, units = np.empty(block_size, u8), np.empty(block_size, i32)
     word = np.empty(1, i32)
 
     for b in range(scales.size):
-        start = b * size
-        stop = min(start + size, bits.size)
+        start = b * block_size
+        stop = min(start + block_size, bits.size)
         block, codes = bits[start:stop], codes_of_block[: stop - start]
 
         top = i32(_largest(block) >> _SHIFT)
@@ -285,22 +298,25 @@ def _encode_int2(
 
 @compiled
 def _or_shifted(codes: Any, shift: Any, packed: Any) -> None:
+    """Add codes, shifted left by `shift` bits, to bytes in which these bits are zero."""
     for i in range(codes.size):
         packed[i] = u8(packed[i] | u8(codes[i] << shift))
 
 
 @compiled
 def _write_levels(packed: Any, shift: Any, scale: Any, out: Any) -> None:
+    """Decode the two-bit codes at bit `shift` of each byte, with one scale, into `out`."""
     for i in range(packed.size):
         code = i32(i32(i32(packed[i]) >> shift) & i32(3))
         out[i] = f32(f32(f32(code) - f32(1.5)) * f32(f32(2.0) * scale))
 
 
 @compiled
-def _decode_int2(packed: Any, first: Any, scales: Any, out: Any, size: Any) -> None:
+def _decode_int2(packed: Any, first: Any, scales: Any, out: Any, block_size: Any) -> None:
+    """Decode the codes from index `first` on, with one scale per block, into `out`."""
     row = packed.size
     for b in range(scales.size):
-        position, stop = b * size, min(b * size + size, out.size)
+        position, stop = b * block_size, min(b * block_size + block_size, out.size)
         while position < stop:
             shift, byte = (first + position) // row, (first + position) % row
             count = min(row - byte, stop - position)

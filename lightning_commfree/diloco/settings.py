@@ -44,7 +44,7 @@ def default_outer_optimizer(replicas: int, sync_every: int) -> partial[torch.opt
 def make_outer_optimizer(
     factory: OuterOptimizerFactory, parameters: list[nn.Parameter]
 ) -> tuple[Optimizer, LRScheduler | None]:
-    """Call the factory; raise a `TypeError` if it does not return a torch optimizer."""
+    """Return the factory's optimizer and scheduler (or None); raise a `TypeError` otherwise."""
     made = factory(parameters)
     optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
 

@@ -177,9 +177,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     def outer_weights(self) -> Iterator[None]:
         """Swap the outer weights into the LightningModule for the duration of a `with` block.
 
-        Validation and checkpoints use the outer weights automatically. Callbacks that inspect the
-        model can use this context manager. With `replica_size` above 1, all ranks must call it,
-        because each rank holds a shard. It does nothing outside a fit.
+        With `evaluate="outer"`, validation and checkpoints use them automatically. Callbacks that
+        inspect the model can use this context manager. With `replica_size` above 1, all ranks must
+        call it, because each rank holds a shard. It does nothing outside a fit.
 
         Raises:
             RuntimeError: the `with` block has changed parameters.
@@ -194,12 +194,14 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @override
     def drift_check_plan(self) -> tuple[int, Channel]:
+        """Return the steps between checks for drift, and the channel of this replica's ranks."""
         # replicas train independently; exchanges compare their global copies
         settings = self.settings
         return settings.check_drift_every * settings.first_sync_every, self.channels.within
 
     @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
+        """Check Trainer and optimizers, split the model, and return the algorithm, warmed up."""
         refuse_callbacks(trainer, type(self).__name__, REFUSED_IF_LOCAL)
         refuse_modes(type(self).__name__, self.optimizers)
         if self.inside.size > 1:
@@ -226,6 +228,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @override
     def on_train_start(self) -> None:
+        """Show the hints and warnings of Streaming DiLoCo, too."""
         super().on_train_start()
         if self._diloco is not None:
             steps = steps_to_come(self.module.trainer)

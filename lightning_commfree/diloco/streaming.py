@@ -155,7 +155,10 @@ class StreamingDiLoCo:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Context manager around an inner step; call `after_step` when it exits."""
+        """Context manager around an inner step; it first makes unfrozen parameters a fragment.
+
+        Call `after_step` when it exits.
+        """
         # add newly unfrozen parameters now, before any replica trains them
         if unfrozen := self._frozen.unfrozen():
             if self.settings.replica_size > 1:
@@ -192,7 +195,7 @@ class StreamingDiLoCo:
         self.pacer.step_begins()
 
     def _change_pace(self) -> None:
-        """Change H and tau at fragment 0's next launch, if what was measured asks for it."""
+        """Change H and tau from fragment 0's next launch on, if the measurements call for it."""
         schedule, now = self.schedule, self.schedule.paces[-1]
         sync_every, overlap_steps = self.pacer.choose(*now[1:], len(self.fragments))
         # fragments that joined during the fit keep to their cycle
@@ -207,7 +210,7 @@ class StreamingDiLoCo:
         )
 
     def launch(self, p: int) -> None:
-        """Launch a fragment: start sending its outer gradient to all replicas."""
+        """Launch a fragment: start sending its outer gradient to all replicas, as a new flight."""
         with record_function(f"launch fragment #{p}"):
             fragment, residual = self.fragments[p], self.fragments[p].residual
             frozen = self._frozen_at(p)
@@ -234,7 +237,7 @@ class StreamingDiLoCo:
             self.merge(p, abstained=self.view.rank in arrival.summary.nonfinite, frozen=frozen)
 
     def merge(self, p: int, abstained: bool, frozen: Frozen = NONE_FROZEN) -> None:
-        """Merge a fragment's global copy into the local copy after an outer step."""
+        """Merge a fragment's global copy into the local one, or overwrite that if `abstained`."""
         if abstained:
             self._reset_after_abstaining(p, take_global(self.fragments, p, self._within))
         else:
@@ -264,7 +267,7 @@ class StreamingDiLoCo:
             self.average_moved()
 
     def _finish_fragment(self, p: int) -> None:
-        """Average a fragment's local copies."""
+        """Set both copies of a fragment to the mean of the replicas' local copies; collective."""
         with record_function(f"launch fragment #{p}"):
             # without the residual, which is not part of the local weights
             frozen, values = self._frozen_at(p), self.fragments[p].outer_gradient()
@@ -293,7 +296,7 @@ class StreamingDiLoCo:
         outer: Tensor | None = None,  # the global copy to hash, if it is on the device of `values`
         frozen: Frozen = NONE_FROZEN,
     ) -> Flight:
-        """Start exchanging a fragment's `values` (fp32, shape (S,)) with the other replicas."""
+        """Start exchanging a fragment's `values` (fp32, shape (S,)); return the flight."""
         assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         hashed = self._digest(p, outer) if tag == TAG else 0
@@ -306,12 +309,15 @@ class StreamingDiLoCo:
         return Flight(pending, frozen)
 
     def weight(self, p: int) -> int:
-        """Return the weight of this replica's values in a fragment's mean."""
+        """Return 1, the weight of this replica's values in a fragment's mean."""
         del p
         return 1
 
     def _receive(self, p: int) -> Arrival:
-        """Wait for a fragment's messages, decode and check them, and record a `Landing`."""
+        """Wait for a fragment's messages, record a `Landing` and requests; return the `Arrival`.
+
+        Raise an error if the fragment may not land.
+        """
         ledger, fragment, flight = self.view.channel.ledger, self.fragments[p], self.flights[p]
         before_s = ledger.seconds_waited
         delivery = self.transport.wait(flight.pending)
@@ -341,13 +347,14 @@ class StreamingDiLoCo:
         return arrival
 
     def _decode(self, delivery: Delivery, p: int) -> Arrival:
-        """Decode a fragment's messages, and check that it may land."""
+        """Decode a fragment's messages into an `Arrival`; raise an error if it may not land."""
         arrival = delivery.decode(self.fragments[p].global_copy.device, self._within)
         names = self.fragments[p].fragment.parameters
         refuse_landing(arrival.summary, p, names, self.step, self.view, self.settings)
         return arrival
 
     def _open_exchanges(self) -> None:
+        """Let the transport prepare exchanges for the fragments that there are now."""
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
         self.transport.open((self.codec, self._last_codec), sizes)
 
@@ -393,7 +400,7 @@ class StreamingDiLoCo:
         return list(zip(names, self.schedule.joined, strict=True))
 
     def _frozen_at(self, p: int) -> Frozen:
-        """Return which of a fragment's parameters are frozen at a launch."""
+        """Return which of a fragment's parameters are frozen now; raise if one was replaced."""
         self._refuse_replaced(p)
         if self.ignores_frozen:
             return NONE_FROZEN
@@ -464,9 +471,10 @@ class StreamingDiLoCo:
     # -- validations
 
     def shown(self, what: str) -> Sequence[Tensor] | None:
-        """Return the weights for `WeightSwap.swap_in`, None for the outer weights; collective.
+        """Return the weights to validate or save, None for the outer weights; collective.
 
-        Before a validation, average moved parameters too. A save must not change the training.
+        They are for `WeightSwap.swap_in`. Before a validation, average moved parameters too. A save
+        must not change the training.
         """
         if what == "validation":
             self.average_moved()
@@ -487,11 +495,11 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def mean_weights(self) -> list[Tensor]:
-        """Return the mean of the replicas' local copies of each fragment: fp32, shape (S,).
+        """Return each fragment's mean of local copies, as decoded from the wire: fp32, shape (S,).
 
-        Collective over all ranks; errors are those of `refuse_landing`. The module must contain the
-        local copies, not the outer weights. Each call exchanges them: hooks and forward passes may
-        change them between two steps.
+        Collective over all ranks; errors are those of `refuse_landing`. Each call exchanges the
+        local copies like outer gradients, because hooks and forward passes may change them between
+        two steps. The module must contain them, not the outer weights.
         """
         if self.num_replicas == 1:
             return [fragment.local_values() for fragment in self.fragments]
@@ -535,15 +543,15 @@ class StreamingDiLoCo:
         refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
 
     def averaged_buffers(self) -> AveragedBuffers:
-        """Return the buffers that are averaged with their fragments."""
+        """Return the `AveragedBuffers` of all fragments."""
         return self.buffers
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state that is identical across replicas, and this replica's own state.
+        """Return a tuple: the state that all replicas share, and this replica's own.
 
-        In a multi-rank replica, the identical state contains only this rank's shard. Tensors are
-        not copied, so save or copy them before the next step. The own state contains the messages
-        of in-flight fragments, which this method waits for.
+        In a multi-rank replica, the shared state contains only this rank's shard. Tensors are not
+        copied, so save or copy them before the next step. The own state contains the messages of
+        in-flight fragments, which this method waits for.
         """
         self.wait_in_flight()  # also completes the codec's residuals
         shared = {

@@ -40,7 +40,7 @@ class Delivery(NamedTuple):
     arrived: Arrived
 
     def decode(self, device: torch.device, within: Channel | None) -> Arrival:
-        """Decode the messages, and combine the results of the replica's ranks."""
+        """Decode the messages into an `Arrival`; collective within the replica."""
         arrival = self.exchange.decode(self.arrived, device)
         if within is not None and within.size > 1:
             arrival = arrival.shared_within(within)
@@ -84,10 +84,10 @@ class Transport(Protocol):
         tag: str,
         device: torch.device,
     ) -> Pending[Delivery]:
-        """Start exchanging fragment `p`; the arguments are as in `FragmentExchange.launch`."""
+        """Start `FragmentExchange.launch` for fragment `p`; pending: the `Delivery`."""
 
     def wait(self, pending: Pending[Delivery]) -> Delivery:
-        """Wait for an exchange; `view` then contains the replicas that took part in it."""
+        """Wait for a delivery; `view` then contains the replicas that took part in the exchange."""
 
     def saved(self, flights: Mapping[int, Flight]) -> dict[int, Messages]:
         """Wait for in-flight fragments; return the messages that a checkpoint saves of them."""
@@ -108,12 +108,14 @@ class FixedTransport(Transport):
 
     @override
     def open(self, codecs: tuple[Codec, Codec], sizes: Sizes) -> None:
+        """Create an exchange of each fragment for each codec."""
         self.exchanges, self.last_exchanges = fragment_exchanges(
             self.view, codecs, sizes, self.background, self._timed
         )
 
     @override
     def exchange(self, p: int) -> FragmentExchange:
+        """Return the exchange of fragment `p` for launches with a residual."""
         return self.exchanges[p]
 
     @override
@@ -126,19 +128,23 @@ class FixedTransport(Transport):
         tag: str,
         device: torch.device,
     ) -> Pending[Delivery]:
+        """Start exchanging fragment `p` with all replicas of the job; pending: the `Delivery`."""
         exchange = (self.last_exchanges if residual is None else self.exchanges)[p]
         arrived = exchange.launch(values, header, residual, tag, device)
         return arrived.then(lambda arrived: Delivery(exchange, arrived))
 
     @override
     def wait(self, pending: Pending[Delivery]) -> Delivery:
+        """Wait for a delivery and return it; `view` never changes."""
         return pending.wait()
 
     @override
     def saved(self, flights: Mapping[int, Flight]) -> dict[int, Messages]:
+        """Wait for in-flight fragments; return their headers and messages by fragment."""
         arrived = {p: flight.pending.wait().arrived for p, flight in flights.items()}
         return {p: (one.headers, one.messages) for p, one in arrived.items()}
 
     @override
     def close(self) -> None:
-        self.background.close()  # the job owns the channel
+        """Stop the background thread; the channel remains open, because the job owns it."""
+        self.background.close()

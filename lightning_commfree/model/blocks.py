@@ -32,8 +32,8 @@ def is_compiled_submodule(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
-def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
-    """Return the names of the outermost submodules whose class is in `classes`, in model order.
+def outermost(module: nn.Module, class_names: Collection[str]) -> list[str]:
+    """Return the names of the outermost submodules of the named classes, in model order.
 
     Raise a ValueError if `module` has no submodule of one of the classes, or has one only inside a
     submodule of another.
@@ -42,10 +42,10 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     seen: set[str] = set()
     for name, child in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and type(child).__name__ in classes and not inside:
+        if name and type(child).__name__ in class_names and not inside:
             found.append(name)
             seen.add(type(child).__name__)
-    if missing := [name for name in classes if name not in seen]:
+    if missing := [name for name in class_names if name not in seen]:
         known = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ValueError(
             f"`units` contains {', '.join(map(repr, missing))}, but `{type(module).__name__}` has"

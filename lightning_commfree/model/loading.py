@@ -18,13 +18,14 @@ class LoadWatch:
     def __init__(self, module: nn.Module, hashes: Callable[[], list[int] | None]) -> None:
         self._hashes = hashes
         self._before: list[int] | None = None
-        hook = _Hook(self._note)
+        hook = _Hook(self._hash_before_load)
         self._handles = [
             one.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
             for one in module.modules()
         ]
 
-    def _note(self) -> None:
+    def _hash_before_load(self) -> None:
+        """Hash the weights, unless that has been done since the last `take`."""
         if self._before is None:
             self._before = self._hashes()
 
@@ -49,12 +50,12 @@ class _Hook:
         self._call()
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _get_nothing, ()  # used by `deepcopy` and pickle
+        return _make_empty_hook, ()  # used by `deepcopy` and pickle
 
 
-def _get_nothing() -> Callable[..., None]:
-    return _nothing
+def _make_empty_hook() -> Callable[..., None]:
+    return _empty_hook
 
 
-def _nothing(*_: Any) -> None:
+def _empty_hook(*_: Any) -> None:
     pass

@@ -207,6 +207,10 @@ class Materializer:
 
     @torch.no_grad()
     def _initialize(self, modules: list[nn.Module]) -> None:
+        """Replace the modules' own `meta` tensors by initialized ones in CPU memory.
+
+        Raise a ValueError if a tensor is left uninitialized.
+        """
         made = [(module, *both) for module in modules for both in _replace_meta_tensors(module)]
         drawn = [(module, new) for module, old, new in made if old not in self._saved]
         if drawn:
@@ -229,6 +233,7 @@ class Materializer:
             )
 
     def _draw(self, module: nn.Module) -> None:
+        """Run a module's random initialization, `_init_weights` or `reset_parameters`."""
         owner: Any = self._owners.get(module)
         reset: Any = getattr(module, "reset_parameters", None)
         if owner is not None:
@@ -238,6 +243,7 @@ class Materializer:
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and all its descendants, children before their parents."""
     for child in module.children():
         yield from _children_first(child)
     yield module

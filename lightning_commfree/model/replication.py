@@ -42,7 +42,7 @@ def broadcast_initial_weights(
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
-    """Copy the first rank's tensors to all other ranks of a channel; block until done.
+    """Copy the first rank's tensors to all other ranks of a channel, in place; collective.
 
     The tensors must have the same shapes, dtypes and order on all ranks; empty tensors and tensors
     on `meta` are skipped. The ranks compare an 8-byte hash of each tensor and send only the tensors
@@ -75,7 +75,7 @@ def digests_of_all(
     channel: Channel,
     tensors: Sequence[Tensor],
     tag: str,
-    hashed: Callable[[Tensor], Tensor] = thorough_digest,
+    hash_tensor: Callable[[Tensor], Tensor] = thorough_digest,
 ) -> Tensor:
     """Return the hashes of every rank's tensors; collective.
 
@@ -86,7 +86,7 @@ def digests_of_all(
     if not tensors:
         return nothing.expand(channel.size, 0)
     digests = [
-        hashed(one.contiguous()).to(channel.device) if one.numel() else nothing
+        hash_tensor(one.contiguous()).to(channel.device) if one.numel() else nothing
         for one in map(local_tensor, tensors)
     ]
     return channel.all_gather(torch.stack(digests), tag).wait()
@@ -102,6 +102,7 @@ def share_random_state(channel: Channel, device: torch.device) -> None:
 
 
 def _describe(module: nn.Module) -> dict[str, str]:
+    """Describe each parameter and buffer by name: dtype, shape, and whether it is trainable."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return {
         name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -150,7 +151,10 @@ class AveragedBuffers:
         return [name for name in self._last if name not in self.own]
 
     def tensors(self, names: Iterable[str] | None = None) -> list[Tensor]:
-        """Return the buffers, or some of them, or their stand-ins; their shapes never change."""
+        """Return the named buffers, by default all; a replaced one's last values stand in for it.
+
+        Their shapes never change.
+        """
         chosen = list(self._last if names is None else names)
         for name in chosen:
             # not cached: a module may replace a buffer by one of the same shape
@@ -173,10 +177,10 @@ class AveragedBuffers:
             self.own.add(name)
 
     def agree_on_replaced(self, gather: Callable[[Sequence[int]], list[list[int]]]) -> str:
-        """Stop averaging the buffers that any rank has replaced; collective.
+        """Stop averaging buffers that any rank has replaced; return a warning, or ""; collective.
 
-        `gather` takes one integer per buffer and returns the lists of all ranks. Returns a warning
-        for the user, which is empty if no rank has replaced another buffer since the last call.
+        `gather` takes one integer per buffer and returns the lists of all ranks. The warning is for
+        the user; it is empty if no rank has replaced another buffer since the last call.
         """
         if not self._last:
             return ""
@@ -198,7 +202,7 @@ class AveragedBuffers:
         )
 
     def _current(self, name: str) -> Tensor | None:
-        """Return the module's buffer if it still has its original shape and dtype."""
+        """Return the module's buffer if it still has its original shape and dtype, else None."""
         owner, _, own_name = name.rpartition(".")
         buffer = getattr(self._module.get_submodule(owner), own_name, None)
         last = self._last[name]
@@ -210,7 +214,7 @@ class AveragedBuffers:
 def means_of(
     buffers: Sequence[Tensor], channel: Channel, tag: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (buffer, mean) for each floating-point buffer; collective.
+    """Yield (buffer, mean over the ranks) for each of the floating-point `buffers`; collective.
 
     Shapes and dtypes must be the same on all ranks. Values are summed in rank order, in fp32 or
     wider, so the means are bit-identical on all ranks. A value that is the same on all ranks is
@@ -275,6 +279,7 @@ class BucketOrder:
             p.grad = None
 
     def _ready(self, name: str, _: Tensor) -> None:
+        """Record that a parameter's gradient is ready; stop recording after the last parameter."""
         if self._ddp.require_backward_grad_sync and name not in self.names:
             self.names.append(name)
         if len(self.names) == len(self._trained):

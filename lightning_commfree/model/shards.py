@@ -54,7 +54,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor; collective over the ranks that hold its shards."""
+    """Gather a `DTensor`, collective over its ranks; return any other tensor as it is, detached."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
@@ -82,10 +82,9 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
 
 
 def full_tensors(state: Any, keep: bool) -> Any:
-    """Copy nested containers with all tensors converted to full host tensors; collective.
+    """Copy nested containers, with tensors gathered to the host if `keep`, else empty; collective.
 
-    A tensor that occurs more than once is gathered once. On ranks with `keep=False`, the resulting
-    tensors are empty.
+    A tensor that occurs more than once is gathered once. Ranks with `keep=False` take part too.
     """
     # torch's `get_model_state_dict` would store a tied weight once per name, and its
     # `get_optimizer_state_dict` fills an empty state by taking an optimizer step, in which
@@ -104,10 +103,10 @@ def full_tensors(state: Any, keep: bool) -> Any:
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor in the same way as the tensor `like`.
+    """Return `values`, a full tensor or this rank's shard, as a `DTensor` sharded like `like`.
 
-    `values` is a full tensor, or already this rank's shard. Raise a ValueError if it has the shape
-    of neither. If `like` is not sharded, return `values` unchanged.
+    This sends nothing. Raise a ValueError if `values` has the shape of neither. If `like` is not
+    sharded, return `values` unchanged.
     """
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
@@ -193,7 +192,7 @@ class RowShards:
 def _map_optimizer_state(
     optimizer: Optimizer, state: Mapping[str, Any], convert: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Convert the tensors of an optimizer's `state_dict`, except scalars.
+    """Return an optimizer's `state_dict` with its tensors converted, except scalars.
 
     `convert` takes a tensor and the parameter that it belongs to.
     """

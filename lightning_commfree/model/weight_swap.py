@@ -1,7 +1,8 @@
-"""Temporarily swap the replicas' shared weights into the module, then restore the local weights.
+"""Temporarily swap weights that all replicas share into the module, then restore the local weights.
 
 Replicas that train independently have different *local* weights between exchanges. The *shared*
-weights are the same on all replicas; validation and checkpoints use them.
+weights are the same on all replicas. Validation and checkpoints use them or, as under Streaming
+DiLoCo by default, the mean of the local weights, which is passed in as `shown`.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class SharedCopy:
 
 
 class WeightSwap:
-    """Switches a module between its local weights and the shared weights.
+    """Switches a module between its local weights and the shared weights, or values shown instead.
 
     `parts` contains all exchanged tensors of the module; parts may be added to the list later.
     """
@@ -110,8 +111,8 @@ class WeightSwap:
     def __init__(self, parts: Sequence[SharedPart]) -> None:
         self._parts = parts
         self._stashed: list[Tensor] = []  # the local weights
-        self._shared_hashes: list[Tensor] = []  # hashes of the shared weights in the module
-        self.swapped_in = False  # whether the module currently contains the shared weights
+        self._shared_hashes: list[Tensor] = []  # hashes of the swapped-in weights
+        self.swapped_in = False  # whether the module contains the shared weights or `shown`
         # parameters that a forward pass changes, as `nn.Embedding(max_norm=...)` does
         self.self_changing: Collection[str] = ()
 
@@ -173,9 +174,10 @@ class WeightSwap:
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Context manager inside which the module holds the shared weights.
+        """Context manager inside which the module holds the shared weights or `shown`.
 
-        It has no effect if the module already holds them. For `shown`, see `swap_in`.
+        It has no effect if weights are swapped in already. For `shown` and errors, see `swap_in`
+        and `swap_out`.
         """
         if self.swapped_in:
             yield
@@ -188,9 +190,10 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
-        """Swap the shared weights and buffers into the module, if it holds the local weights.
+        """Stash the local weights, and put the shared ones (or `shown`) into the module.
 
-        If `shown` is given, use its values instead, one entry per part (see `SharedPart.show`).
+        Buffers are swapped too. `shown` has one entry per part (see `SharedPart.show`). Do nothing
+        if weights are swapped in already.
         """
         if not self.swapped_in:
             self._stashed = [tensor.clone() for tensor in self.in_module]
@@ -202,9 +205,10 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_out(self, check: bool = True) -> None:
-        """Restore the module's local weights, bit for bit, if it holds the shared weights.
+        """Restore the stashed local weights, bit for bit; raise if a parameter has been modified.
 
-        Buffers that were modified since `swap_in` keep their new values.
+        Do nothing if the module holds the local weights. Buffers that were modified since `swap_in`
+        keep their new values.
 
         Raises:
             RuntimeError: `check` is True, and a parameter was modified since `swap_in`. The local

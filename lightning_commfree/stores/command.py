@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--every", type=_seconds, metavar="SECONDS", help="show it again and again, until Ctrl-C"
     )
     options = parser.parse_args(arguments)
-    command, run = (serving, _serve) if options.command == "serve" else (status, _show)
+    command, run = (serving, _serve) if options.command == "serve" else (status, _show_job)
     try:
         return run(options)
     except KeyboardInterrupt:
@@ -67,7 +67,7 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show_job(options: argparse.Namespace) -> int:
     # here, because only this command knows what replicas keep in a store
     from lightning_commfree.elastic.status import JobWatch, table
 
@@ -91,6 +91,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
+    """Parse a positive number of seconds; raise argparse's error for other text."""
     try:
         seconds = float(text)
     except ValueError:

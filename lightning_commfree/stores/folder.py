@@ -47,7 +47,7 @@ class FolderStore:
             raise StoreError(self.address, "open", f"{error}. {needs}") from error
 
     def create(self, key: str, data: bytes) -> bool:
-        """Link a synced file to the key, unless it exists."""
+        """Link a synced file to the key, unless it exists; return whether this call did."""
         path = self._root / check_key(key)
         with self._reporting("create"):
             self._check_mounted()
@@ -57,15 +57,15 @@ class FolderStore:
             return self._link(path, data)
 
     def get(self, key: str) -> bytes | None:
-        """Read the whole file."""
+        """Read the whole file; None if the key is absent."""
         return self._read("get", key, 0, -1)
 
     def get_range(self, key: str, start: int, length: int) -> bytes | None:
-        """Read a part of the file."""
+        """Read a part of the file; None if the key is absent."""
         return self._read("get_range", key, start, length)
 
     def list(self, prefix: str) -> Keys:
-        """Walk over the folder of the prefix."""
+        """Walk over the folder of the prefix, and return the keys in it, sorted."""
         folder = self._root / check_prefix(prefix)
         with self._reporting("list"):
             self._check_mounted()
@@ -88,6 +88,7 @@ class FolderStore:
             self._write(data).replace(path)
 
     def _read(self, verb: str, key: str, start: int, length: int) -> bytes | None:
+        """Read `length` bytes (-1: all) from `start` on, or return None if the key is absent."""
         path = self._root / check_key(key)
         with self._reporting(verb):
             for look in (1, 2):
@@ -102,7 +103,7 @@ class FolderStore:
         return None
 
     def _revalidate(self, path: Path) -> None:
-        """Open the folders above a key.
+        """Open the folders above a key, so that an NFS client looks for the key again.
 
         An NFS client remembers for up to a minute that a name is absent; opening a folder makes it
         ask the server whether the folder has changed.
@@ -121,6 +122,7 @@ class FolderStore:
             raise StoreLostError(self.address)
 
     def _link(self, path: Path, data: bytes) -> bool:
+        """Link a synced file with `data` to `path`; return False if `path` exists."""
         part = self._write(data)
         try:
             os.link(part, path)
@@ -138,6 +140,7 @@ class FolderStore:
         return True
 
     def _write(self, data: bytes) -> Path:
+        """Write `data` to a new synced file in `.parts/`, and return its path."""
         part = self._parts / uuid.uuid4().hex
         try:
             with part.open("xb") as file:
@@ -151,7 +154,7 @@ class FolderStore:
         return part
 
     def _remove_abandoned(self) -> None:
-        """Remove what killed processes have left; a file's own age may be off by a clock."""
+        """Remove parts older than a day: processes that were killed have left them."""
         for part in self._parts.iterdir():
             with suppress(FileNotFoundError):
                 if time.time() - part.stat().st_mtime > _ABANDONED_S:
@@ -159,6 +162,7 @@ class FolderStore:
 
     @contextmanager
     def _reporting(self, verb: str) -> Iterator[None]:
+        """Context manager that turns an OSError into a `StoreError` of the request `verb`."""
         try:
             yield
         except OSError as error:

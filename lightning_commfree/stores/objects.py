@@ -48,7 +48,7 @@ class ObjectStore:
             raise ValueError(f"The store {url} cannot be opened: {error}") from error
 
     def create(self, key: str, data: bytes) -> bool:
-        """Put the object under the condition that the key is absent."""
+        """Put the object on condition that the key is absent; return whether this call did."""
         check_key(key)
 
         def put() -> bool:
@@ -61,14 +61,14 @@ class ObjectStore:
         return self._ask("create", put)
 
     def get(self, key: str) -> bytes | None:
-        """Get the object."""
+        """Get the object; None if the key is absent."""
         check_key(key)
         return self._ask(
             "get", lambda: bytes(self._obstore.get(self._bucket, key).bytes()), absent=None
         )
 
     def get_range(self, key: str, start: int, length: int) -> bytes | None:
-        """Get a range of the object."""
+        """Get a range of the object; None if the key is absent."""
         check_key(key)
         return self._ask(
             "get_range",
@@ -77,7 +77,7 @@ class ObjectStore:
         )
 
     def list(self, prefix: str) -> Keys:
-        """List the objects, page by page."""
+        """List the objects, page by page, and return their keys, sorted."""
         check_prefix(prefix)
         return self._ask(
             "list",
@@ -97,7 +97,10 @@ class ObjectStore:
         self._ask("overwrite", lambda: self._obstore.put(self._bucket, key, data))
 
     def _ask(self, verb: str, request: Callable[[], Result], **absent: None) -> Result | Any:
-        """Run a request; if the key is absent, return `absent` where it is given."""
+        """Run a request; if the key is absent, return `absent` where it is given.
+
+        Errors are raised as `StoreError`.
+        """
         try:
             return request()
         except (OSError, self._obstore.exceptions.BaseError) as error:

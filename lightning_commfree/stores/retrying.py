@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class VerbCount:
-    """What one verb has cost so far; bytes are those of values, without headers."""
+    """Counts of the requests with one verb so far; bytes are those of values, without headers."""
 
     requests: int = 0
     failures: int = 0  # of the requests
@@ -60,15 +60,18 @@ class Retrying:
             return {verb: replace(count) for verb, count in self._counts.items()}
 
     def create(self, key: str, data: bytes) -> bool:
-        """Create a key; if the answer to an earlier try was lost, compare the data."""
+        """Store a value if the key is absent, and return whether this call or an earlier try did.
+
+        After a try whose answer was lost, compare the stored data with `data`.
+        """
         tries = 0
 
-        def create() -> bool:
+        def create_once() -> bool:
             nonlocal tries
             tries += 1
             return self._store.create(key, data)
 
-        created = self._repeat("create", create, len(data))
+        created = self._repeat("create", create_once, len(data))
         return created or (tries > 1 and self.get(key) == data)
 
     def get(self, key: str) -> bytes | None:
@@ -91,7 +94,8 @@ class Retrying:
         """Store a value whether or not the key exists."""
         self._repeat("overwrite", lambda: self._store.overwrite(key, data), len(data))
 
-    def _repeat(self, verb: str, request: Callable[[], Result], sent: int = 0) -> Result:
+    def _repeat(self, verb: str, request: Callable[[], Result], sent_bytes: int = 0) -> Result:
+        """Run a request until it succeeds, times out or is stopped; count each try under `verb`."""
         began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         deadline = began_s + self._timeout_s
         while True:
@@ -100,8 +104,8 @@ class Retrying:
                 result = request()
             except StoreError:
                 # their pause may be the next longer one
-                self._note_away(began_s, min(2 * pause_s, _LONGEST_PAUSE_S))
-                self._count(verb, VerbCount(1, 1, sent, 0, time.perf_counter() - began))
+                self._add_outage(began_s, min(2 * pause_s, _LONGEST_PAUSE_S))
+                self._count(verb, VerbCount(1, 1, sent_bytes, 0, time.perf_counter() - began))
                 left_s = deadline - time.monotonic()
                 # random, so that replicas do not come back from an outage all at once
                 chosen_s = pause_s * random.uniform(0.5, 1.0)  # not seeded: never affects values
@@ -110,10 +114,12 @@ class Retrying:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
                 received = len(result) if isinstance(result, bytes) else 0
-                self._count(verb, VerbCount(1, 0, sent, received, time.perf_counter() - began))
+                seconds = time.perf_counter() - began
+                self._count(verb, VerbCount(1, 0, sent_bytes, received, seconds))
                 return result
 
-    def _note_away(self, began_s: float, pause_s: float) -> None:
+    def _add_outage(self, began_s: float, pause_s: float) -> None:
+        """Add an outage, from `began_s` until `pause_s` from now, to `away_s`, without overlaps."""
         with self._lock:
             self.failed_s = time.monotonic()
             back_s = self.failed_s + pause_s
@@ -121,6 +127,7 @@ class Retrying:
             self._back_s = max(back_s, self._back_s)
 
     def _count(self, verb: str, request: VerbCount) -> None:
+        """Add the counts of one request to those of its verb."""
         with self._lock:
             count = self._counts.setdefault(verb, VerbCount())
             count.requests += request.requests

@@ -54,7 +54,7 @@ class StoreLostError(Exception):
 
 
 class Store(Protocol):
-    """Bytes by key. All methods may be called from several threads at once.
+    """Interface of a store: bytes by key. Several threads may call its methods at once.
 
     Keys are relative paths of A-Z, a-z, 0-9, ".", "_", "-" and "/"; no part begins with a ".", and
     no key is the folder of another. Other keys raise a `ValueError`. Every method may raise a
@@ -126,7 +126,7 @@ def open_store(url: str) -> Store:
 
 
 def probe(store: Store) -> None:
-    """Check that the store is writable and that only one of two creates of a key succeeds.
+    """Create a test key twice and delete it; raise a ValueError unless only the first succeeded.
 
     Raises:
         ValueError: the store said twice that it created the same key.

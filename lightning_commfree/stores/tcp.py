@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class _Value(NamedTuple):
-    """What is stored under a key: a random name, the number of parts, or the data itself."""
+    """Record of a key: a random name, the number of parts and, if there are none, the data."""
 
     name: str
     parts: int
@@ -76,7 +76,7 @@ class TcpStore:
         self._identity: bytes | None = None
 
     def create(self, key: str, data: bytes) -> bool:
-        """Store the parts, then the key by `compare_set`."""
+        """Store the parts, then the key by `compare_set`; return whether this call created it."""
         name = f"key/{check_key(key)}"
         if self._call("create", "check", [name]):
             return False
@@ -94,15 +94,15 @@ class TcpStore:
         return created
 
     def get(self, key: str) -> bytes | None:
-        """Read the key, then all parts."""
+        """Read the key, then all parts; None if the key is absent."""
         return self._read("get", key, 0, None)
 
     def get_range(self, key: str, start: int, length: int) -> bytes | None:
-        """Read the key, then the parts in which the range is."""
+        """Read the key, then the parts in which the range is; None if the key is absent."""
         return self._read("get_range", key, start, start + length)
 
     def list(self, prefix: str) -> Keys:
-        """Read the index of all keys that were ever created, and check each.
+        """Read the index of all keys ever created, and return those that still exist, sorted.
 
         TCPStore has `list_keys` only in later releases of torch.
         """
@@ -130,6 +130,7 @@ class TcpStore:
             self._delete("overwrite", _Value.decode(old).part_names())
 
     def _upload(self, verb: str, data: bytes) -> _Value:
+        """Store a large value's parts; return the record to store under its key."""
         name = uuid.uuid4().hex
         if len(data) <= _INLINE_BYTES:
             return _Value(name, 0, data)
@@ -140,6 +141,7 @@ class TcpStore:
         return value
 
     def _read(self, verb: str, key: str, start: int, stop: int | None) -> bytes | None:
+        """Return bytes `start` to `stop` (None: the end) of a value; None if the key is absent."""
         found = self._get(verb, f"key/{check_key(key)}")
         if found is None:
             return None
@@ -158,6 +160,8 @@ class TcpStore:
         return b"".join(parts)[start - skipped : None if stop is None else stop - skipped]
 
     def _get(self, verb: str, name: str) -> bytes | None:
+        """Return the server's entry of that name (`key/...`, `part/...`), or None if absent."""
+
         def get(store: Any) -> bytes | None:
             try:
                 found: bytes | None = store.get(name) if store.check([name]) else None
@@ -172,10 +176,14 @@ class TcpStore:
             self._call(verb, "delete_key", name)
 
     def _call(self, verb: str, method: str, *args: Any) -> Any:
+        """Call a method of torch's TCPStore by name; see `_ask`."""
         return self._ask(verb, lambda store: getattr(store, method)(*args))
 
     def _ask(self, verb: str, request: Callable[[Any], Result]) -> Result:
-        """Run a request on the client's thread; abandon the client if it fails or times out."""
+        """Run a request on the client's thread, and return its result.
+
+        If it fails or times out, abandon the client, and raise a `StoreError` or `StoreLostError`.
+        """
         with self._lock:
             client = self._client = self._client or _Client(self._connect)
         try:
@@ -192,6 +200,7 @@ class TcpStore:
             raise
 
     def _connect(self) -> Any:
+        """Return a new TCPStore client; raise a `StoreLostError` if the server has changed."""
         # torch would repeat a refused connection until its timeout, and log each attempt
         socket.create_connection((self._host, self._port), _CONNECT_S).close()
         store = TCPStore(self._host, self._port, None, False, _WAIT, wait_for_workers=False)
@@ -203,6 +212,7 @@ class TcpStore:
         return store
 
     def _give_up(self, client: _Client) -> None:
+        """End a client's thread after its current request; the next request gets a new client."""
         with self._lock:
             if self._client is client:
                 self._client = None
@@ -210,7 +220,7 @@ class TcpStore:
 
 
 class _Client:
-    """A thread that connects and runs requests in order; it may hang in one forever."""
+    """Thread that connects, and runs requests in order; it may hang in one of them forever."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect

@@ -170,8 +170,8 @@ def train(rank: int, size: int, run: Run) -> Trace:
 def follow(diloco: StreamingDiLoCo, paces: dict[int, tuple[int, int]]) -> None:
     """Change H and tau after given steps, instead of by what is measured."""
 
-    def choose(sync_every: int, overlap_steps: int, fragments: int) -> tuple[int, int]:
-        del fragments
+    def choose(sync_every: int, overlap_steps: int, num_fragments: int) -> tuple[int, int]:
+        del num_fragments
         begins = diloco.schedule.next_launch_of(0, diloco.step)
         return paces.get(begins, (sync_every, overlap_steps))
 

@@ -148,7 +148,7 @@ def test_kernels_wait_for_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Worker(monkeypatch, 3)
     names = ("cast", "update_values", "follow", "update_momentum")
     kernels = SimpleNamespace(**dict.fromkeys(names, lambda *_: None))
-    monkeypatch.setattr(worker, "load_kernels", lambda module, what: kernels)
+    monkeypatch.setattr(worker, "load_kernels", lambda module, users: kernels)
     assert here.run() == JOIN | EVERY_STEP | THREAD
 
 

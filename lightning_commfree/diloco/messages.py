@@ -80,8 +80,7 @@ def _exchange_count_message(
     shorter = max(last_step // cycles, AUTO_BEGINS, schedule.overlap_steps + 1)
     change = f", or set `sync_every={shorter}`" if shorter < schedule.sync_every else ""
     until_then = (
-        " Until a fragment first lands, validations use its initial weights, unless"
-        " `evaluate='mean'`."
+        " Until a fragment first lands, validations use its initial weights."
         if settings.evaluate == "outer"
         else ""
     )
@@ -103,6 +102,5 @@ def initial_weights_warning(
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"
         f" {schedule.total} fragments still have the weights with which the fit began. With"
         f" `sync_every={schedule.sync_every}` and `overlap_steps={schedule.overlap_steps}` every"
-        f" fragment has landed once after step {schedule.complete_after}. `evaluate='mean'` uses"
-        " the mean of the replicas' local weights instead."
+        f" fragment has landed once after step {schedule.complete_after}."
     )

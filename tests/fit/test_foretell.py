@@ -90,7 +90,7 @@ def test_few_exchanges_bring_the_advice(said: Any) -> None:
     assert warning.startswith("Within 38 steps each of the 2 fragments is exchanged 18 to 19 times")
     assert warning.endswith(
         " Train for at least 42 steps. Until a fragment first lands, validations use its initial"
-        " weights, unless `evaluate='mean'`."
+        " weights."
     )
     last = 1
     assert Schedule(2, 2, 1).launches_until(last, 42) >= 20, "the advice is good"

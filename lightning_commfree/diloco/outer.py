@@ -185,7 +185,7 @@ class OuterFragment:
         start = self.local_values()
         # (parameter_numel,), fp32: the codec's rounding error of the latest outer gradient
         self.residual = torch.zeros_like(start[: self.parameter_numel]) if keeps_residual else None
-        self._residual_before: Tensor | None = None
+        self.residual_before: Tensor | None = None
         # (S,), fp32: this rank's values in the order of `ShardLayout`
         self.global_copy = start if device is None else _to_device(start, device)
 
@@ -378,18 +378,18 @@ class OuterFragment:
     def clear_residual(self, indices: frozenset[int] | None = None) -> None:
         """Clear the codec's rounding error, of all parameters or of those with these indices."""
         if indices is None:
-            self._residual_before = None
+            self.residual_before = None
         if self.residual is not None:
             for span in [slice(None)] if indices is None else self._layout.spans(indices):
                 self.residual[span] = 0.0
 
     def keep_residual(self) -> None:
         """Save the rounding error before a launch, in case it does not count (`end_launch`)."""
-        self._residual_before = None if self.residual is None else self.residual.clone()
+        self.residual_before = None if self.residual is None else self.residual.clone()
 
     def end_launch(self, counted: bool) -> None:
         """Restore the rounding error from before the launch, unless the launch counted."""
-        before, self._residual_before = self._residual_before, None
+        before, self.residual_before = self.residual_before, None
         if self.residual is not None and before is not None and not counted:
             self.residual.copy_(before)
 

@@ -11,6 +11,8 @@ that:
 - If what it needs has been deleted, or is more than two cycles old, it continues from the newest
   state, and keeps the outer gradients that no commit has counted.
 - If the job has ended, it takes the final weights from the log.
+- A replica that left after SIGTERM may come back with its own state. It has another name in the
+  log then, and is otherwise one that was stopped. It first lands what was due when it left.
 
 In the mean, a replica's values are weighted by the inner steps that they contain, so the first
 message of a new replica, which contains only zeros, has weight 0.
@@ -39,7 +41,7 @@ from lightning_commfree.diloco.outer import NONE_FROZEN, Frozen
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 from lightning_commfree.elastic.lateness import Lateness
-from lightning_commfree.elastic.log import MissedError
+from lightning_commfree.elastic.log import MissedError, PostponedError
 from lightning_commfree.elastic.transport import NOT_LISTED, StoreTransport
 
 _NO_SLOT = -1
@@ -55,6 +57,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
         last_step: the step after which the fit ends; no steps are skipped beyond it.
         weight_per_step: weight of one inner step in a mean, such as its number of samples.
         ended: whether the job has ended without this replica, which now has the final weights.
+        left_at: position in the log of a replica that left, from a checkpoint; None after `begin`.
+        continues: whether this replica has continued from that position.
+        postponed: whether it leaves with landings due, which come first when it is back.
         state_every: flights between two states in the log, a multiple of the number of fragments.
         note: called with what happens, for a log of this replica's own.
     """
@@ -75,7 +80,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         assert settings.evaluate == "outer", "other weights need all replicas at the same time"
         self.inner_steps = self.skipped = 0
         self.weight_per_step, self.last_step = 1, math.inf
-        self.ended = False
+        self.ended = self.continues = self.postponed = self._left = False
+        self.left_at: Mapping[str, Any] | None = None
         self.state_every, self.note = state_cycles * len(fragments), note
         self._log, self.ranks, self._slot = transport.log, transport.log.ranks, 0
         self._trained_since = [0] * len(fragments)  # `inner_steps` at the landing that counted last
@@ -98,12 +104,21 @@ class ElasticDiLoCo(StreamingDiLoCo):
         total = len(self.fragments)
         first = sum(self.schedule.launches_until(p, self.step) for p in range(total))
         self._log.begin(fingerprint, self._state, first)
+        left_at = self.left_at
         if self._log.end() < 0:
+            if left_at:
+                self.continues = self._log.take_over(left_at["name"], left_at["launched"])
             slot = self.ranks.first(lambda: self._enroll(max_replicas))
             if slot == _NO_SLOT:
                 return None
             self._slot = slot
-        self._continue_from(*self._log.newest_state(), keep=False)
+        self.left_at = None
+        if left_at and self.continues:
+            self._take_up(left_at)
+        else:
+            for fragment in self.fragments:
+                fragment.clear_residual()
+            self._continue_from(*self._log.newest_state(), keep=False)
         if not self.ended:
             self._log.start(self._log.launched)
         return self._slot
@@ -148,9 +163,25 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.skipped = self.step - position
         self.note("at", self.inner_steps, self.step)
 
+    @torch.no_grad()
+    def land_postponed(self) -> None:
+        """Land what was due when this replica left, if it continues; call it before a step."""
+        if not self.continues:
+            return
+        before = self.step
+        try:
+            for p in self.schedule.landed_at(self.step):
+                if p in self.flights:
+                    self.land(p)
+        except MissedError:
+            self._continue_from(*self._log.newest_state(), keep=True)
+        self.skipped = self.step - before
+        self.note("begins")
+
     @property
     def _may_skip(self) -> bool:
-        return self.step < self.last_step and not self.requests.stops and not self.ended
+        is_over = self.requests.stops or self.ended or self.postponed
+        return self.step < self.last_step and not is_over
 
     def _is_behind(self) -> bool:
         # once may be chance, and skipped steps are lost
@@ -177,9 +208,15 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def land(self, p: int) -> None:
+        if self.postponed:  # landings keep their order
+            return
         ledger = self.view.channel.ledger
         before_s = ledger.seconds_waited
-        super().land(p)
+        try:
+            super().land(p)
+        except PostponedError:
+            self.postponed = True
+            return
         if p in self._sent:
             self._sent.remove(p)
             self._lateness.landed(ledger.seconds_waited - before_s, time.monotonic())
@@ -231,6 +268,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     @override
     def finish(self) -> None:
         last_step, total = self.step, len(self.fragments)
+        self.postponed = False
         while not self.ended:
             for p in range(total):
                 self._refuse_frozen(p)
@@ -295,13 +333,61 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     # -- states
 
+    def leave(self, within_s: float) -> bool:
+        """Leave the job after a step; from now on, `state_dict` has the position in the log.
+
+        Return False if the store did not confirm all messages in time: this replica cannot come
+        back then, except as a new one. Collective within the replica.
+        """
+        self._log.leave(within_s)
+        self._log.say_leaving()
+        self._left = self._log.is_stored()
+        return self._left
+
+    @override
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the outer state and this replica's own state.
+
+        The latter has a position in the log only if this replica has left: that of one that goes
+        on is out of date with its next message, and steps would count twice.
+        """
+        shared, own = super().state_dict()
+        position = {
+            "name": self._log.name,
+            "launched": self._log.launched,
+            "landed": self.landed,
+            "sent": sorted(self._sent),
+            "residuals_before": [fragment.residual_before for fragment in self.fragments],
+            "inner_steps": self.inner_steps,
+            "trained_since": self._trained_since,
+            "late_flights": self._late_flights,
+            "follows": self.transport.follows,
+        }
+        return shared, {**own, "elastic": position if self._left else None}
+
     @override
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Restore the outer state from a checkpoint, without what was in flight, before `begin`.
+        """Restore the state from a checkpoint, before `begin`, which decides whether to use `own`.
 
-        `own`, a replica's own state, is not used: the local weights become the outer weights.
+        If `own` has no position in the log, the local weights become the outer weights.
         """
-        super().load_state_dict(shared, None)
+        self.left_at = own and own.get("elastic")
+        super().load_state_dict(shared, own if self.left_at else None)
+
+    def _take_up(self, left_at: Mapping[str, Any]) -> None:
+        """Continue as if this replica had only been stopped since it left."""
+        self.landed, self._sent = left_at["landed"], set(left_at["sent"])
+        self.inner_steps = left_at["inner_steps"]
+        self._trained_since = [*left_at["trained_since"]]
+        self._late_flights = left_at["late_flights"]
+        for fragment, before in zip(self.fragments, left_at["residuals_before"], strict=True):
+            fragment.residual_before = before
+        self.note("renamed", left_at["launched"], self._log.name)
+        self._log.continue_at(self.landed)
+        total = len(self.fragments)
+        for flight in range(self.landed, left_at["launched"]):
+            self.flights[flight % total] = self.transport.follow(flight % total)
+        self.transport.follows = left_at["follows"]
 
     def _state(self) -> bytes:
         file = io.BytesIO()

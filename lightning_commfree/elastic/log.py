@@ -1,7 +1,8 @@
 """An elastic job as a log in a store, as one rank of a replica sees it.
 
     config        settings of the job, its first flight, and the replica that created it
-    roster/N      the N-th replica that came, from 0: its name and slot, or a question (`enroll`)
+    roster/N      the N-th replica that came, from 0: its name and slot, or a question (`enroll`);
+                  of one that continues after SIGTERM, also its former name (`take_over`)
     here/N/NAME   the answer of replica NAME to the question roster/N
     x/F/NAME      message of replica NAME in flight F; `ABSTAINS` or `LEAVES` if it takes no part
     commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
@@ -90,6 +91,8 @@ class Member(NamedTuple):
 
     name: str  # unique for each start of a process
     slot: int  # index of its share of the training data; `_ASKS`: the entry is a question
+    former: str = ""  # if it continues after SIGTERM (`take_over`): its name until then
+    since: int = 0  # the first flight in which it has the new name
 
 
 class Landed(NamedTuple):
@@ -102,6 +105,10 @@ class Landed(NamedTuple):
 
 class LeftError(SystemExit):
     """The time to leave after SIGTERM has passed; ends the process with exit code 143."""
+
+
+class PostponedError(Exception):
+    """This replica leaves, and lands the flight when it is back."""
 
 
 class MissedError(Exception):
@@ -167,13 +174,15 @@ class JobLog:
         self.launched = 0  # number of the next flight to launch
         self.last_round = math.inf  # number of the first flight of the last round, once it is known
         self.roster: list[Member] = []
+        self._renamed: dict[str, Member] = {}  # entries with a former name, by that name ...
+        self._had_left: dict[str, Member] = {}  # ... and by the new one
         self._flights: dict[int, _Flight] = {}  # neither landed nor forgotten
         self._ask_head_at = 0  # number of a flight
         self._following = False  # whether this replica has been late, by the training thread
         self._asked = -1  # the flight about which the training thread has asked
         self._others_launched = -1  # latest flight that another replica is known to have launched
         self._latest: frozenset[str] = frozenset()  # replicas in the latest commit
-        self._left: set[str] = set()  # replicas that said so
+        self._left: dict[str, int] = {}  # replicas that said so, and their first flight without
         self._first, self._founder = 0, name  # the job's first flight, and who created it
         self._latest_flight = -1
         self._heard: dict[str, int] = {}  # by replica, its latest flight, or when it came
@@ -260,6 +269,44 @@ class JobLog:
                 self._pause()  # another one was faster
             elif not free:
                 asked = number
+
+    @_leaving
+    def take_over(self, former: str, flight: int) -> bool:
+        """Enter the roster as the replica `former`, which left before it launched `flight`.
+
+        Return False if `former` does not own a slot: it was in another job, or another replica has
+        the slot now, perhaps one that has continued from the same state. Collective.
+        """
+        took = bool(self.ranks.first(lambda: self._take_over(former, flight)))
+        while took and self.name not in self._had_left:  # ranks above 0 only read it
+            self._pause()
+            self._read_roster()
+        return took
+
+    def _take_over(self, former: str, flight: int) -> bool:
+        while True:
+            self._read_roster()
+            slots = {one.slot: one.name for one in self.roster if one.slot != _ASKS}
+            if self.name in slots.values():
+                return True
+            slot = next((slot for slot, owner in slots.items() if owner == former), _ASKS)
+            if slot == _ASKS:
+                return False
+            me = Member(self.name, slot, former, flight)
+            if not self.store.create(f"roster/{len(self.roster)}", json.dumps(me).encode()):
+                self._pause()  # another one was faster
+
+    def name_in(self, flight: int, name: str = "") -> str:
+        """Return the name of a replica in a flight; `name` is any that it has had.
+
+        By default, the replica is this one.
+        """
+        name = name or self.name
+        while (one := self._had_left.get(name)) and flight < one.since:
+            name = one.former
+        while (one := self._renamed.get(name)) and flight >= one.since:
+            name = one.name
+        return name
 
     def _silent(self, owners: Mapping[int, int], asked: int) -> list[int]:
         """Return the slots whose owners do not answer an earlier question.
@@ -373,12 +420,23 @@ class JobLog:
         key = f"x/{self.launched}/{self.name}{self._suffix}"
         self.later(lambda: self.store.create(key, LEAVES))
 
+    def is_stored(self) -> bool:
+        """Wait until the store has all that this replica has created; collective.
+
+        Return False if the time to leave passes before that.
+        """
+        stored = threading.Event()
+        self.later(stored.set)
+        left_s = max(self._leave_by_s - time.monotonic(), 0.0)
+        return all(self.ranks.gather(stored.wait(left_s)))
+
     def landed(self, flight: int) -> Landed:
         """Wait for a flight's commit, and return its messages.
 
         Raises:
             MissedError: the messages have been deleted.
             LeftError: `leave` was called, and its time has passed.
+            PostponedError: it was called, and the flight can wait until this replica is back.
         """
         with self._lock:
             one = self._flights[flight]
@@ -394,6 +452,10 @@ class JobLog:
                 break
             if time.monotonic() > self._leave_by_s:
                 raise LeftError(TERMINATED)
+            # several ranks would have to agree on it, and after the last round there is no job
+            leaves = self._leave_by_s < math.inf
+            if leaves and self.ranks.size == 1 and self.last_round == math.inf:
+                raise PostponedError
             if time.monotonic() > say_s:
                 say_s += _SAY_S
                 _log.warning("%s", self._why_waiting(flight, one))
@@ -409,7 +471,7 @@ class JobLog:
         return Landed(
             [by_name[name] for name in names],
             [message[: len(message) - self._appended] for message in messages],
-            one.messages.get(self.name) == ABSTAINS,
+            one.messages.get(self.name_in(flight)) == ABSTAINS,
         )
 
     def _why_waiting(self, flight: int, one: _Flight) -> str:
@@ -417,9 +479,10 @@ class JobLog:
         text = f"Training has waited for exchange {flight} for {waited_s:.0f} s: "
         if self.store.failed_s > time.monotonic() - _SAY_S:
             return f"{text}the store {self.store.address} does not answer. It is asked again."
-        if one.commit is None and len(one.messages) < self._min:
+        sent = sum(message != LEAVES for message in one.messages.values())
+        if one.commit is None and sent < self._min:
             return (
-                f"{text}{len(one.messages)} of at least {self._min} replicas"
+                f"{text}{sent} of at least {self._min} replicas"
                 f" (`min_replicas={self._min}`) have sent a message. Start the others."
             )
         return f"{text}the store {self.store.address} is slow."
@@ -463,7 +526,7 @@ class JobLog:
         """Return whether a flight that others have landed counted this replica's message."""
         while (data := self.store.get(f"commit/{flight}")) is None:
             self._pause()
-        return self.name in [Entry(*entry).name for entry in json.loads(data)]
+        return self.name_in(flight) in [Entry(*entry).name for entry in json.loads(data)]
 
     def _point_to(self, flight: int) -> None:
         """Overwrite `head` unless it is newer: a replica that was stopped must not set it back."""
@@ -576,7 +639,8 @@ class JobLog:
         if self._by_time:
             return self.store.get(f"go/{flight}") is not None
         with self._lock:
-            others = self._latest - {self.name}
+            latest = self._latest
+        others = {self.name_in(flight, name) for name in latest} - {self.name_in(flight)}
         begins = (self.store.get_range(f"x/{flight}/{name}", 0, 2) for name in others)
         return any(begin not in (None, LEAVES) for begin in begins)
 
@@ -628,7 +692,8 @@ class JobLog:
             # store that did not answer tells nothing about the other replicas.
             late_s = one.looked_s - one.due_s - (self.store.away_s - one.away_s)
         with self._lock:
-            counts = {n: message not in (ABSTAINS, LEAVES) for n, message in one.messages.items()}
+            messages = dict(one.messages)
+        counts = {n: data != ABSTAINS for n, data in messages.items() if data != LEAVES}
         return Heard(one.launched and self.ranks.rank == 0, counts, commit, late_s)
 
     def _rules(self, flight: int) -> Rules:
@@ -640,18 +705,19 @@ class JobLog:
         return Rules(patience_s if flight >= self.last_round else grace_s, patience_s, self._min)
 
     def _group(self, flight: int) -> Group:
-        names = {member.name for member in self.roster if member.slot != _ASKS}
         with self._lock:
             heard, latest, new = dict(self._heard), self._latest, set(self._new)
-            names -= self._left
+            left = {name for name, first in self._left.items() if first <= flight}
+        names = {one.name for one in self.roster if one.slot != _ASKS}
+        names = {self.name_in(flight, name) for name in names} - left
         possible = {n for n in names if heard.get(n, flight) >= flight - _SILENT_FLIGHTS}
         if flight % _SILENT_FLIGHTS == 0:  # it may be back; not if another one has its slot
             possible |= names & {*{one.slot: one.name for one in self.roster}.values()}
         recent = {n for n, last in heard.items() if last >= flight - 1} - new
         if flight == self.last_round:
             recent = possible
-        expected = (latest | recent) & possible
-        me = {self.name}
+        expected = {self.name_in(flight, name) for name in latest | recent} & possible
+        me = {self.name_in(flight)}
         return Group(frozenset(expected | me), frozenset(possible | me))
 
     def _hear(self, flight: int, messages: Mapping[str, bytes]) -> None:
@@ -662,7 +728,7 @@ class JobLog:
                 self._heard[name] = max(self._heard.get(name, -1), flight)
                 self._new.discard(name)
                 if message == LEAVES:
-                    self._left.add(name)
+                    self._left[name] = flight
 
     # -- requests
 
@@ -673,13 +739,16 @@ class JobLog:
             while (data := self.store.get(f"roster/{len(self.roster)}")) is not None:
                 member = Member(*json.loads(data))
                 if member.slot != _ASKS:
-                    self._note_entry(member.name)
+                    self._note_entry(member)
                 elif self._threads[0].is_alive():
                     self._answer(len(self.roster))
                 self.roster.append(member)
             return len(self.roster) > known
 
-    def _note_entry(self, name: str) -> None:
+    def _note_entry(self, member: Member) -> None:
+        name = member.name
+        if member.former:
+            self._renamed[member.former] = self._had_left[name] = member
         with self._lock:
             if not self._is_founding:
                 self._new.add(name)

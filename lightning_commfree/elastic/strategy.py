@@ -13,7 +13,9 @@ replicas share a store, which contains the job's log (`elastic.log`):
   the smallest slot in the latest commit. If the fit depends on a monitored metric, every replica
   validates. All replicas use the same weights, so they get the same result.
 - *Stopping.* `trainer.should_stop` on one replica stops all replicas after the same step. SIGTERM
-  stops only the replica that receives it, on all its ranks after the same step.
+  stops only the replica that receives it, on all its ranks after the same step. If a callback then
+  saves a checkpoint (`OnExceptionCheckpoint`), this contains the replica's own state, from which it
+  continues, unless its slot has another owner by then.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import time
 from copy import copy
 from functools import partial
@@ -87,6 +90,13 @@ class ElasticSession(LocalWeightsSession):
     @override
     def begin(self, resumed: bool) -> None:
         del resumed
+        diloco: Any = self.between
+        diloco.land_postponed()
+        if diloco.postponed:
+            raise SIGTERMException
+        self._follow_skipped()
+        if diloco.ended:  # meanwhile
+            self._trainer.should_stop = True
         self._trains = True
         FitSession.begin(self, resumed=True)
 
@@ -102,10 +112,7 @@ class ElasticSession(LocalWeightsSession):
     def after_step(self) -> None:
         diloco: Any = self.between
         trainer = self._trainer
-        if diloco.skipped:
-            skip_steps(trainer, diloco.skipped)
-            step_schedulers(trainer, trainer.global_step, trainer.current_epoch)
-            self.clock.steps += diloco.skipped
+        self._follow_skipped()
         if diloco.step >= diloco.last_step and diloco.step != trainer.max_steps:
             # `max_epochs`: a replica that has skipped steps still has batches
             self._stopping.agree_after_step()
@@ -114,6 +121,14 @@ class ElasticSession(LocalWeightsSession):
         if any(flags):
             sigterm.agree(requeues=any(flag & 2 for flag in flags))
         super().after_step()
+
+    def _follow_skipped(self) -> None:
+        diloco: Any = self.between
+        trainer = self._trainer
+        if diloco.skipped:
+            skip_steps(trainer, diloco.skipped)
+            step_schedulers(trainer, trainer.global_step, trainer.current_epoch)
+            self.clock.steps += diloco.skipped
 
     @override
     def stops_after(self) -> int | None:
@@ -284,7 +299,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
     @override
     def not_restored(self) -> list[str]:
         lost = "elastic replicas begin with the outer weights, without what was in flight"
-        return [*super().not_restored(), lost]
+        return super().not_restored() + ([] if self._elastic.continues else [lost])
 
     @override
     def begin(self, trainer: pl.Trainer) -> ElasticDiLoCo:
@@ -330,7 +345,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         diloco = self._elastic
-        self._starts_at = diloco.step
+        self._starts_at, had_left = diloco.step, diloco.left_at is not None
         self.slot = self._take_slot(trainer)
         if diloco.step != self._starts_at:
             trainer.num_sanity_val_steps = 0
@@ -346,11 +361,18 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 f"The job in {self.store} has ended after step {diloco.step}. This replica has"
                 " its final weights."
             )
-        else:
-            rank_zero_info(
-                f"This replica is in slot {self.slot} of {self._max_replicas}, and continues the"
-                f" job in {self.store} after step {diloco.step}."
+            return
+        if had_left and not diloco.continues:
+            rank_zero_warn(
+                "The checkpoint's state of a replica that has left is not used: it is from another"
+                " job, or another replica has taken its slot since, perhaps one that has continued"
+                " from it. This replica begins with the outer weights."
             )
+        whose = " with its own state" if diloco.continues else ""
+        rank_zero_info(
+            f"This replica is in slot {self.slot} of {self._max_replicas}, and continues the job in"
+            f" {self.store}{whose} after step {diloco.step}."
+        )
 
     def _take_slot(self, trainer: pl.Trainer) -> int:
         """Create the job or join it; wait for a slot if all are taken."""
@@ -428,7 +450,18 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         return ReplicaRanks(decisions, uploads)
 
     def _save_if_first(self, save: Any, *args: Any, **kwargs: Any) -> None:
-        if self.is_first:
+        # SIGTERM ends a fit between two steps; anything else may do so within one
+        leaves, why_not = isinstance(sys.exc_info()[1], SIGTERMException), ""
+        if leaves and self.restore_checkpoint_after_setup:
+            why_not = "the weights of a model on `meta` are restored only after it has joined"
+        elif leaves and not self._elastic.leave(_LEAVE_S):
+            why_not = f"{self.store} did not confirm its messages within {_LEAVE_S:.0f} s"
+        if why_not:
+            rank_zero_warn(
+                f"This replica's own state is not saved, because {why_not}. When it is started"
+                " again, it joins."
+            )
+        if self.is_first or (leaves and not why_not):
             save(*args, **kwargs)
 
     def _job_settings(self, trainer: pl.Trainer) -> dict[str, str]:

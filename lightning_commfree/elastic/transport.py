@@ -128,7 +128,8 @@ class StoreTransport(Transport):
         self.abstained = landed.abstained
         names = [member.name for member in landed.members]
         channel = Channel([0], 0, self._ledger)  # nothing is sent on it
-        channel.rank = names.index(self.log.name) if self.log.name in names else NOT_LISTED
+        mine = self.log.name_in(self.flights[p])
+        channel.rank = names.index(mine) if mine in names else NOT_LISTED
         slots = tuple(member.slot for member in landed.members)
         exchange = self._exchange(p, codec, View(self.flights[p], slots, channel))
         raw = [torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in landed.messages]

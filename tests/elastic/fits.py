@@ -228,7 +228,7 @@ def wait_until(true: Callable[[], object], limit_s: float = 30.0) -> None:
 def listed_in(store: Path) -> list[list[int]]:
     """Return the slots that were averaged, by flight."""
     roster = [json.loads(path.read_bytes()) for path in store.glob("roster/*")]
-    slots = dict(entry for entry in roster if entry[1] >= 0)
+    slots = {name: slot for name, slot, *_ in roster if slot >= 0}
     flights = sorted((store / "commit").glob("*"), key=lambda path: int(path.name))
     return [[slots[name] for name, *_ in json.loads(path.read_bytes())] for path in flights]
 

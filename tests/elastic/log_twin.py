@@ -37,6 +37,10 @@ class Killed(BaseException):
     """Ends a replica without a word to the others."""
 
 
+class Leaves(BaseException):
+    """Ends a replica after a step, in an orderly way, until it comes back."""
+
+
 @dataclass
 class Job:
     store: Any
@@ -70,6 +74,11 @@ class Replica:
     trace: Trace = field(default_factory=Trace)
     error: BaseException | None = None
     final: State | None = None
+    first_name: str = ""
+    own: bytes | None = None  # its state when it left
+    away_s: float | None = None  # set while it leaves: for how long
+    trains: bool = False
+    continued: list[bool] = field(default_factory=list)  # whether it did so, at each return
     rank: int = 0
     meetings: list[Meeting] = field(default_factory=lambda: [Meeting(1) for _ in range(3)])
 
@@ -88,6 +97,13 @@ class Replica:
         assert self.log is not None
         self.log.leave(0.0)
 
+    def terminate(self, away_s: float) -> None:
+        """Make it leave after this step, as SIGTERM does, and come back."""
+        if self.trains and self.away_s is None:
+            self.away_s = away_s
+            assert self.log is not None
+            self.log.leave(15.0)
+
     def poison(self, diloco: ElasticDiLoCo, p: int) -> None:
         """Fill a fragment with NaN, between two steps."""
         with torch.no_grad():
@@ -96,6 +112,15 @@ class Replica:
         self.events.append(("poison", p))
 
     def _run(self) -> None:
+        self.first_name = self.first_name or self.name
+        self._live()
+        while self.away_s is not None:
+            time.sleep(self.away_s)
+            self.name, self.module, self.away_s = f"{self.name}'", Net(), None
+            self._live()
+
+    def _live(self) -> None:
+        """Train until the end, or until it leaves."""
         job, module = self.job, self.module
         settings = job.settings()
         fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
@@ -123,25 +148,66 @@ class Replica:
         optimizer = ADAMW(list(module.parameters()))
         diloco.optimizers = [optimizer]
         try:
-            assert diloco.begin(job.config, job.max_replicas) is not None, "all slots are taken"
-            while diloco.step < job.steps:
-                backward(module, self.data, diloco.inner_steps + 1)
-                with diloco.stepping():
-                    optimizer.step()
-                diloco.after_step()
-                self.trace.record(module, diloco)
-                time.sleep(job.step_s)
-                self.act(diloco, diloco.inner_steps)
+            self._begin(diloco, optimizer)
+            self._train(diloco, optimizer)
             diloco.finish()
             self.trace.record(module, diloco)
-            self.final = self.trace.local[-1]
+            self.final, self.away_s = self.trace.local[-1], None
+        except Leaves:
+            self.own = None
+            if diloco.leave(15.0):
+                file, (shared, own) = io.BytesIO(), diloco.state_dict()
+                saved = {"shared": shared, "own": own, "optimizer": optimizer.state_dict()}
+                torch.save(saved, file)
+                self.own = file.getvalue()
+            if self.own is None or self.killed:
+                self.error, self.away_s, self.killed = Killed(), None, True
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             self.error = Killed() if self.killed and isinstance(error, LeftError) else error
+            self.away_s = None
             if isinstance(self.error, Killed):
                 self.killed = True
                 log.leave(0.0)
         finally:
+            self.trains = False
             transport.close()
+
+    def _begin(self, diloco: ElasticDiLoCo, optimizer: torch.optim.Optimizer) -> None:
+        own: Any = self.own and torch.load(io.BytesIO(self.own), weights_only=True)
+        if own:
+            diloco.load_state_dict(own["shared"], own["own"])
+        assert diloco.begin(self.job.config, self.job.max_replicas) is not None, "no free slot"
+        if not own:
+            return
+        self.continued.append(diloco.continues)
+        if diloco.continues:
+            optimizer.load_state_dict(own["optimizer"])
+        else:  # it is another replica
+            self.events = [one for one in self.events if one[0] == "state"][-1:]
+            self.first_name = self.name
+
+    def _train(self, diloco: ElasticDiLoCo, optimizer: torch.optim.Optimizer) -> None:
+        self.trains = True
+        diloco.land_postponed()
+        self._end_if_asked()
+        while diloco.step < self.job.steps:
+            backward(self.module, self.data, diloco.inner_steps + 1)
+            with diloco.stepping():
+                optimizer.step()
+            diloco.after_step()
+            if self.killed:
+                raise Killed
+            self.trace.record(self.module, diloco)
+            time.sleep(self.job.step_s)
+            self.act(diloco, diloco.inner_steps)
+            self._end_if_asked()
+        self.trains = False
+
+    def _end_if_asked(self) -> None:
+        if self.killed:
+            raise Killed
+        if self.away_s is not None:
+            raise Leaves
 
 
 def start_ranks(name: str, data: int, job: Job, act: Any = lambda *_: None) -> list[Replica]:
@@ -189,6 +255,7 @@ class LogTwin:
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.store, settings = replica, replica.job.store, replica.job.settings()
+        self.called = [(0, replica.first_name)]  # from a flight on
         self.codec, self.mix = CODECS[settings.wire_dtype], settings.mix
         self.last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
         self.module = Net()
@@ -215,18 +282,31 @@ class LogTwin:
         while events and events[0][0] == "state" and not events[0][2]:  # before the first step
             self.take_state(*events.pop(0)[1:], keep=False)
         while any(event[0] == "at" for event in events):
-            while events[0][0] == "poison":
-                self.poison(*events.pop(0)[1:])
+            self.between_steps(events)
             self.train()
             while (event := events.pop(0))[0] != "at":
                 self.follow(*event)
-        while events and events[0][0] == "poison":
-            self.poison(*events.pop(0)[1:])
+        self.between_steps(events)
         if any(event[0] == "launch" for event in events):  # it died in the middle of a step
             self.train()
         for event in events:  # the end of the fit, or of the replica
             self.follow(*event)
         return self
+
+    def between_steps(self, events: list[tuple[Any, ...]]) -> None:
+        while events and events[0][0] in ("poison", "renamed"):
+            what, *about = events.pop(0)
+            if what == "poison":
+                self.poison(*about)
+                continue
+            if what == "renamed":
+                self.called.append((about[0], about[1]))
+            while events[0][0] != "begins":  # it lands what was due when it left
+                self.follow(*events.pop(0))
+            events.pop(0)
+
+    def name_in(self, flight: int) -> str:
+        return [name for first, name in self.called if first <= flight][-1]
 
     def train(self) -> None:
         self.steps += 1
@@ -254,7 +334,7 @@ class LogTwin:
             for rank in range(self.replica.job.ranks)
         ]
         listed = {
-            p: any(one[0] == self.replica.name for one in self.commit(mine))
+            p: any(one[0] == self.name_in(mine) for one in self.commit(mine))
             for p, (mine, _) in self.in_flight.items()
             if mine <= flight
         }
@@ -292,7 +372,7 @@ class LogTwin:
             delta += residual.mul_(self.codec.error_feedback)
         payload = torch.empty(self.codec.num_bytes(len(delta)), dtype=torch.uint8)
         self.codec.encode(delta, out=payload, residual=residual)
-        key = f"x/{flight}/{self.replica.name}"
+        key = f"x/{flight}/{self.name_in(flight)}"
         if self.replica.killed and key not in self.store.objects | self.store.deleted:
             return  # it died before the store had the message
         message = self.kept(key, self.replica.rank)

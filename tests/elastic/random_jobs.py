@@ -45,6 +45,10 @@ class Faults:
         if draw.random() < 0.5:
             self.naps.clear()
         self.dies_at = draw.randrange(10, 60 * steps // 10) if mortal else None  # request
+        requests = [draw.randrange(10, 60 * steps // 10) for _ in range(3)]
+        self.leaves_at = {one: draw.choice((0.0, 0.1, 0.5, 4.0)) for one in requests}
+        if draw.random() < 0.5:
+            self.leaves_at.clear()
         self.poisoned_at = draw.randrange(steps) if draw.random() < 0.1 else None
         self.requests = 0
         self.what = f"naps {self.naps}, dies at {self.dies_at}, NaN at {self.poisoned_at}"
@@ -68,6 +72,8 @@ class Faults:
         assert self.replica is not None
         if self.replica.killed:
             raise refused(verb)
+        if self.requests in self.leaves_at:
+            self.replica.terminate(self.leaves_at[self.requests])
         if self.requests == self.dies_at:
             self.replica.kill()
             if self.requests % 2:  # the request reaches the store, and its answer nobody
@@ -137,6 +143,8 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
         dead=sum(isinstance(one.error, Killed) for one in replicas),
         flights=len(listed_in(store)),
         left_out=sum(len(names) < len(finals) for names in listed_in(store)),
+        returned=sum(len(one.continued) for one in ran),
+        continued=sum(sum(one.continued) for one in ran),
         states=sum(event[0] == "state" and event[1] >= 0 for one in ran for event in one.events),
     )
 

@@ -13,7 +13,15 @@ import torch
 
 from lightning_commfree.elastic import log as log_module
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
-from lightning_commfree.elastic.log import ABSTAINS, LEAVES, JobLog, LeftError, _Flight
+from lightning_commfree.elastic.log import (
+    ABSTAINS,
+    LEAVES,
+    JobLog,
+    LeftError,
+    Member,
+    PostponedError,
+    _Flight,
+)
 from tests.diloco.training import Run, assert_same_bits, twin
 from tests.elastic.log_twin import (
     Job,
@@ -142,7 +150,7 @@ def test_two_join_at_once_in_different_slots() -> None:
     assert {name for names in listed for name in names} == {"r0", "r1", "r2"}
     roster = [json.loads(job.store.objects[key]) for key in job.store.list("roster/")]
     # one that is not listed at once enters again
-    assert sorted(slot for _, slot in {*map(tuple, roster)}) == [0, 1, 2]
+    assert sorted(slot for _, slot, *_ in {*map(tuple, roster)}) == [0, 1, 2]
 
 
 def test_a_late_replica_keeps_its_outer_gradient() -> None:
@@ -381,12 +389,12 @@ def test_a_slot_whose_owner_does_not_answer_is_free(
 ) -> None:
     monkeypatch.setattr(log_module, "_ANSWER_S", 2.0)
     log.begin({}, lambda: b"state")
-    assert log.enroll(2) == ("r0", 0)
-    assert log.enroll(2) == ("r0", 0)  # again, after a lost answer
+    assert log.enroll(2) == Member("r0", 0)
+    assert log.enroll(2) == Member("r0", 0)  # again, after a lost answer
     other, third = (JobLog(log.store, name, lambda flight: (10,)) for name in ("r1", "r2"))
-    assert other.enroll(2) == ("r1", 1)
+    assert other.enroll(2) == Member("r1", 1)
     log.start(0)  # and `other` has died
-    assert third.enroll(2) == ("r2", 1)
+    assert third.enroll(2) == Member("r2", 1)
     third.start(0)
     late = JobLog(log.store, "r3", lambda flight: (10,))
     assert late.enroll(2) is None
@@ -423,6 +431,9 @@ def test_leaving_ends_a_wait(log: JobLog) -> None:
     flight = log.launch()  # nothing is sent, so nobody commits
     log.leave(0.3)
     start_s = time.monotonic()
+    with pytest.raises(PostponedError):
+        log.landed(flight)
+    log.last_round = flight  # nobody comes back to land it
     with pytest.raises(LeftError) as raised:
         log.landed(flight)
     assert raised.value.code == 143
@@ -454,6 +465,7 @@ def test_waiting_for_replicas_is_explained(
     log.start(0)
     flight = log.launch()
     log.send(flight, lambda: b"0123456789")
+    log.last_round = 0  # which waits after `leave`, too
     log.leave(0.5)
     with pytest.raises(LeftError):
         log.landed(flight)

@@ -62,7 +62,7 @@ class Workspace:
         self._buffers: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def buffer(self, dtype: torch.dtype, shape: torch.Size, slot: int = 0) -> Tensor:
-        """Return an uninitialized buffer; calls with the same dtype and slot share memory."""
+        """Return a buffer of at most `numel` values; calls of one dtype and slot share memory."""
         if (dtype, slot) not in self._buffers:
             # a buffer created in inference mode would be read-only outside of it
             with torch.inference_mode(False):

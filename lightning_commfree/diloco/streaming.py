@@ -411,10 +411,10 @@ class StreamingDiLoCo:
         return Frozen(now - settled, now & settled)
 
     def _refuse_replaced(self, p: int) -> None:
-        """Raise a `RuntimeError` if any of a fragment's parameters has been replaced or removed."""
+        """Raise a `RuntimeError` if a fragment's parameter was replaced or removed; note new ones."""
         now = dict(self._module.named_parameters(remove_duplicate=False))
         names = self.fragments[p].fragment.parameters
-        self._parameters = {n: p for n, p in now.items() if n in names} | self._parameters
+        self._parameters = {n: now[n] for n in names if n in now} | self._parameters
         late = [name for name in names if now.get(name) is not self._parameters[name]]
         if late:
             raise RuntimeError(

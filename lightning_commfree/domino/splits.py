@@ -58,7 +58,7 @@ class Split:
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
         """Compute a sublayer's body into `micro.outputs`, and launch the all-reduces.
 
-        `earlier` is the same sublayer of the previous micro-batches, already computed.
+        `earlier` is the same sublayer of the previous micro-batches, whose keys it may read.
         """
         del earlier
         if self._num_slices > 1:

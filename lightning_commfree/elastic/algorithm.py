@@ -124,6 +124,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return self._slot
 
     def _enroll(self, max_replicas: int) -> int:
+        """Return the slot that rank 0 has got, or `_NO_SLOT`."""
         member = self._log.enroll(max_replicas)
         return _NO_SLOT if member is None else member.slot
 
@@ -140,6 +141,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
     @override
     @contextmanager
     def stepping(self) -> Iterator[None]:
+        """Refuse parameters that were unfrozen, then step as usual."""
         if names := self._frozen.unfrozen():
             raise RuntimeError(
                 f"The parameters {sorted(names)} became trainable during the fit. Elastic replicas"
@@ -151,6 +153,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def after_step(self) -> None:
+        """Launch and land what is due, and skip steps if the others are ahead."""
         position = self.step + 1
         self.inner_steps += 1
         self._advance()
@@ -180,17 +183,21 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @property
     def _may_skip(self) -> bool:
+        """Whether the fit goes on, so that steps may be skipped."""
         is_over = self.requests.stops or self.ended or self.postponed
         return self.step < self.last_step and not is_over
 
     def _is_behind(self) -> bool:
+        """Whether the others have gone on without this replica; rank 0 only."""
         # once may be chance, and skipped steps are lost
         return self._log.is_behind(self.transport.follows or self._late_flights >= _LATE)
 
     def _is_far_behind(self) -> bool:
+        """Whether the newest state is more than two cycles ahead; rank 0 only."""
         return self._log.is_far_behind(2 * len(self.fragments))
 
     def _advance(self) -> None:
+        """Go on by a step of the schedule, or from the newest state if messages are gone."""
         try:
             super().after_step()
         except MissedError:
@@ -198,6 +205,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def launch(self, p: int) -> None:
+        """Launch a fragment; send no message if its flight is already decided."""
         self._refuse_frozen(p)
         self.fragments[p].keep_residual()
         super().launch(p)
@@ -208,6 +216,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def land(self, p: int) -> None:
+        """Land a fragment, and note how long training waited."""
         if self.postponed:  # landings keep their order
             return
         ledger = self.view.channel.ledger
@@ -223,12 +232,14 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
+        """Keep the global copy if the commit does not list this replica, then step as usual."""
         if self.view.rank == NOT_LISTED:
             self._before[p] = self.fragments[p].global_copy.clone()
         super().outer_step(p, mean, frozen)
 
     @override
     def merge(self, p: int, abstained: bool, frozen: Frozen = NONE_FROZEN) -> None:
+        """Merge as usual if listed; otherwise keep the outer gradient for the next flight."""
         fragment, listed = self.fragments[p], self.view.rank != NOT_LISTED
         before = self._before.pop(p, None)
         is_finite = listed or all(self.ranks.gather(bool(fragment.local_values().isfinite().all())))
@@ -258,6 +269,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def weight(self, p: int) -> int:
+        """Return the weight of this replica in a mean: its steps since the last counted landing."""
         return (self.inner_steps - self._trained_since[p]) * self.weight_per_step
 
     @property
@@ -267,6 +279,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def finish(self) -> None:
+        """Take part in the last round, or take the final weights if it is over; end the job."""
         last_step, total = self.step, len(self.fragments)
         self.postponed = False
         while not self.ended:
@@ -297,6 +310,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @override
     def average_moved(self) -> None:
+        """Raise a `RuntimeError` if a hook has changed frozen parameters; nothing is averaged."""
         if self._frozen.digests() != self._frozen_digests:
             raise RuntimeError(
                 "A hook changed frozen parameters during the fit. Elastic replicas do not average"
@@ -390,12 +404,14 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self.transport.follows = left_at["follows"]
 
     def _state(self) -> bytes:
+        """Return this rank's outer state as bytes, for the log."""
         file = io.BytesIO()
         fragments = [fragment.state_dict() for fragment in self.fragments]
         torch.save({"step": self.step, "fragments": fragments}, file)
         return file.getvalue()
 
     def _write_state(self, flight: int) -> None:
+        """Store the outer state after a flight, and delete what no replica needs any more."""
         log = self._log
         log.write_state(flight, self._state())
         log.later(lambda: log.delete_before(flight - self.state_every, self.state_every))

@@ -117,6 +117,8 @@ class MissedError(Exception):
 
 @dataclass
 class _Flight:
+    """What this rank knows about a flight that it has not landed."""
+
     launched: bool = False  # by this replica, or followed without a message
     launched_s: float = -math.inf
     messages: dict[str, bytes] = field(default_factory=dict)  # by replica
@@ -284,6 +286,7 @@ class JobLog:
         return took
 
     def _take_over(self, former: str, flight: int) -> bool:
+        """Return whether the roster has the entry; rank 0 alone writes it."""
         while True:
             self._read_roster()
             slots = {one.slot: one.name for one in self.roster if one.slot != _ASKS}
@@ -363,6 +366,7 @@ class JobLog:
             self._pause()
 
     def _newest(self) -> int:
+        """Return the number of the newest state; the first flight's minus 1 if there is none."""
         if (end := self.store.get("end")) is not None:
             return int(end) - 1
         head = int(self.store.get("head") or self._first - 1)
@@ -398,8 +402,8 @@ class JobLog:
         """Take part in the next flight, and return its number; `send` adds a message to it."""
         with self._lock:
             flight, self.launched = self.launched, self.launched + 1
-            one, now_s = self._flights.setdefault(flight, _Flight()), time.monotonic()
-            one.launched, one.launched_s = True, now_s
+            known, now_s = self._flights.setdefault(flight, _Flight()), time.monotonic()
+            known.launched, known.launched_s = True, now_s
             self._interval_s, self._launched_s = now_s - self._launched_s, now_s
         if self._by_time and flight > self._others_launched:
             self.later(lambda: self.store.create(f"go/{flight}", b""))
@@ -439,16 +443,16 @@ class JobLog:
             PostponedError: it was called, and the flight can wait until this replica is back.
         """
         with self._lock:
-            one = self._flights[flight]
-            one.due_s, one.away_s = time.monotonic(), self.store.away_s
+            known = self._flights[flight]
+            known.due_s, known.away_s = time.monotonic(), self.store.away_s
         self._wake.set()
-        say_s = one.due_s + _SAY_S
+        say_s = known.due_s + _SAY_S
         while True:
             if self._error is not None:
                 raise RuntimeError(
                     f"A thread that uses {self.store.address} has ended."
                 ) from self._error
-            if one.landed.wait(0.1):
+            if known.landed.wait(0.1):
                 break
             if time.monotonic() > self._leave_by_s:
                 raise LeftError(TERMINATED)
@@ -458,29 +462,30 @@ class JobLog:
                 raise PostponedError
             if time.monotonic() > say_s:
                 say_s += _SAY_S
-                _log.warning("%s", self._why_waiting(flight, one))
+                _log.warning("%s", self._why_waiting(flight, known))
         with self._lock:
             del self._flights[flight]
-        missed = one.missed or one.commit is None
+        missed = known.missed or known.commit is None
         if any(self.ranks.gather(missed)):
             raise MissedError
-        assert one.commit is not None
+        assert known.commit is not None
         by_name = {member.name: member for member in self.roster}
-        names = [entry.name for entry in one.commit]
-        messages = [one.messages[name] for name in names]
+        names = [entry.name for entry in known.commit]
+        messages = [known.messages[name] for name in names]
         return Landed(
             [by_name[name] for name in names],
             [message[: len(message) - self._appended] for message in messages],
-            one.messages.get(self.name_in(flight)) == ABSTAINS,
+            known.messages.get(self.name_in(flight)) == ABSTAINS,
         )
 
-    def _why_waiting(self, flight: int, one: _Flight) -> str:
-        waited_s = time.monotonic() - (one.due_s or 0.0)
+    def _why_waiting(self, flight: int, known: _Flight) -> str:
+        """Return a sentence for the user about what training waits for."""
+        waited_s = time.monotonic() - (known.due_s or 0.0)
         text = f"Training has waited for exchange {flight} for {waited_s:.0f} s: "
         if self.store.failed_s > time.monotonic() - _SAY_S:
             return f"{text}the store {self.store.address} does not answer. It is asked again."
-        sent = sum(message != LEAVES for message in one.messages.values())
-        if one.commit is None and sent < self._min:
+        sent = sum(message != LEAVES for message in known.messages.values())
+        if known.commit is None and sent < self._min:
             return (
                 f"{text}{sent} of at least {self._min} replicas"
                 f" (`min_replicas={self._min}`) have sent a message. Start the others."
@@ -579,6 +584,7 @@ class JobLog:
     # -- the threads
 
     def _run(self, work: Callable[[], None]) -> None:
+        """Run `work` on a thread; keep its error for `landed` to raise."""
         try:
             work()
         except StoreError:
@@ -587,11 +593,13 @@ class JobLog:
             self._error = error
 
     def _upload(self) -> None:
+        """Run the requests of `later` in order; the work of the first thread."""
         while (job := self._jobs.get()) is not None:
             job()
             self._wake.set()
 
     def _look(self) -> None:
+        """Look for what others have created, until `close`; the work of the second thread."""
         while not self._closed:
             if self._watch_at_s() <= time.monotonic():
                 self._watch()
@@ -612,17 +620,19 @@ class JobLog:
         return self._latest_flight < self._first
 
     def _watch_at_s(self) -> float:
+        """Return when to look for newcomers again."""
         return self._watched_s + watch_pause_s(self._interval_s)
 
     def _watch(self) -> None:
         """Look for newcomers, and for a commit of the flight that this replica launches next."""
         self._read_roster()
-        flight, one = self._next_flight()
-        if one.commit is None:
-            self._read_commit(flight, one)
+        flight, known = self._next_flight()
+        if known.commit is None:
+            self._read_commit(flight, known)
         self._watched_s = time.monotonic()
 
     def _go_at_s(self) -> float:
+        """Return when to look again whether others have launched the next flight."""
         if not self._by_time and not self._following:
             return math.inf
         return look_at_s(self._launched_s, 0.0, self._asked_go_s)
@@ -636,6 +646,7 @@ class JobLog:
         self._asked_go_s = time.monotonic()
 
     def _has_begun(self, flight: int) -> bool:
+        """Return whether another replica has launched the flight, as far as the store shows."""
         if self._by_time:
             return self.store.get(f"go/{flight}") is not None
         with self._lock:
@@ -645,58 +656,61 @@ class JobLog:
         return any(begin not in (None, LEAVES) for begin in begins)
 
     def _next_flight(self) -> tuple[int, _Flight]:
+        """Return the number and the record of the flight that this replica launches next."""
         with self._lock:  # a flight that has landed must not come back
             return self.launched, self._flights.setdefault(self.launched, _Flight())
 
-    def _look_at_s(self, one: _Flight) -> float:
+    def _look_at_s(self, known: _Flight) -> float:
         """Return when to look for a flight's commit and messages again."""
-        if one.due_s is not None:
-            return look_at_s(one.due_s, 0.0, one.asked_s)
-        if one.launched:
-            return look_at_s(one.launched_s, first_look_s(self._took_s), one.asked_s)
+        if known.due_s is not None:
+            return look_at_s(known.due_s, 0.0, known.asked_s)
+        if known.launched:
+            return look_at_s(known.launched_s, first_look_s(self._took_s), known.asked_s)
         # `_watch` looks for its commit
-        return math.inf if one.commit is None else one.asked_s + watch_pause_s(0.0)
+        return math.inf if known.commit is None else known.asked_s + watch_pause_s(0.0)
 
-    def _advance(self, flight: int, one: _Flight) -> None:
+    def _advance(self, flight: int, known: _Flight) -> None:
         """Do what comes next for a flight, until nothing is new or it is too early to look."""
-        while not one.landed.is_set() and not self._closed:
-            before = len(one.messages), one.commit
-            match decide(self._what_is_heard(one), self._group(flight), self._rules(flight)):
+        while not known.landed.is_set() and not self._closed:
+            before = len(known.messages), known.commit
+            match decide(self._what_is_heard(known), self._group(flight), self._rules(flight)):
                 case Land():
-                    one.landed.set()
+                    known.landed.set()
                 case Read(names):
-                    self._read_messages(flight, one, names)
+                    self._read_messages(flight, known, names)
                 case Commit(names):
                     if self._is_founding and self._read_roster():
                         continue  # those that came meanwhile are founders, too
-                    self._commit(flight, one, names)
+                    self._commit(flight, known, names)
                 case Look(names):
                     began_s = time.monotonic()
-                    if began_s < self._look_at_s(one):
+                    if began_s < self._look_at_s(known):
                         return
-                    self._read_commit(flight, one)
-                    if one.commit is None:
+                    self._read_commit(flight, known)
+                    if known.commit is None:
                         self._look_for(flight, names)
-                    one.looked_s, one.asked_s = began_s, time.monotonic()
+                    known.looked_s, known.asked_s = began_s, time.monotonic()
                     continue  # if nothing is new, the grace may have passed
-            one.asked_s = time.monotonic()
-            if before == (len(one.messages), one.commit):
+            known.asked_s = time.monotonic()
+            if before == (len(known.messages), known.commit):
                 return
 
-    def _what_is_heard(self, one: _Flight) -> Heard:
-        commit = None if one.commit is None else tuple(entry.name for entry in one.commit)
+    def _what_is_heard(self, known: _Flight) -> Heard:
+        """Return a flight's record in the form that `decide` takes."""
+        commit = None if known.commit is None else tuple(entry.name for entry in known.commit)
         late_s = None
-        if one.due_s is not None:
+        if known.due_s is not None:
             # Until the latest look, not until now: a process that was stopped, or whose requests
             # take longer than the grace, must look once more before it leaves others out. And a
             # store that did not answer tells nothing about the other replicas.
-            late_s = one.looked_s - one.due_s - (self.store.away_s - one.away_s)
+            late_s = known.looked_s - known.due_s - (self.store.away_s - known.away_s)
         with self._lock:
-            messages = dict(one.messages)
+            messages = dict(known.messages)
         counts = {n: data != ABSTAINS for n, data in messages.items() if data != LEAVES}
-        return Heard(one.launched and self.ranks.rank == 0, counts, commit, late_s)
+        return Heard(known.launched and self.ranks.rank == 0, counts, commit, late_s)
 
     def _rules(self, flight: int) -> Rules:
+        """Return grace, patience and the least number of replicas for a flight."""
         gets = self.store.counts().get("get", VerbCount())
         auto_s = 0.5 + 2 * gets.seconds / max(gets.requests, 1)
         grace_s = auto_s if self._grace_s is None else self._grace_s
@@ -705,6 +719,7 @@ class JobLog:
         return Rules(patience_s if flight >= self.last_round else grace_s, patience_s, self._min)
 
     def _group(self, flight: int) -> Group:
+        """Return whom to wait for in a flight, and who may take part in it."""
         with self._lock:
             heard, latest, new = dict(self._heard), self._latest, set(self._new)
             left = {name for name, first in self._left.items() if first <= flight}
@@ -721,6 +736,7 @@ class JobLog:
         return Group(frozenset(expected | me), frozenset(possible | me))
 
     def _hear(self, flight: int, messages: Mapping[str, bytes]) -> None:
+        """Keep others' messages in a flight, and note that they are there."""
         with self._lock:
             if flight in self._flights:
                 self._flights[flight].messages.update(messages)
@@ -746,6 +762,7 @@ class JobLog:
             return len(self.roster) > known
 
     def _note_entry(self, member: Member) -> None:
+        """Note that a replica has come."""
         name = member.name
         if member.former:
             self._renamed[member.former] = self._had_left[name] = member
@@ -755,6 +772,7 @@ class JobLog:
             self._heard[name] = max(self._heard.get(name, 0), self.launched)
 
     def _answer(self, question: int) -> None:
+        """Tell a newcomer that this replica still needs its slot (`enroll`)."""
         self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
 
     def _create(self, key: str, data: bytes, lists: bool = False) -> bytes:
@@ -772,6 +790,7 @@ class JobLog:
         return data
 
     def _look_for(self, flight: int, names: Iterable[str]) -> None:
+        """Read messages in a flight without a commit, as far as they are there; keep valid ones."""
         sizes = [size + self._appended for size in self._sizes(flight)]
         for name in names:
             key = f"x/{flight}/{name}{self._suffix}"
@@ -788,15 +807,15 @@ class JobLog:
             if data is not None:
                 self._hear(flight, {name: data})
 
-    def _read_messages(self, flight: int, one: _Flight, names: Iterable[str]) -> None:
+    def _read_messages(self, flight: int, known: _Flight, names: Iterable[str]) -> None:
         """Read messages in a commit, as far as the store shows them."""
-        digests, start = {e.name: e.digest for e in one.commit or ()}, _DIGITS * self.ranks.rank
+        digests, start = {e.name: e.digest for e in known.commit or ()}, _DIGITS * self.ranks.rank
         for name in names:
             data = self.store.get(f"x/{flight}/{name}{self._suffix}")
             if data is None:
                 if self._has_gone_on(flight):  # deleted
-                    one.missed = True
-                    one.landed.set()
+                    known.missed = True
+                    known.landed.set()
                 return
             if _digest(data) != digests[name][start:][:_DIGITS]:
                 raise ValueError(
@@ -812,20 +831,23 @@ class JobLog:
         # nobody corrects a stale `head` after the end
         return int(head or -1) > flight or self.store.get("end") is not None
 
-    def _commit(self, flight: int, one: _Flight, names: Iterable[str]) -> None:
+    def _commit(self, flight: int, known: _Flight, names: Iterable[str]) -> None:
+        """Create a flight's commit with the messages of `names`; or take the store's."""
         with self._lock:
-            found = dict(one.messages)
+            found = dict(known.messages)
         entries = [self._entry(name, found[name]) for name in names]
         if self.store.create(f"commit/{flight}", json.dumps(entries).encode()):
-            self._take_commit(flight, one, entries)
+            self._take_commit(flight, known, entries)
         else:
-            self._read_commit(flight, one)
+            self._read_commit(flight, known)
 
     def _entry(self, name: str, message: bytes) -> Entry:
+        """Return the line of a replica in a commit."""
         others = message[len(message) - self._appended :].decode()
         return Entry(name, len(message), _digest(message) + others)
 
-    def _read_commit(self, flight: int, one: _Flight) -> None:
+    def _read_commit(self, flight: int, known: _Flight) -> None:
+        """Take a flight's commit from the store, if it is there."""
         data = self.store.get(f"commit/{flight}")
         if data is None:
             return
@@ -834,13 +856,14 @@ class JobLog:
         if not names <= {member.name for member in self.roster}:
             self._read_roster()
         if names <= {member.name for member in self.roster}:  # or the store is slow: look again
-            self._take_commit(flight, one, entries)
+            self._take_commit(flight, known, entries)
 
-    def _take_commit(self, flight: int, one: _Flight, entries: list[Entry]) -> None:
+    def _take_commit(self, flight: int, known: _Flight, entries: list[Entry]) -> None:
+        """Keep a commit, and learn from it who is there and how long it took."""
         with self._lock:
-            if one.commit is None and one.launched:
-                self._took_s.append(time.monotonic() - one.launched_s)
-            one.commit = entries
+            if known.commit is None and known.launched:
+                self._took_s.append(time.monotonic() - known.launched_s)
+            known.commit = entries
             names = frozenset(entry.name for entry in entries)
             if flight > self._latest_flight:  # an older commit may be read later
                 self._latest, self._latest_flight = names, flight

@@ -66,7 +66,7 @@ class JobWatch:
         self._looks.append((time.monotonic(), latest))
         return Status(
             flight=latest,
-            step=self._step(latest),
+            step=self._launch_step(latest),
             max_steps=int(job["settings"].get("max_steps", -1)),
             looked_at=len(self._commits),
             ended=end is not None,
@@ -82,6 +82,7 @@ class JobWatch:
         return 60.0 * (flight - before) / (now_s - begin_s) if now_s > begin_s else None
 
     def _latest(self, first: int, end: bytes | None) -> int:
+        """Return the number of the latest flight that has a commit."""
         if end is not None:
             return int(end) - 1
         head = self._store.get("head")
@@ -91,6 +92,7 @@ class JobWatch:
         return latest
 
     def _read_commits(self, window: range) -> None:
+        """Read the commits of the flights in `window`, and forget all others."""
         for flight in self._commits.keys() - window:
             del self._commits[flight]
         for flight in window:
@@ -99,7 +101,8 @@ class JobWatch:
                 entries = [Entry(*entry) for entry in json.loads(data)]
                 self._commits[flight] = {entry.name: entry.size for entry in entries}
 
-    def _step(self, flight: int) -> int | None:
+    def _launch_step(self, flight: int) -> int | None:
+        """Return the step after which a flight was launched; None if its messages are gone."""
         for name in self._commits.get(flight, {}):
             word = self._store.get_range(f"x/{flight}/{name}", 8 * _STEP_WORD, 8)
             if word is not None:
@@ -119,6 +122,7 @@ class JobWatch:
         return sorted(shown, key=lambda one: one.slot)
 
     def _row(self, member: Member, latest: int) -> Row:
+        """Return what is known about a replica."""
         sizes = {f: one[member.name] for f, one in self._commits.items() if member.name in one}
         last = max(sizes, default=None)
         mean = sum(sizes.values()) / len(sizes) if sizes else None
@@ -126,6 +130,7 @@ class JobWatch:
         return Row(member.slot, member.name, last, len(sizes), mean, state)
 
     def _why_not_listed(self, name: str, last: int | None, latest: int) -> str:
+        """Return "NaN", "has left" or "late" with its latest flight, or "silent"."""
         oldest = latest - _WINDOW if last is None else last
         for flight in range(latest + 1, oldest, -1):
             begin = self._store.get_range(f"x/{flight}/{name}", 0, 2)
@@ -158,6 +163,7 @@ def table(status: Status, per_minute: float | None = None) -> str:
 
 
 def _cells(row: Row, latest: int) -> list[str]:
+    """Return the texts of a line of the table."""
     never = row.last is None
     return [
         str(row.slot),

@@ -102,6 +102,7 @@ class ElasticSession(LocalWeightsSession):
 
     @override
     def _restart(self) -> None:
+        """Refuse weights that were loaded in the middle of a fit."""
         raise RuntimeError(
             "Weights were loaded in the middle of the fit (`load_state_dict`). Elastic replicas do"
             " not support this, because they would have to do it after the same step. Start another"
@@ -110,6 +111,7 @@ class ElasticSession(LocalWeightsSession):
 
     @override
     def after_step(self) -> None:
+        """Count skipped steps in the Trainer, and end a fit whose steps are over."""
         diloco: Any = self.between
         trainer = self._trainer
         self._follow_skipped()
@@ -123,6 +125,7 @@ class ElasticSession(LocalWeightsSession):
         super().after_step()
 
     def _follow_skipped(self) -> None:
+        """Move the Trainer's step, its schedulers and the clock on by the skipped steps."""
         diloco: Any = self.between
         trainer = self._trainer
         if diloco.skipped:
@@ -147,14 +150,17 @@ class _ElasticStopping(Stopping):
     @property
     @override
     def wanted(self) -> bool:
+        """Whether a stop was requested; SIGTERM does not count."""
         return self._requested
 
     @override
     def agree_after_step(self) -> None:
+        """Stop: the exchange has told all replicas already."""
         self._agreed = self._trainer.should_stop = True
 
     @override
     def agree_here(self) -> None:
+        """Turn `trainer.should_stop` into a request for the next exchange; ask no replica."""
         if self._trains and not self._ranks.interrupted:
             self._defer_stop()
 
@@ -257,6 +263,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
 
     @property
     def _elastic(self) -> ElasticDiLoCo:
+        """The algorithm; only during a fit."""
         assert isinstance(self._diloco, ElasticDiLoCo)
         return self._diloco
 
@@ -427,6 +434,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """Leave the job; after SIGTERM, end with exit code 143."""
         super().on_exception(exception)
         if self._diloco is not None:
             log = self._elastic.transport.log
@@ -436,6 +444,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             exception.code = TERMINATED
 
     def _replica_ranks(self) -> ReplicaRanks:
+        """Return the connections between the ranks of this replica; collective."""
         if self.world_size == 1:
             return ReplicaRanks()
         decisions = copy(self.channels.world)
@@ -450,6 +459,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         return ReplicaRanks(decisions, uploads)
 
     def _save_if_first(self, save: Any, *args: Any, **kwargs: Any) -> None:
+        """Save if this replica is the first, or if SIGTERM ends it and it may continue."""
         # SIGTERM ends a fit between two steps; anything else may do so within one
         leaves, why_not = isinstance(sys.exc_info()[1], SIGTERMException), ""
         if leaves and self.restore_checkpoint_after_setup:
@@ -485,6 +495,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
 
 
 def _checked_url(url: str | None) -> str:
+    """Return the URL of the store, or raise a `ValueError`."""
     if url is None:
         raise ValueError(
             f"`store=None`, and the environment variable {STORE} is not set: all replicas need the"

@@ -101,6 +101,8 @@ class StoreTransport(Transport):
         return Flight(self._pending(p, self.flights[p], self._codecs[True], TAG))
 
     def _pending(self, p: int, flight: int, codec: Codec, tag: str) -> Pending[Delivery]:
+        """Return a pending result that waits for the commit and the messages."""
+
         def result() -> Delivery:
             with self._ledger.count_wait(tag):
                 return self._delivery(p, codec, self.log.landed(flight))
@@ -115,10 +117,12 @@ class StoreTransport(Transport):
         return message
 
     def _exchange(self, p: int, codec: Codec, view: View) -> FragmentExchange:
+        """Return the exchange of a fragment between the members of a view."""
         route = _OncePerFlight(view, two_phase=False)
         return FragmentExchange(route, codec, *self._sizes[p], self.background)
 
     def _delivery(self, p: int, codec: Codec, landed: Landed) -> Delivery:
+        """Return the messages in a commit, with the view of those that it lists."""
         if not landed.members:
             raise RuntimeError(
                 f"No replica has finite values for fragment {p} (NaN or Inf), so there is nothing"

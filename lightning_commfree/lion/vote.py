@@ -130,7 +130,7 @@ class Average:
     """Average rule: Delta = (P - M) / n."""
 
     def offset(self, num_workers: int) -> int:
-        """Return `PackedDelta.offset`, n: the planes encode P - M + n, which is never negative."""
+        """Return `PackedDelta.offset`, n: planes encode P - M + n, for P plus and M minus votes."""
         return num_workers
 
     def count(

@@ -60,10 +60,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return a copy of nested dictionaries, lists and tuples with some values replaced.
+    """Return a copy of nested containers with `convert(value, name)` in place of each value.
 
-    `convert` takes a value and its dotted name, and returns the value or a replacement. It is also
-    called for containers; if it replaces a container, the container's items are not visited.
+    `name` is the value's dotted name. Containers are dictionaries, lists and tuples. `convert` is
+    called for them too; if it replaces a container, the container's items are not visited.
     """
     converted = convert(value, name)
     if converted is not value:

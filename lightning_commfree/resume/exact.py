@@ -366,7 +366,7 @@ class ExactResume:
         return "algorithm" in own
 
     def _report(self, lost: list[str], unknown: list[str]) -> None:
-        """Tell the user what the resume has restored; collective.
+        """Print on rank 0 what was restored, and whether any rank lost state; collective.
 
         `lost` are messages about state that this rank could not restore, `unknown` descriptions of
         objects whose state may be incomplete.

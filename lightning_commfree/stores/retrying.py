@@ -55,7 +55,7 @@ class Retrying:
         self._lock = threading.Lock()
 
     def counts(self) -> dict[str, VerbCount]:
-        """Return a copy of the counts so far, by verb."""
+        """Return a copy of the counts of requests, failures, bytes and seconds so far, by verb."""
         with self._lock:
             return {verb: replace(count) for verb, count in self._counts.items()}
 

@@ -17,7 +17,6 @@ from commfree_planner.pace import SYNC_EVERY
 from docs.site.loss_over_bytes import TARGET as PLOT
 from docs.site.loss_over_bytes import description, draw, points
 from docs.site.messages import sentences
-from docs.site.planner_page import page as page_with_planner
 from docs.site.reference import MODULES, SHOWN, STRATEGIES, packages
 from docs.site.schedule_svg import SCHEDULE, TARGET, drawing, flights
 from lightning_commfree import StreamingDiLoCoStrategy
@@ -125,18 +124,23 @@ def test_broken_links_and_missing_docstrings_fail_the_build(tmp_path: Path) -> N
         assert said in built.stderr, said
 
 
-def test_the_planner_has_the_layout_of_the_site_and_a_legend(site: Path) -> None:
+def test_the_planner_has_the_layout_of_the_site_and_what_its_script_looks_for(site: Path) -> None:
     text = (site / "planner.html").read_text("utf-8")
+    script = (site / "assets/planner.js").read_text("utf-8")
     assert 'class="md-header' in text
-    assert '<p id="legend">' in text
-    assert page_with_planner().split("<script>")[1].strip() in text, "Markdown changed the script"
+    assert '<script src="assets/planner.js">' in text
+    fields = set(re.findall(r'<input id="(\w+)" type="number"', text))
+    computed = {"parameters", "outside"}
+    assert fields == set(re.findall(r"\brun\.(\w+)", script)) - computed
+    for found in re.findall(r'\bat\("(\w+)"\)', script) + re.findall(r'data-of="(\w+)"', text):
+        assert f'id="{found}"' in text, found
 
 
 def test_tables_scroll_on_a_phone(site: Path) -> None:
     """The theme's script puts tables without a class into a box that scrolls; others have one."""
     styles = "".join(f.read_text("utf-8") for f in (site / "assets").rglob("*.css"))
     assert re.search(r"\.md-typeset__scrollwrap\{[^}]*overflow-x:auto", styles)
-    assert re.search(r"\.planner \.scroll \{ overflow-x: auto", page_with_planner())
+    assert re.search(r"\.planner \.scroll \{ overflow-x: auto", styles)
     tables = 0
     for page in site.rglob("*.html"):
         text = page.read_text("utf-8")

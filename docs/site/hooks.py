@@ -1,7 +1,7 @@
 """MkDocs hooks: add pages to the site that are not in docs/.
 
 Recipes, result pages and sources stay where they are in the repository, and every page that links
-to one gets it into the site. The API reference, the list of messages and the planner are generated.
+to one gets it into the site. The API reference and the list of messages are generated.
 See `mkdocs.yml`.
 """
 
@@ -18,7 +18,6 @@ from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import planner_page
 import reference
 from messages import messages_page
 
@@ -86,8 +85,7 @@ def on_files(files: Files, config: Any) -> Files:
             more = set(linked(path, (ROOT / path).read_text("utf-8")).values()) - seen
             queue += more
             seen |= more
-    made = [("messages.md", messages_page(ROOT)), ("planner.md", planner_page.page())]
-    for where, content in [*reference.pages(ROOT, log), *made]:
+    for where, content in [*reference.pages(ROOT, log), ("messages.md", messages_page(ROOT))]:
         files.append(File.generated(config, where, content=content))
     return files
 

@@ -106,9 +106,12 @@ def main() -> None:
 
     ray.init(num_cpus=2, include_dashboard=False)
     make = ray_torch.TorchTrainer
-    ray_torch.TorchTrainer = lambda train, **arguments: make(
-        partial(in_worker, train, folder), **arguments
-    )
+
+    def make_watched(train: Any, run_config: Any, **arguments: Any) -> Any:
+        run_config.storage_path = str(folder)
+        return make(partial(in_worker, train, folder), run_config=run_config, **arguments)
+
+    ray_torch.TorchTrainer = make_watched
     result = runpy.run_path(str(script), run_name="__main__")["result"]
     files = Path(result.checkpoint.path).rglob("*.*")
     torch.save(

@@ -96,6 +96,15 @@ def test_a_start_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             getattr(ours, name)(start_method="fork")
 
 
+def test_ray_says_how_many_workers_and_machines_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = import_with(DDPStrategy, monkeypatch)
+    context = SimpleNamespace(get_world_size=lambda: 6, get_local_world_size=lambda: 2)
+    monkeypatch.setattr(ours.ray, "train", SimpleNamespace(get_context=lambda: context), False)
+    strategy = ours.RayDominoTPStrategy()
+    strategy.num_nodes = 1  # as every Trainer sets it that is not told a number
+    assert (strategy.num_nodes, strategy.num_processes, strategy.tensor_parallel_size) == (3, 2, 2)
+
+
 @pytest.mark.parametrize(("found", "warnings"), [("nccl", 1), ("gloo", 0), (None, 0)])
 def test_a_group_that_already_uses_nccl_between_machines_is_told(
     found: str | None, warnings: int, monkeypatch: pytest.MonkeyPatch

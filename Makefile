@@ -135,13 +135,13 @@ gpu-check: $(STAMP)
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 SHOW_PIP := PIP_VERBOSE=1 shows the downloads.
 
-# A stamp comes last, so that an interrupted set-up is resumed. What every test imports is compiled here, even where
-# Python is told to write no bytecode: tests start many processes, of which each would compile it again.
+# A stamp comes last, so that an interrupted set-up is resumed. What tests import is compiled here, even where Python is
+# told to write no bytecode: tests start many processes, of which each would compile it again.
 $(STAMP): pyproject.toml constraints.txt
 	@$(make-venv)
 	@echo "Installing the releases in constraints.txt into $(VENV): some minutes, once. $(SHOW_PIP)"
 	@$(INSTALL) -e '.[recipes,dev,docs]'
-	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import torch, lightning.pytorch, transformers'
+	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import torch, lightning.pytorch, transformers, ray.train.lightning, ray.train.torch'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt

@@ -107,6 +107,8 @@ DIRECT = [
     ("fit/clock.py", "import lightning.pytorch", "one module imports Lightning"),
     ("resume/loops.py", "import pytorch_lightning", "one module imports Lightning"),
     ("lightning_internals.py", "import lightning", "one module imports Lightning"),
+    ("ray.py", "import lightning.pytorch", "one module imports Lightning"),
+    ("strategies.py", f"import {PACKAGE}.ray", "imports run one way"),
     ("host.py", f"import {PACKAGE}.lightning_internals", "imports run one way"),
     ("comm/ledger.py", "import recipes.data", "the library imports neither"),
     (f"../{PLANNER}/job.py", f"import {PACKAGE}.comm", "the planner starts at once"),
@@ -307,6 +309,7 @@ OPTIONAL = (
     "data_position.py",
     "objects.py",
     "quantize_numba.py",
+    "ray.py",
     "worker_numba.py",
 )
 # what the caller has: it passes a class of transformers, which brings the other one; its Trainer;
@@ -326,7 +329,7 @@ def undeclared_imports(package: Path) -> set[str]:
     """
     project = pyproject()["project"]
     extras = project["optional-dependencies"]
-    texts = [*project["dependencies"], *extras["numba"], *extras["store"]]
+    texts = [*project["dependencies"], *extras["numba"], *extras["store"], *extras["ray"]]
     names = [Requirement(text).name.replace("-", "_") for text in texts]
     declared, optional = set(names[: len(project["dependencies"])]), set(names)
     return {

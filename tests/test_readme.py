@@ -287,7 +287,8 @@ def test_every_strategy_is_shown_with_its_defaults() -> None:
             assert value == {**inherited, **own}[name].default, name
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+# `test_ray.py` runs the script for Ray, in a process of its own
+@pytest.mark.parametrize("block", [block for block in BLOCKS if "TorchTrainer(" not in block])
 def test_a_python_block_runs(block: str, monkeypatch) -> None:
     """A Trainer in it trains two steps on one node; a module in it makes an optimizer."""
     short = {"num_nodes": 1, "max_steps": 2, "logger": False, "enable_checkpointing": False}

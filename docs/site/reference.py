@@ -27,6 +27,11 @@ SHOWN = {
         "OuterOptimizerFactory",
     ),
     "domino": ("DominoSettings",),
+    "ray": (
+        "RayStreamingDiLoCoStrategy",
+        "RayDistributedLionStrategy",
+        "RayDominoTPStrategy",
+    ),
     "strategies": ("ReplicaStrategy", "EveryStep", "LocalCopies", "DataParallel", "Traffic"),
 }
 # the interfaces for writing your own algorithm or layout
@@ -44,10 +49,11 @@ def exported(init: Path) -> list[str]:
 
 
 def packages(root: Path) -> dict[str, list[str]]:
-    """Return each package that exports names, and `strategies`, with those names."""
+    """Return each package that exports names, and two modules that do, with those names."""
     found = {}
     inits = [*(root / PACKAGE).rglob("__init__.py"), *(root / PLANNER).rglob("__init__.py")]
-    for file in sorted([*inits, root / PACKAGE / "strategies.py"]):
+    modules = [root / PACKAGE / "ray.py", root / PACKAGE / "strategies.py"]
+    for file in sorted([*inits, *modules]):
         names = exported(file)
         if names:
             module = file.parent if file.name == "__init__.py" else file.with_suffix("")

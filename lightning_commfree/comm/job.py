@@ -242,6 +242,11 @@ def world_backend(mesh: Mesh, info: RankInfo) -> str:
     return "gloo" if slow_link and info.chosen_backend is None else info.backend
 
 
+def existing_backend() -> str | None:
+    """Return the backend of the default process group; None if there is no such group yet."""
+    return str(dist.get_backend()) if dist.is_initialized() else None
+
+
 def join_restarted_world(info: RankInfo, backend: str) -> None:
     """Initialize the default process group if torchrun has restarted this job.
 

@@ -114,11 +114,14 @@ class ReplicaStrategy(DDPStrategy):
         patches: wrappers around Lightning's methods during a fit.
         requests: what this rank and the others request with their next exchange; from `begin` on.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
+        own_save_folders: whether each rank writes its state into the folder of the path that it
+            passes to `save_checkpoint`, and not into the folder of rank 0's path.
     """
 
     settings: Any
     requests: Requests
     liveness = True
+    own_save_folders = False
     session_type: type[FitSession[Any]] = LocalWeightsSession
     model: Any
     _trainers_accelerator: Any = None
@@ -627,7 +630,7 @@ class ReplicaStrategy(DDPStrategy):
         """Write a checkpoint and every rank's state, unless the fit is interrupted; collective."""
         if not self.ranks.interrupted:
             self.session.check_save()
-            self._resume.save(checkpoint, filepath, storage_options)
+            self._resume.save(checkpoint, filepath, storage_options, self.own_save_folders)
 
     @override
     def remove_checkpoint(self, filepath: FilePath) -> None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import abort_nccl
 from lightning_commfree.comm.job import (
@@ -16,6 +17,7 @@ from lightning_commfree.comm.job import (
     RankInfo,
     ReplicaChannels,
     delay_exit,
+    existing_backend,
     join_restarted_world,
     joining,
     waiting_for_all,
@@ -62,6 +64,15 @@ class Ranks:
             self._interface.select(info.main_address)
         delay_exit(hosts_store=info.rank == 0 and info.size > 1)
         backend = world_backend(self._mesh(info.size), info)
+        if backend == "gloo" and existing_backend() == "nccl":
+            rank_zero_warn(
+                "torch's default process group uses nccl. It was created before this fit, which"
+                " would have chosen gloo, because it connects machines. Lightning's barriers and"
+                " metrics use it; exchanges between replicas use gloo in any case. If the link"
+                ' between the machines is slow, create the group with gloo (`backend="gloo"` in'
+                " `torch.distributed.init_process_group` or Ray's `TorchConfig`): GPUs that share"
+                " a replica still use nccl."
+            )
         set_world_backend(self._strategy, backend)
         try:
             # a killed rank's connections must break, even if its forked workers survive it

@@ -10,6 +10,7 @@ A change that an `on_load_checkpoint` hook makes to the checkpoint wins over a r
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -433,11 +434,18 @@ class ExactResume:
 
     # -- saving
 
-    def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
+    def save(
+        self,
+        checkpoint: State,
+        filepath: FilePath,
+        options: Any = None,
+        own_folders: bool = False,
+    ) -> None:
         """Write a checkpoint and, during a fit, the rank files; collective.
 
-        All ranks use rank 0's `filepath`, and rank 0 adds the entry `KEY` to `checkpoint`. If a
-        file cannot be written, all ranks raise a RuntimeError.
+        All ranks use rank 0's `filepath`, and rank 0 adds the entry `KEY` to `checkpoint`. With
+        `own_folders`, each rank's file goes into the folder of its own `filepath`: whoever calls
+        this merges the folders later. If a file cannot be written, all ranks raise a RuntimeError.
         """
         fit, ranks = self._fit, self._ranks
         if fit is None or "optimizer_states" not in checkpoint:  # weights only
@@ -446,12 +454,15 @@ class ExactResume:
         # use rank 0's names, because file names may depend on a metric that differs between ranks
         token = f"{fit.trainer.global_step}-{time.time_ns():x}"
         left_out = fit.tensors.absent_from(checkpoint.get("state_dict", {}))
+        own_folder = os.path.dirname(filepath)
         names = filepath, token, self._removed, left_out
         filepath, token, removed, left_out = ranks.broadcast(names)
         # this save may reuse the path of a removed checkpoint
         self._remove_files_of(path for path in removed if path != filepath)
 
         owner, files = Owner(ranks.rank, ranks.size, token), RankFiles(filepath)
+        if own_folders:
+            files = RankFiles(os.path.join(own_folder, os.path.basename(filepath)))
         entry = contents(fit, checkpoint, token, files.folder(token), left_out)
         if owner.rank == 0:
             checkpoint[KEY] = entry

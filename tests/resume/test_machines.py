@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_commfree import FSDPSettings
 from lightning_commfree.layouts.fsdp import why_unavailable
 from lightning_commfree.resume import copies
+from lightning_commfree.strategies import ReplicaStrategy
 from tests.fit.any_strategy import KINDS, Saving, Voter, fit, make_strategy, same
 from tests.fit.models import Recorder, loader, quiet_trainer
 from tests.fit.saved import file_of, part_of, resume_warnings
@@ -95,6 +96,29 @@ def test_a_machine_without_the_checkpoint_resumes_exactly(kind: str, tmp_path: P
         assert found["moved"]
         assert not found["said"], "a resume that is not exact says so"
         assert not found["left"], "the copy is removed"
+
+
+def own_folders(rank: int, size: int, folder: Path) -> tuple[set[str], bool, list[str]]:
+    """Save into a folder per rank, as workers of Ray Train do, and resume from all in one."""
+    mine, merged = folder / f"rank_{rank}", folder / "merged"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReplicaStrategy, "own_save_folders", True)
+        straight = fit("diloco", size, Saving(mine / "{step}.ckpt"))
+    files = {file.name for file in mine.rglob("*") if file.is_file()}
+    for part in range(size):
+        if part == rank:
+            shutil.copytree(mine, merged, dirs_exist_ok=True)
+        torch.distributed.barrier()
+    with resume_warnings() as said:
+        resumed = resume("diloco", size, merged / "2.ckpt")
+    return files, same(straight.local[2:], resumed.local), said
+
+
+def test_folders_of_ranks_resume_exactly_when_they_are_merged(tmp_path: Path) -> None:
+    for rank, (files, is_same, said) in enumerate(run_ranks(own_folders, 2, tmp_path, tmp_path)):
+        assert ("rank_1.pt" in files, "2.ckpt" in files) == (rank == 1, rank == 0)
+        assert is_same
+        assert not said
 
 
 def different(rank: int, size: int, folder: Path) -> list[str]:

@@ -411,7 +411,7 @@ class StreamingDiLoCo:
         return Frozen(now - settled, now & settled)
 
     def _refuse_replaced(self, p: int) -> None:
-        """Raise a `RuntimeError` if a fragment's parameter was replaced or removed; note new ones."""
+        """Raise a `RuntimeError` if a fragment's parameter is replaced or gone; note new ones."""
         now = dict(self._module.named_parameters(remove_duplicate=False))
         names = self.fragments[p].fragment.parameters
         self._parameters = {n: now[n] for n in names if n in now} | self._parameters

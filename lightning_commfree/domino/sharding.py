@@ -45,7 +45,7 @@ class ShardSpec:
 
     @classmethod
     def even(cls, dim: int, size: int, num_ranks: int, num_blocks: int = 1) -> ShardSpec:
-        """Create a spec with shards of equal length; pad a single block, others must divide evenly."""
+        """Create a spec with equal shards; a single block is padded, several must divide evenly."""
         block = size // num_blocks
         length = -(-block // num_ranks)
         ranges = tuple((rank * length, (rank + 1) * length) for rank in range(num_ranks))

@@ -438,7 +438,7 @@ class FragmentExchange:
         return messages
 
     def _reduce(self, arrived: Arrived, keep_error: bool) -> tuple[Tensor, Tensor | None]:
-        """Average the shard that this replica owns; return the encoded mean and rounding error."""
+        """Average this replica's shard; return the encoded mean, and K times its rounding error."""
         summary = summarize_headers(arrived.headers)
         counted = counted_messages(arrived.messages, summary.counted)
         end = (self.route.shard + 1) * self._shard

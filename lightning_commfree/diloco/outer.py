@@ -241,9 +241,9 @@ class OuterFragment:
         parameters = values[: self.parameter_numel]
         torch.sub(outer[: self.parameter_numel], parameters, out=parameters)
 
-    def local_equals_shared(self, buffers: bool = True) -> bool:
+    def local_equals_shared(self, with_buffers: bool = True) -> bool:
         """Return whether this rank's shares of both copies are equal in the local dtype."""
-        local = self.local[: None if buffers else len(self.fragment.parameters)]
+        local = self.local[: None if with_buffers else len(self.fragment.parameters)]
         here = self._layout.split(self.local_values().to(self.global_copy.device))
         for (i, outer), (_, mine) in zip(self._layout.split(self.global_copy), here, strict=True):
             if i >= len(local):

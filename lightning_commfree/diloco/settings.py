@@ -109,7 +109,7 @@ class DiLoCoSettings:
 
     @property
     def first_overlap_steps(self) -> int:
-        """Tau when a fit begins; with "auto", it never becomes smaller."""
+        """Tau when a fit begins; with "auto", also the least to which it may fall."""
         return max(self.overlap_steps, AUTO_OVERLAP) if self.is_auto else self.overlap_steps
 
     def fingerprint(self) -> dict[str, str]:

@@ -133,7 +133,7 @@ class ScheduleRun:
     def _input_tensors(
         self, previous: Sublayer | None, stream: Tensor, in_flight: InFlight, i: int
     ) -> InputTensors:
-        """Land the previous sublayer's sum; return it with the residual stream, as new leaves."""
+        """Return new leaves: the residual stream and, unless first, the landed sum before it."""
         if previous is not None:
             total = self._land(in_flight, "forward", previous.name, i)
             return InputTensors((leaf(stream), leaf(total)), previous.finish)

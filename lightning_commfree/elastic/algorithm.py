@@ -96,9 +96,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     @torch.no_grad()
     def begin(self, fingerprint: Mapping[str, str], max_replicas: int) -> int | None:
-        """Create the job or join it, with the newest state; return this replica's slot.
+        """Create or join the job, with its newest state; return the slot, None if all are taken.
 
-        None: all slots are taken now. If the job has `ended`, take its final weights; the slot is 0
+        If the job has `ended`, take its final weights; the slot is 0
         then. A `ValueError` says that the job has other settings.
         """
         total = len(self.fragments)

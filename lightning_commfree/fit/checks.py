@@ -54,12 +54,12 @@ def compiled_as_a_whole(module: pl.LightningModule) -> str | None:
     communication cannot overlap with backward.
     """
 
-    def num_trained(part: nn.Module) -> int:
+    def trained_numel(part: nn.Module) -> int:
         return sum(p.numel() for p in part.parameters() if p.requires_grad)
 
     for name, part in module.named_modules():  # the module itself comes first
         compiled = is_compiled(module) if part is module else is_compiled_submodule(part)
-        if compiled and 2 * num_trained(part) > num_trained(module):
+        if compiled and 2 * trained_numel(part) > trained_numel(module):
             return name or type(module).__name__
     return None
 

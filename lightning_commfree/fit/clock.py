@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 
 class Clock:
-    """Counts the steps in a fit."""
+    """Counts steps of a fit: optimizer steps or, in manual optimization, batches with one."""
 
     def __init__(self, spans_batch: bool = False) -> None:
         # `spans_batch` (manual optimization): a `training_step` that steps any optimizer is a step.

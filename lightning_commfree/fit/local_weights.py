@@ -229,7 +229,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
         """Make weights equal that hooks have changed since `finish`, as clamps do; collective."""
         if self._swap.swapped_in or not self.same_hooks:
             return
-        changed = not self._swap.local_equals_shared(buffers=False)
+        changed = not self._swap.local_equals_shared(with_buffers=False)
         if not any(self._ranks.all_flags(changed)):
             return
         hashes = digests_of_all(self._channels.between, self._swap.in_module, END_TAG, digest)

@@ -130,8 +130,8 @@ class Stopping:
         """Stop all ranks after the current step, if any rank requests it; collective."""
         if self._several:
             sigterm = self.sigterm
-            flags = self._requested + 2 * sigterm.requested + 4 * sigterm.requeue_requested
-            self._agree(flags)
+            bits = self._requested + 2 * sigterm.requested + 4 * sigterm.requeue_requested
+            self._agree(bits)
 
     def agree_here(self) -> None:
         """Stop now if any rank has requested it, except by SIGTERM; collective."""
@@ -357,23 +357,23 @@ class Stopping:
         if trainer.should_stop and not self._agreed and may_stop_early(trainer):
             self._requested, trainer.should_stop = True, False
 
-    def _agree(self, flags: int) -> None:
-        """Stop after the latest step if any rank requests it; collective over all ranks.
+    def _agree(self, bits: int) -> None:
+        """Stop after the step just taken if any rank's bits ask for it; collective over all ranks.
 
-        Bit 0 of `flags` is set if this rank requests a stop, bit 1 if it received SIGTERM, and bit
+        Bit 0 of `bits` is set if this rank requests a stop, bit 1 if it received SIGTERM, and bit
         2 if it received SLURM's signal to requeue the job.
         """
         if self._agreed:
             return
-        all_flags = self._ranks.all_values(flags)
-        if any(flags & 2 for flags in all_flags):
-            self.sigterm.agree(requeues=any(flags & 4 for flags in all_flags))
+        all_bits = self._ranks.all_values(bits)
+        if any(bits & 2 for bits in all_bits):
+            self.sigterm.agree(requeues=any(bits & 4 for bits in all_bits))
             return
-        requesting = [rank for rank, flags in enumerate(all_flags) if flags]
+        requesting = [rank for rank, bits in enumerate(all_bits) if bits]
         if not requesting:
             return
         self._agreed = self._trainer.should_stop = True
-        if len(requesting) < len(all_flags):
+        if len(requesting) < len(all_bits):
             rank_zero_warn(
                 f"{_named(requesting)} requested a stop (`trainer.should_stop`) but the other ranks"
                 f" did not. All ranks are stopping after step {self.clock.steps} with the same"

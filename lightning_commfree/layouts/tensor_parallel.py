@@ -127,7 +127,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def after_backward(self, steps: bool) -> None:
-        """Sum the gradients of parameters that several ranks hold, if an optimizer step follows.
+        """If a step follows, sum gradients of shared shards, and those that are partial sums.
 
         Before the second step, `check_states` raises a `ValueError` for state that is not
         element-wise.
@@ -156,6 +156,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what differs between the group's ranks (`ShardedModule.own_state`)."""
         if self.sharded is not None:
             self.sharded.load_own_state(state)
 

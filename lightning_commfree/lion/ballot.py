@@ -225,7 +225,7 @@ class BallotExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this worker sends per step, by tag, if no worker votes zero."""
+        """Bytes that this worker sends per vote on the bucket, by tag, if no worker votes zero."""
         sent = Counter(
             {UP_TAG: self._route.bytes_up(header_bytes(self._num_parameters) + self._shard_bytes)}
         )

@@ -37,10 +37,10 @@ class SharedPart(Protocol):
     def show(self, shown: Tensor | None = None) -> None:
         """Copy the shared values, or the flat tensor `shown` if given, into the module."""
 
-    def local_equals_shared(self, buffers: bool = True) -> bool:
+    def local_equals_shared(self, with_buffers: bool = True) -> bool:
         """Return whether this rank's local parameters equal the shared ones.
 
-        If `buffers` is True, compare buffers as well.
+        If `with_buffers` is True, compare buffers as well.
         """
 
     def take_local(self) -> None:
@@ -89,12 +89,12 @@ class SharedCopy:
         for own, value in zip(self._shared, shared, strict=True):
             own.copy_(value)
 
-    def local_equals_shared(self, buffers: bool = True) -> bool:
+    def local_equals_shared(self, with_buffers: bool = True) -> bool:
         """Return whether this rank's local parameters equal the shared ones.
 
-        If `buffers` is True, compare buffers as well.
+        If `with_buffers` is True, compare buffers as well.
         """
-        count = None if buffers else len(self.names[0])
+        count = None if with_buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
     def take_local(self) -> None:
@@ -138,12 +138,12 @@ class WeightSwap:
             tensor.copy_(value)
 
     @torch.no_grad()
-    def local_equals_shared(self, buffers: bool = True) -> bool:
+    def local_equals_shared(self, with_buffers: bool = True) -> bool:
         """Return whether this rank's local parameters equal the shared ones.
 
-        If `buffers` is True, compare buffers as well.
+        If `with_buffers` is True, compare buffers as well.
         """
-        return all(part.local_equals_shared(buffers) for part in self._parts)
+        return all(part.local_equals_shared(with_buffers) for part in self._parts)
 
     @torch.no_grad()
     def take_local(self) -> None:

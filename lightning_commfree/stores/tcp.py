@@ -48,8 +48,9 @@ class _Value(NamedTuple):
         return f"{self.name} {self.parts}\n".encode() + self.inline
 
     @classmethod
-    def decode(cls, text: bytes) -> _Value:
-        header, _, inline = text.partition(b"\n")
+    def decode(cls, raw: bytes) -> _Value:
+        """Return the record in `raw`: name, number of parts, a newline, and the data if inline."""
+        header, _, inline = raw.partition(b"\n")
         name, parts = header.decode().split()
         return cls(name, int(parts), inline)
 

@@ -369,7 +369,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
             raise
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
-        """Take over rank 0's result; for a `_NoResult`, silence `on_exception` and exit like it."""
+        """Take over rank 0's result; for a `_NoResult`, silence `on_exception` and exit."""
         if not isinstance(worker_output, _NoResult):
             super()._recover_results_in_main_process(worker_output, trainer)
             return

@@ -98,8 +98,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
     def begin(self, fingerprint: Mapping[str, str], max_replicas: int) -> int | None:
         """Create or join the job, with its newest state; return the slot, None if all are taken.
 
-        If the job has `ended`, take its final weights; the slot is 0
-        then. A `ValueError` says that the job has other settings.
+        If the job has `ended`, take its final weights; the slot is 0 then. A `ValueError` says that
+        the job has other settings.
         """
         total = len(self.fragments)
         first = sum(self.schedule.launches_until(p, self.step) for p in range(total))

@@ -167,7 +167,7 @@ class AveragedBuffers:
         return ", ".join(f"{n} {list(b.shape)} {b.dtype}" for n, b in self._last.items())
 
     def replaced(self) -> list[bool]:
-        """Return, for each buffer, whether it is kept apart or, here, gone or of another shape."""
+        """Return, for each buffer, whether it is no longer averaged, or is gone or changed here."""
         return [name in self.own or self._current(name) is None for name in self._last]
 
     def keep_own(self, names: Iterable[str]) -> None:

@@ -484,7 +484,8 @@ class JobLog:
         text = f"Training has waited for exchange {flight} for {waited_s:.0f} s: "
         if self.store.failed_s > time.monotonic() - _SAY_S:
             return f"{text}the store {self.store.address} does not answer. It is asked again."
-        sent = sum(message != LEAVES for message in known.messages.values())
+        with self._lock:
+            sent = sum(message != LEAVES for message in known.messages.values())
         if known.commit is None and sent < self._min:
             return (
                 f"{text}{sent} of at least {self._min} replicas"

@@ -60,8 +60,11 @@ class SerialDiLoCo:
         """After a step at which fragment 0 has left."""
         assert self.leaves(0, self.step)
         self.just_left = {p for p in range(len(self.fragments)) if self.leaves(p, self.step)}
-        self.begins, self.sync_every, self.overlap_steps = self.step, sync_every, overlap_steps
         count = len(self.fragments)
+        # those in flight land first; those that share a step leave after fragment 0, not with it
+        later = max(self.overlap_steps - overlap_steps, 1 if count > sync_every else 0)
+        self.begins, self.sync_every = self.step + later, sync_every
+        self.overlap_steps = overlap_steps
         self.offsets = [p * sync_every // count for p in range(count)]
         self.new_pace = {*range(count)}
 

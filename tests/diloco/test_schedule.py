@@ -21,7 +21,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @st.composite
 def changed_schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
     """Return a schedule with up to three changes of pace, and a step beyond the last one."""
-    num_fragments = draw(st.integers(1, 6))
+    num_fragments = draw(st.integers(1, 20))  # also more than steps
     overlap = draw(st.integers(0, 6))
     schedule = Schedule(draw(st.integers(overlap + 2, 16)), num_fragments, overlap)
     for _ in range(draw(st.integers(1, 3))):
@@ -168,15 +168,32 @@ def test_after_changes_of_pace_every_fragment_lands_before_it_leaves_again(
 
 
 @given(changed_schedules())
+def test_fragments_leave_and_land_in_turn(case: tuple[Schedule, int]) -> None:
+    """Flight F is one of fragment F mod P, and flights land in order: an elastic job counts them."""
+    schedule, last = case
+    steps = range(1, last + 1)
+    for fragments in (
+        [p for step in steps for p in schedule.launched_at(step)],
+        [p for step in steps for p in schedule.landed_at(step)],
+    ):
+        assert fragments == [turn % schedule.num_fragments for turn in range(len(fragments))]
+
+
+@given(changed_schedules())
 def test_a_pace_begins_with_a_launch_of_fragment_0_and_is_what_it_says(
     case: tuple[Schedule, int],
 ) -> None:
     schedule, last = case
     launches = launches_of(schedule, 0, last)
     ends = [one.begins for one in schedule.paces[1:]] + [last]
+    overlap = 0
     for pace, end in zip(schedule.paces, ends, strict=True):
         own = [at for at in launches if pace.begins < at <= end]
-        assert own == [*range(pace.begins + pace.sync_every, end + 1, pace.sync_every)]
+        together = schedule.num_fragments > pace.sync_every
+        later = max(overlap - pace.overlap_steps, int(together)) if pace.begins else 0
+        first = pace.begins + later + pace.sync_every
+        assert own == [*range(first, end + 1, pace.sync_every)]
+        overlap = pace.overlap_steps
     before = schedule.before
     assert before is not None
     for step in range(1, schedule.begins + 1):

@@ -72,6 +72,11 @@ class Route(NamedTuple):
         return self.view.size if self.two_phase else 1
 
     @property
+    def together(self) -> bool:
+        """Whether an exchange ends at the same time for all members, however late each launches."""
+        return True
+
+    @property
     def shard(self) -> int:
         """Index of the shard that this member reduces."""
         return self.view.rank if self.two_phase else 0

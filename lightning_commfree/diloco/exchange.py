@@ -101,8 +101,11 @@ class HeaderSummary(NamedTuple):
         return weights if len({*weights}) > 1 else [1] * len(weights)
 
 
-def summarize_headers(headers_MW: Tensor) -> HeaderSummary:
-    """Summarize the headers of all replicas: int64, shape (M, 9), in host memory."""
+def summarize_headers(headers_MW: Tensor, together: bool = True) -> HeaderSummary:
+    """Summarize the headers of all replicas: int64, shape (M, 9), in host memory.
+
+    `together` is that of the route.
+    """
     requests, step, digest, nonfinite, changed, weights, missed, *timings = headers_MW.T.tolist()
     positions = tuple(map(Position, step, missed))
     return HeaderSummary(
@@ -113,7 +116,7 @@ def summarize_headers(headers_MW: Tensor) -> HeaderSummary:
         nonfinite=tuple(m for m, flag in enumerate(nonfinite) if flag),
         weights=tuple(weights),
         positions=positions,
-        timing=agreed([Timing(*words) for words in zip(*timings, strict=True)]),
+        timing=agreed([Timing(*words) for words in zip(*timings, strict=True)], together),
     )
 
 
@@ -252,7 +255,7 @@ class Arrived(NamedTuple):
     messages: Tensor  # on the channel's device
     # if decoding has already begun on a CUDA device: returns the mean and the norms
     decoded: Callable[[], tuple[Tensor, ...]] | None = None
-    link_s: float | None = None  # duration of the exchange, if the background thread ran it
+    link_s: float | None = None  # duration of the exchange, if it was measured
 
 
 class Arrival(NamedTuple):
@@ -394,7 +397,7 @@ class FragmentExchange:
         The result is for use on the current stream.
         """
         mean, norms = (arrived.decoded or self._start_decoding(arrived, device))()
-        return Arrival(mean, norms, summarize_headers(arrived.headers))
+        return Arrival(mean, norms, summarize_headers(arrived.headers, self.route.together))
 
     def _start_decoding(
         self, arrived: Arrived, device: torch.device

@@ -4,19 +4,20 @@ Replicas measure their exchanges and steps, and send the figures in the header o
 of the same fragment. So all replicas know the same figures when that has landed, and `choose_pace`
 returns the same pace on all of them. They then change the schedule at the same step.
 
-A replica's exchange ends when the slowest message has arrived, and begins when it launches. So on
+A collective ends when the slowest message has arrived, and begins when a replica launches. So on
 all replicas but the one that launches last, it also contains the wait for the others, and the
-shortest time of all replicas is that of the link.
+shortest time of all replicas is that of the link. An elastic replica waits for nobody while it
+sends and reads messages; there, the slowest link counts.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
-from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commfree_planner.pace import choose_pace
 from lightning_commfree.comm.ledger import Ledger
@@ -32,11 +33,15 @@ class Timing(NamedTuple):
     work: int = 0  # of the training thread, to launch and land the fragment, without waiting
 
 
-def agreed(timings: Sequence[Timing]) -> Timing:
-    """Return the common timing of all replicas; zeros until each of them has measured one."""
+def agreed(timings: Sequence[Timing], together: bool = True) -> Timing:
+    """Return the common timing of all replicas; zeros until each of them has measured one.
+
+    `together`: they were measured in collectives, which contain the wait for the others.
+    """
     if not all(one.link for one in timings):
         return Timing()
-    return Timing(min(one.link for one in timings), max(one.work for one in timings))
+    links = [one.link for one in timings]
+    return Timing(min(links) if together else max(links), max(one.work for one in timings))
 
 
 class Pacer:
@@ -55,20 +60,24 @@ class Pacer:
 
     def step_begins(self) -> None:
         """Start to measure an inner step."""
-        self._begun_s = perf_counter()
+        self._begun_s = time.perf_counter()
 
     def step_ends(self) -> None:
         """Record the duration of an inner step."""
         if self._begun_s is not None:
-            self._steps_s.append(perf_counter() - self._begun_s)
+            self._steps_s.append(time.perf_counter() - self._begun_s)
+
+    def skip_step(self) -> None:
+        """Do not measure what is not a step, up to the next `step_begins`."""
+        self._begun_s = None
 
     @contextmanager
     def working(self, p: int) -> Iterator[None]:
         """Context manager that adds its block's time, without waits, to fragment `p`'s work."""
-        begun_s, waited_s = perf_counter(), self._ledger.seconds_waited
+        begun_s, waited_s = time.perf_counter(), self._ledger.seconds_waited
         yield
         waited_s = self._ledger.seconds_waited - waited_s
-        self._working_s[p] += perf_counter() - begun_s - waited_s
+        self._working_s[p] += time.perf_counter() - begun_s - waited_s
 
     def timing(self, p: int) -> Timing:
         """Return the times measured for fragment `p`, to send with its launch; zeros at first."""
@@ -98,6 +107,15 @@ class Pacer:
         before = self._wanted
         self._wanted = choose_pace(links, work, sync_every, overlap_steps, self._least_overlap)
         return self._wanted if self._wanted == before else (sync_every, overlap_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what all replicas know, so that one that joins chooses as the others do."""
+        return {"agreed": {p: tuple(t) for p, t in self._agreed.items()}, "wanted": self._wanted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; this replica's own measurements begin anew."""
+        self._agreed = {p: Timing(*words) for p, words in state["agreed"].items()}
+        self._wanted = state["wanted"]
 
     def describe(self) -> str:
         """Return a clause with the agreed times of exchanges and of work, for a message."""

@@ -16,8 +16,8 @@ fragment  launches        lands
 With `sync_every="auto"`, H and tau change during the fit. A change begins right after a launch of
 fragment 0. From there on, or, if tau falls, as many steps later as it falls by, the rule above
 holds as if the fit had begun at that step, except that only fragments that have just been launched
-wait for a full cycle again. So fragments are always launched in the order 0, 1 ... P - 1, 0 ..., and
-land in that order, which the numbers of an elastic job's exchanges rely on.
+wait for a full cycle again. So fragments are always launched in the order 0, 1 ... P - 1, 0 ...,
+and land in that order, which the numbers of an elastic job's exchanges rely on.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class Schedule:
         if self.before is None:  # all wait for a full cycle
             return offset, 1
         # what is in flight lands first; and what shares fragment 0's step is launched after it
-        later = max(self.before.overlap_steps - self.overlap_steps, int(self.num_fragments > self.sync_every))
+        shared = self.num_fragments > self.sync_every
+        later = max(self.before.overlap_steps - self.overlap_steps, int(shared))
         return self.begins + later + offset, int(fragment in self.just_launched)
 
     def _launches(self, fragment: int, step: int) -> int:

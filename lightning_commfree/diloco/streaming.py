@@ -188,11 +188,16 @@ class StreamingDiLoCo:
         # a fragment that is not in flight was landed early by `finish`
         landed = [p for p in self.schedule.landed_at(self.step) if p in self.flights]
         for p in landed:
-            with self.pacer.working(p):
-                self.land(p)
-        if self.settings.is_auto and 0 in landed:
-            self._change_pace()
+            self.land_due(p)
         self.pacer.step_begins()
+
+    def land_due(self, p: int) -> None:
+        """Land a fragment on schedule; with fragment 0, the pace may change."""
+        with self.pacer.working(p):
+            self.land(p)
+        # an elastic replica that leaves lands it when it is back
+        if self.settings.is_auto and p == 0 and p not in self.flights:
+            self._change_pace()
 
     def _change_pace(self) -> None:
         """Change H and tau from fragment 0's next launch on, if the measurements call for it."""
@@ -557,6 +562,7 @@ class StreamingDiLoCo:
         shared = {
             "step": self.step,
             "paces": [tuple(pace) for pace in self.schedule.paces],
+            "pacer": self.pacer.state_dict(),
             "joined": self._joined,
             "own_buffers": sorted(self.buffers.own),
             "fragments": [fragment.state_dict() for fragment in self.fragments],
@@ -580,9 +586,7 @@ class StreamingDiLoCo:
         assert not self.flights, "load a state before the first step"
         self.step = shared["step"]
         self.buffers.keep_own(shared["own_buffers"])
-        for pace in shared["paces"][1:]:
-            self.schedule = self.schedule.changed(Pace(*pace))
-
+        self.load_paces(shared)
         for names, offset in shared["joined"]:
             self._join(names, offset)
             for name in names:
@@ -602,6 +606,15 @@ class StreamingDiLoCo:
             delivery = Delivery(self.transport.exchange(p), Arrived(*messages))
             frozen = Frozen(*map(frozenset, own["frozen"][p]))
             self.flights[p] = Flight(Pending.here(delivery), frozen)
+
+    def load_paces(self, shared: dict[str, Any]) -> None:
+        """Restore the schedule, and on what its next change depends, from a state of all."""
+        settings = self.settings
+        first = settings.first_sync_every, self.schedule.num_fragments, settings.first_overlap_steps
+        self.schedule = Schedule(*first)
+        for pace in shared["paces"][1:]:
+            self.schedule = self.schedule.changed(Pace(*pace))
+        self.pacer.load_state_dict(shared["pacer"])
 
     def overwrites(self, shared: dict[str, Any], own: object) -> set[str]:
         """Return the names of the module's tensors that `load_state_dict` would overwrite."""

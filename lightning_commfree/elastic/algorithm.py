@@ -45,6 +45,7 @@ from lightning_commfree.elastic.log import MissedError, PostponedError
 from lightning_commfree.elastic.transport import NOT_LISTED, StoreTransport
 
 _NO_SLOT = -1
+_IN_LOG = ("step", "paces", "pacer", "fragments")  # of the state that all replicas share
 _LATE = 4  # a replica whose messages have been too late so often begins when the others do
 
 
@@ -162,6 +163,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             if not self._sent and self.ranks.first(self._is_far_behind):
                 self._continue_from(*self._log.newest_state(), keep=True)
             else:
+                self.pacer.skip_step()
                 self._advance()
         self.skipped = self.step - position
         self.note("at", self.inner_steps, self.step)
@@ -175,7 +177,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         try:
             for p in self.schedule.landed_at(self.step):
                 if p in self.flights:
-                    self.land(p)
+                    self.land_due(p)
         except MissedError:
             self._continue_from(*self._log.newest_state(), keep=True)
         self.skipped = self.step - before
@@ -213,6 +215,18 @@ class ElasticDiLoCo(StreamingDiLoCo):
         if not transport.follows:
             self._sent.add(p)
         self.note("launch", transport.flights[p], p, self.step, not transport.follows)
+
+    @override
+    def land_due(self, p: int) -> None:
+        """Land a fragment, and store the state after it if it is time to."""
+        before = self.schedule
+        super().land_due(p)
+        if self.schedule != before:
+            self.note("pace", *self.schedule.paces[-1])
+        flight = self.transport.flights[p]
+        # not before the change of pace: who begins with the state does not make it
+        if not self.postponed and self.view.rank == 0 and (flight + 1) % self.state_every == 0:
+            self._write_state(flight)
 
     @override
     def land(self, p: int) -> None:
@@ -264,8 +278,6 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self._trained_since[p] = self.inner_steps
         flight = self.transport.flights[p]
         self.note("land", flight, listed, int(fragment.digest()))
-        if self.view.rank == 0 and (flight + 1) % self.state_every == 0:
-            self._write_state(flight)
 
     @override
     def weight(self, p: int) -> int:
@@ -405,9 +417,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
 
     def _state(self) -> bytes:
         """Return this rank's outer state as bytes, for the log."""
-        file = io.BytesIO()
-        fragments = [fragment.state_dict() for fragment in self.fragments]
-        torch.save({"step": self.step, "fragments": fragments}, file)
+        file, (shared, _) = io.BytesIO(), super().state_dict()
+        torch.save({name: shared[name] for name in _IN_LOG}, file)
         return file.getvalue()
 
     def _write_state(self, flight: int) -> None:
@@ -437,6 +448,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             else:
                 fragment.keep_outer_gradient(before[p])
         self.step = saved["step"]
+        self.load_paces(saved)
         self.flights.clear()
         self._sent.clear()
         self._log.continue_at(flight + 1)

@@ -101,6 +101,7 @@ class Landed(NamedTuple):
     members: list[Member]
     messages: list[bytes]
     abstained: bool  # this replica
+    link_s: float | None  # the requests of this replica for its message and the others'
 
 
 class LeftError(SystemExit):
@@ -128,6 +129,8 @@ class _Flight:
     looked_s: float = -math.inf  # when the latest look for others' messages began
     asked_s: float = -math.inf  # when the latest request about it ended
     missed: bool = False
+    up_s: float | None = None  # duration of the request that stored this replica's message, ...
+    down_s: float = 0.0  # ... and of those that found something
 
     def __post_init__(self) -> None:
         self.landed = threading.Event()
@@ -414,7 +417,11 @@ class JobLog:
         """Create this rank's message in a flight; `make` runs on the thread that creates it."""
 
         def send() -> None:
-            message = self._create(f"x/{flight}/{self.name}", make(), lists=True)
+            message, began_s = make(), time.monotonic()
+            message = self._create(f"x/{flight}/{self.name}", message, lists=True)
+            with self._lock:
+                if known := self._flights.get(flight):
+                    known.up_s = time.monotonic() - began_s
             self._hear(flight, {self.name: message})
 
         self.later(send)
@@ -476,6 +483,7 @@ class JobLog:
             [by_name[name] for name in names],
             [message[: len(message) - self._appended] for message in messages],
             known.messages.get(self.name_in(flight)) == ABSTAINS,
+            None if known.up_s is None else known.up_s + known.down_s,
         )
 
     def _why_waiting(self, flight: int, known: _Flight) -> str:
@@ -673,28 +681,35 @@ class JobLog:
     def _advance(self, flight: int, known: _Flight) -> None:
         """Do what comes next for a flight, until nothing is new or it is too early to look."""
         while not known.landed.is_set() and not self._closed:
-            before = len(known.messages), known.commit
-            match decide(self._what_is_heard(known), self._group(flight), self._rules(flight)):
-                case Land():
-                    known.landed.set()
-                case Read(names):
-                    self._read_messages(flight, known, names)
-                case Commit(names):
-                    if self._is_founding and self._read_roster():
-                        continue  # those that came meanwhile are founders, too
-                    self._commit(flight, known, names)
-                case Look(names):
-                    began_s = time.monotonic()
-                    if began_s < self._look_at_s(known):
-                        return
-                    self._read_commit(flight, known)
-                    if known.commit is None:
-                        self._look_for(flight, names)
-                    known.looked_s, known.asked_s = began_s, time.monotonic()
-                    continue  # if nothing is new, the grace may have passed
-            known.asked_s = time.monotonic()
-            if before == (len(known.messages), known.commit):
+            before, began_s = (len(known.messages), known.commit), time.monotonic()
+            action = decide(self._what_is_heard(known), self._group(flight), self._rules(flight))
+            if isinstance(action, Land):
+                known.landed.set()
                 return
+            if isinstance(action, Look) and began_s < self._look_at_s(known):
+                return
+            if isinstance(action, Commit) and self._is_founding and self._read_roster():
+                continue  # those that came meanwhile are founders, too
+            self._request(flight, known, action)
+            known.asked_s = time.monotonic()
+            if before != (len(known.messages), known.commit):
+                known.down_s += known.asked_s - began_s
+            elif not isinstance(action, Look):  # after such a look, the grace may have passed
+                return
+
+    def _request(self, flight: int, known: _Flight, action: Look | Read | Commit) -> None:
+        """Make the requests of an action for a flight."""
+        match action:
+            case Read(names):
+                self._read_messages(flight, known, names)
+            case Commit(names):
+                self._commit(flight, known, names)
+            case Look(names):
+                began_s = time.monotonic()
+                self._read_commit(flight, known)
+                if known.commit is None:
+                    self._look_for(flight, names)
+                known.looked_s = began_s
 
     def _what_is_heard(self, known: _Flight) -> Heard:
         """Return a flight's record in the form that `decide` takes."""

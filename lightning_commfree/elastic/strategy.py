@@ -199,8 +199,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             in the exchange after their current step, with the steps they have taken, and skip the
             remaining steps.
         **kwargs: as in `StreamingDiLoCoStrategy`, except that `replica_size` must be the number of
-            ranks of this Trainer, `sync_every` a number of steps, by default 100, and `evaluate`
-            "outer". The default outer learning rate is 0.4, regardless of the number of replicas.
+            ranks of this Trainer, and `evaluate` "outer". The default outer learning rate is 0.4,
+            regardless of the number of replicas. With `sync_every="auto"`, the slowest link counts.
 
     Attributes:
         slot: this replica's slot; 0 until a fit has begun.
@@ -225,7 +225,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         sync: str = "steps",
         **kwargs: Any,
     ) -> None:
-        kwargs = {"sync_every": 100, "evaluate": "outer", **kwargs}
+        kwargs = {"evaluate": "outer", **kwargs}
         # The number of replicas changes, but the outer optimizer must be the same on all of them.
         default = default_outer_optimizer(replicas=1, sync_every=1)
         kwargs["outer_optimizer"] = kwargs.get("outer_optimizer") or default
@@ -241,11 +241,6 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
                 " could never begin."
             )
         check_choice("sync", sync, ("steps", "time"))
-        if self.settings.is_auto:
-            raise ValueError(
-                "`sync_every='auto'` needs a fixed group of replicas, which measures the link"
-                " between them. Give elastic replicas a number of steps, such as `sync_every=50`."
-            )
         if self.settings.evaluate != "outer":
             raise ValueError(
                 f"`evaluate={self.settings.evaluate!r}` needs all replicas for validation, but"
@@ -341,6 +336,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         self._diloco = diloco = ElasticDiLoCo(
             self.module, fragments, settings, transport, self.channels.within, self.requests
         )
+        diloco.say = rank_zero_info
         diloco.warm_up()
         diloco.optimizers = self.optimizers
         when_terminated(trainer, self.patches, lambda: log.leave(_LEAVE_S))

@@ -28,6 +28,11 @@ NOT_LISTED = -1  # rank in a view whose members do not include this replica
 class _OncePerFlight(Route):
     """Route that sends a message once: the others read it from the store."""
 
+    @property
+    @override
+    def together(self) -> bool:
+        return False
+
     @override
     def bytes_up(self, num_bytes: int) -> int:
         return num_bytes
@@ -137,7 +142,8 @@ class StoreTransport(Transport):
         slots = tuple(member.slot for member in landed.members)
         exchange = self._exchange(p, codec, View(self.flights[p], slots, channel))
         raw = [torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in landed.messages]
-        return Delivery(exchange, exchange.arrived(torch.stack(raw)))
+        arrived = exchange.arrived(torch.stack(raw))
+        return Delivery(exchange, arrived._replace(link_s=landed.link_s))
 
     @override
     def wait(self, pending: Pending[Delivery]) -> Delivery:

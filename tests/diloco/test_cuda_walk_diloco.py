@@ -115,8 +115,9 @@ class Training:
         self.within = within
         self.diloco: StreamingDiLoCo
 
-        def said(headers: Tensor) -> HeaderSummary:
+        def said(headers: Tensor, together: bool = True) -> HeaderSummary:
             assert headers.device == CPU
+            assert together
             positions = (exchange.Position(0, 0),) * len(headers)
             differ = False, False, False, False
             return HeaderSummary(*differ, nonfinite, (1,) * len(headers), positions)

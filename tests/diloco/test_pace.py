@@ -42,7 +42,7 @@ def test_a_pacer_sends_the_shortest_exchange_and_the_median_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = count()  # every look at it takes a second
-    monkeypatch.setattr(pace, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(pace.time, "perf_counter", lambda: float(next(clock)))
     pacer = Pacer(least_overlap=1, ledger=Ledger())
     assert pacer.timing(0) == Timing(), "nothing was measured"
     for link_s in (0.25, 4.0, 3.0, 5.0, 2.0):

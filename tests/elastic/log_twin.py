@@ -27,7 +27,7 @@ from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import JobLog, LeftError
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.transport import StoreTransport
-from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward
+from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward, follow
 from tests.elastic.thread_channel import Meeting, ThreadChannel
 
 HEADER_BYTES = 9 * 8
@@ -54,6 +54,7 @@ class Job:
     by_time: bool = False
     config: dict[str, str] = field(default_factory=dict)
     ranks: int = 1  # of each replica
+    paces: dict[int, tuple[int, int]] = field(default_factory=dict)  # H and tau, by first step
 
     def settings(self) -> DiLoCoSettings:
         own = {"evaluate": "outer", "replica_size": self.ranks, **self.changes}
@@ -145,6 +146,8 @@ class Replica:
             note=lambda *event: self.events.append(event),
         )
         diloco.last_step = job.steps
+        if job.paces:
+            follow(diloco, job.paces)
         optimizer = ADAMW(list(module.parameters()))
         diloco.optimizers = [optimizer]
         try:
@@ -275,6 +278,7 @@ class LogTwin:
         numels = [-(-sum(outer.numel() for outer in one) // ranks) for one in self.outer]
         self.residuals = [torch.zeros(numel) for numel in numels]
         self.in_flight: dict[int, tuple[int, Tensor]] = {}  # flight, residual before it
+        self.paces = [(0, settings.first_sync_every, settings.first_overlap_steps)]
         self.steps = self.messages = self.landings = 0
 
     def replay(self) -> LogTwin:
@@ -301,9 +305,9 @@ class LogTwin:
                 continue
             if what == "renamed":
                 self.called.append((about[0], about[1]))
-            while events[0][0] != "begins":  # it lands what was due when it left
+            while events and events[0][0] != "begins":  # it lands what was due when it left
                 self.follow(*events.pop(0))
-            events.pop(0)
+            del events[:1]  # it may have died before
 
     def name_in(self, flight: int) -> str:
         return [name for first, name in self.called if first <= flight][-1]
@@ -316,6 +320,8 @@ class LogTwin:
     def follow(self, what: str, *about: Any) -> None:
         if what == "state":
             self.take_state(*about, keep=True)
+        elif what == "pace":
+            self.paces.append(about)
         elif what == "launch":
             self.launch(*about)
         elif what == "land":
@@ -333,6 +339,7 @@ class LogTwin:
             torch.load(io.BytesIO(self.kept(f"state/{which}", rank)), weights_only=True)
             for rank in range(self.replica.job.ranks)
         ]
+        self.paces = parts[0]["paces"]
         listed = {
             p: any(one[0] == self.name_in(mine) for one in self.commit(mine))
             for p, (mine, _) in self.in_flight.items()
@@ -387,6 +394,8 @@ class LogTwin:
     def land(self, flight: int, listed: bool, hashed: int) -> None:
         p = flight % len(self.outer)
         before = [outer.detach().clone() for outer in self.outer[p]]
+        if self.is_first_at_pace(flight):
+            self.optimizers[p].state.clear()
         for outer, gradient in zip(self.outer[p], self.mean(flight, p), strict=True):
             outer.grad = gradient
         self.optimizers[p].step()
@@ -404,6 +413,29 @@ class LogTwin:
         if not finite:
             self.repair(p)
         self.compare(p, hashed, flight)
+
+    def is_first_at_pace(self, flight: int) -> bool:
+        """Count launches, step by step, up to the flight."""
+        total, launched, step, paces = len(self.outer), 0, 0, [*self.paces]
+        _, sync_every, tau = paces.pop(0)
+        start, waiting, fresh = 0, {*range(total)}, set[int]()
+        while True:
+            step += 1
+            together = set()
+            for p in range(total):
+                since = step - start - p * sync_every // total
+                if since % sync_every or since < sync_every * (p in waiting):
+                    continue
+                together.add(p)
+                if launched == flight:
+                    return p in fresh
+                fresh.discard(p)
+                launched += 1
+            if paces and paces[0][0] == step:
+                assert 0 in together, "a pace begins with fragment 0"
+                before, (_, sync_every, tau) = tau, paces.pop(0)
+                start = step + max(before - tau, 1 if total > sync_every else 0)
+                waiting, fresh = together, {*range(total)}
 
     def end_launch(self, p: int, listed: bool) -> None:
         """If it did not count, the residual is again the one before."""
@@ -506,7 +538,8 @@ class LogTwin:
 def assert_equal_the_twin(replicas: Sequence[Replica], least_landings: int = 1) -> list[LogTwin]:
     """Replay every rank from the log.
 
-    The ranks of a replica have taken the same steps, and those that finished have the same weights.
+    The ranks of a replica have taken the same steps, and those that finished have the same weights
+    and the same pace.
     """
     twins = [LogTwin(replica).replay() for replica in replicas]
     steps: dict[str, set[int]] = {}
@@ -519,5 +552,7 @@ def assert_equal_the_twin(replicas: Sequence[Replica], least_landings: int = 1) 
         if replica.final is not None:
             state = {n: p.detach() for n, p in one.module.named_parameters()}
             assert all(torch.equal(replica.final[name], state[name]) for name in state)
+    paces = [one.paces for one in twins if one.replica.final is not None]
+    assert all(one == paces[0] for one in paces)
     assert all(len(taken) == 1 for taken in steps.values())
     return twins

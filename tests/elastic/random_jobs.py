@@ -88,7 +88,7 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
     """Play a job, compare all replicas with their twins, and count what happened."""
     draw = random.Random(seed)
     fragments, sync_every = draw.randint(1, 3), draw.randint(4, 12)
-    changes = {
+    changes: dict[str, Any] = {
         "wire_dtype": draw.choice(WIRES),
         "num_fragments": fragments,
         "sync_every": max(sync_every, fragments),
@@ -96,6 +96,10 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
         "nonfinite": "abstain",
     }
     steps = draw.randint(40, 120)
+    auto = random.Random(-seed)  # the other draws are as without it
+    if is_auto := auto.random() < 0.3:
+        changes |= {"sync_every": "auto", "overlap_steps": min(changes["overlap_steps"], 8)}
+        steps += 120
     store = MemoryStore()
     job = Job(
         store,
@@ -109,10 +113,14 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
     )
     immortal, mortal = draw.randint(1, 2), draw.randint(0, 3)
     delay_s, fails = draw.choice((0.0, 0.002, 0.02)), draw.choice((0.0, 0.0, 0.05))
+    if is_auto:
+        delay_s = auto.choice((0.0, 0.02, 0.05))
     late = draw.choice((None, None, 2))
     replicas, starts, all_faults = list[Replica](), list[float](), list[Faults]()
     for i in range(immortal + mortal):
         faults = Faults(draw, turns, steps, mortal=i >= immortal)
+        if is_auto:  # a link is measured in steps
+            faults.step_s = max(faults.step_s, 0.01)
         own: Any = FaultyStore(store, refused=fails, lost=fails, delay_s=delay_s, seed=seed + i)
         if late:
             own = ScriptedStore(own, Eventual(late))
@@ -133,7 +141,7 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
             raise
         return Counter(jobs=1, ended_by_nan=1)
     ran = [one for one in replicas if one.events]
-    assert_equal_the_twin(ran, least_landings=0)
+    twins = assert_equal_the_twin(ran, least_landings=0)
     finals = [one for one in replicas if one.final is not None]
     assert len(finals) >= immortal
     assert "end" in store.objects
@@ -145,6 +153,7 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
         left_out=sum(len(names) < len(finals) for names in listed_in(store)),
         returned=sum(len(one.continued) for one in ran),
         continued=sum(sum(one.continued) for one in ran),
+        paces=max(len(one.paces) for one in twins) - 1,
         states=sum(event[0] == "state" and event[1] >= 0 for one in ran for event in one.events),
     )
 

@@ -12,7 +12,7 @@ from tests.elastic.random_jobs import play_random_job
 from tests.elastic.turns import Turns
 
 
-@pytest.mark.parametrize("seed", [*range(30), 2343, 2603, 3027])
+@pytest.mark.parametrize("seed", [*range(30), 2343, 2603, 3027, 7109])
 def test_a_random_job_equals_its_twins(seed: int) -> None:
     with Turns(seed) as turns:
         play_random_job(seed, turns)

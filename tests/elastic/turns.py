@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from lightning_commfree.comm import ledger
+from lightning_commfree.diloco import pace
 from lightning_commfree.elastic import algorithm, log
 from lightning_commfree.stores import retrying
 from tests.elastic import log_twin, memory_store, scripted_store, thread_channel
@@ -32,6 +33,7 @@ _MODULES = (
     log,
     log_twin,
     memory_store,
+    pace,
     retrying,
     scripted_store,
     thread_channel,

@@ -21,6 +21,7 @@ from benchmarks.auto.cells import (
     Figures,
     Measured,
     figures_of,
+    is_met,
     table,
 )
 from benchmarks.bandwidth.measure import HEAP
@@ -86,12 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only not in cell.name:
             continue
         try:
-            found.append((cell, run(cell, _STEPS[cell.size])))
+            # a link that changes is measured before and after
+            found.append((cell, run(cell, _STEPS[cell.size] * (2 if cell.later else 1))))
         except LaboratoryUnavailable as error:
             print(error, file=sys.stderr)
             return 2
         print(table(found[-1:])[-1], flush=True)
-    met = sum(one.last >= LEAST_UTILIZATION for _, one in found)
+    met = sum(is_met(one) for _, one in found)
     first = [
         "Two replicas of a GPT-2 with 0.19 or 5.8 million parameters train on two nodes, with the"
         " default fragments and fp4. How often do they exchange, and for which share of the time"
@@ -104,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     body = [
         "## Method",
         "",
-        f"{_STEPS['0.19M']} or {_STEPS['5.8M']} steps, `OMP_NUM_THREADS=1`, two nodes on two cores."
-        " *Computing* is one minus the time that the training thread spends in Streaming DiLoCo's"
+        f"{_STEPS['0.19M']} or {_STEPS['5.8M']} steps, twice as many with a link that"
+        " changes; `OMP_NUM_THREADS=1`, two nodes on two cores. *Computing* is one minus the time that the training thread spends in Streaming DiLoCo's"
         " work after a step, waits included, over the time of the steps: of whole cycles, from one"
         " cycle after the last change on, on the node that computes most: the other one's steps are"
         " shorter here, by a few percent, so it also waits for this one, whatever H is. It does not"

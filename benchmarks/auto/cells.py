@@ -53,7 +53,7 @@ class Figures(NamedTuple):
 
     paces: list[tuple[int, int, int]]  # until half of the fit, and until its end
     first: float  # utilization before the first choice
-    last: float  # in the whole cycles after the last change
+    last: float | None  # in the whole cycles after the last change; None: there are none
     last_steps: int  # in these cycles
 
 
@@ -67,21 +67,20 @@ def figures_of(nodes: Sequence[Measured]) -> Figures:
     steps = len(nodes[0].step_s)
     # the first cycle after a change still has messages of the one before
     begins = paces[-1][0] + paces[-1][1]
-    cycles = (steps - begins) // paces[-1][1]
+    cycles = max(steps - begins, 0) // paces[-1][1]
     last = slice(begins, begins + cycles * paces[-1][1])
     first = slice(paces[0][1], paces[1][0] if len(paces) > 1 else steps)
     return Figures(
         [(int(a), int(b), int(c)) for a, b, c in paces],
         max(utilization(node, first) for node in nodes),
-        max(utilization(node, last) for node in nodes),
+        max(utilization(node, last) for node in nodes) if cycles > 0 else None,
         last.stop - last.start,
     )
 
 
 def utilization(node: Measured, steps: slice) -> float:
     """Return the share of some steps' time in which training was not blocked."""
-    seconds = sum(node.step_s[steps])
-    return 1.0 - sum(node.blocked_s[steps]) / seconds if seconds else 0.0
+    return 1.0 - sum(node.blocked_s[steps]) / sum(node.step_s[steps])
 
 
 def table(found: Sequence[tuple[Cell, Figures]]) -> list[str]:
@@ -93,9 +92,14 @@ def table(found: Sequence[tuple[Cell, Figures]]) -> list[str]:
     ]
     for cell, one in found:
         paces = ", ".join(f"{h} and {tau} from {begins + 1}" for begins, h, tau in one.paces)
-        met = "met" if one.last >= LEAST_UTILIZATION else "missed"
+        last = "not measured" if one.last is None else f"{one.last:.2%}"
         lines.append(
-            f"| {cell.name} | {paces} | {one.first:.1%} | {one.last:.2%} | {one.last_steps} |"
-            f" {met} |"
+            f"| {cell.name} | {paces} | {one.first:.1%} | {last} | {one.last_steps} |"
+            f" {'met' if is_met(one) else 'missed'} |"
         )
     return lines
+
+
+def is_met(one: Figures) -> bool:
+    """Return whether a cell keeps the bound."""
+    return one.last is not None and one.last >= LEAST_UTILIZATION

@@ -76,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--sync-every", type=int, default=20, help="%(default)s")
     add("--overlap-steps", type=int, default=1, help="of all DiLoCo methods (%(default)s)")
     add("--heartbeat-timeout", type=float, default=2.0, help="of torchft (%(default)s)")
-    add("--grace", type=float, default=1.0, help="of elastic replicas (%(default)s)")
     add("--work", type=Path, default=Path("outputs/bench/chaos"))
     add("--page", type=Path, default=PAGE)
     options, more = parser.parse_known_args(arguments)
@@ -95,7 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.sync_every,
         save_every=0,
         heartbeat_timeout_s=options.heartbeat_timeout,
-        grace_s=options.grace,
         meeting="",
         addresses=[],
         ends_s=0.0,

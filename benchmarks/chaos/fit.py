@@ -116,7 +116,6 @@ def strategy_of(plan: Plan) -> Strategy:
     if plan.method in OURS:
         return ElasticDiLoCoStrategy(
             store=plan.meeting,
-            grace=plan.grace_s,
             max_replicas=REPLICAS,
             min_replicas=LEAST,
             sync_every=plan.sync_every,

@@ -195,7 +195,7 @@ def body(
         f" {plan.step_s:g} s, mostly sleep, so that speed depends little on the machine's cores;"
         f" `OMP_NUM_THREADS=1`. Constant learning rate after warm-up. H = {plan.sync_every} and two"
         f" fragments, in flight for {counted(plan.overlap_steps, 'step')}, for all DiLoCo methods;"
-        f" grace of our replicas {plan.grace_s:g} s, heartbeat timeout of torchft's"
+        " our replicas have their default grace, and torchft's a heartbeat timeout of"
         f" {plan.heartbeat_timeout_s:g} s. Every method has an undisturbed run and a disturbed"
         " one.",
         "",

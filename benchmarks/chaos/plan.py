@@ -31,7 +31,6 @@ class Plan(NamedTuple):
     sync_every: int  # H of the DiLoCo methods
     save_every: int  # steps between two checkpoints
     heartbeat_timeout_s: float  # of torchft
-    grace_s: float  # of our elastic replicas
     meeting: str  # URL of the store or the lighthouse
     addresses: list[str]  # of the replicas
     ends_s: float  # no process runs longer; seconds since the epoch

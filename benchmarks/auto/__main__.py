@@ -107,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "## Method",
         "",
         f"{_STEPS['0.19M']} or {_STEPS['5.8M']} steps, twice as many with a link that"
-        " changes; `OMP_NUM_THREADS=1`, two nodes on two cores. *Computing* is one minus the time that the training thread spends in Streaming DiLoCo's"
+        " changes; `OMP_NUM_THREADS=1`, two nodes on two cores. *Computing* is one minus the"
+        " time that the training thread spends in Streaming DiLoCo's"
         " work after a step, waits included, over the time of the steps: of whole cycles, from one"
         " cycle after the last change on, on the node that computes most: the other one's steps are"
         " shorter here, by a few percent, so it also waits for this one, whatever H is. It does not"

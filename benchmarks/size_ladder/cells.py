@@ -42,6 +42,8 @@ BATCHES = (1, 4)  # times the blocks of a size, at the smallest size
 Settings = Mapping[str, Any]  # fields of a cell
 MULOCO: Settings = {"outer_lr": 0.7, "momentum": 0.6}  # arXiv:2505.23725
 SPARSELOCO: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}  # arXiv:2508.15706
+# the plain mean of the replicas' weights, at the same H and overlap
+LOCAL_SGD: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}
 # changes of the paper's outer step, tried at the smallest size; the first two follow the rule of
 # arXiv:2503.09799, Figure 7, that the outer learning rate grows with M
 TRIALS: tuple[Settings, ...] = (
@@ -456,6 +458,9 @@ def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
         if every == CHOSEN:
             accumulated = Cell(MODELS[0], middle, 1, 0, batch=ACCUMULATED)
             yield from _with_own_search(losses, [accumulated], seeds)
+        if m == 4:
+            plain = (Cell(model, middle, 1, 0, 2, OFTEN, **LOCAL_SGD) for model in models)
+            yield from _with_own_search(losses, plain, seeds)
     for batch in BATCHES:
         common: dict[str, Any] = {"models": steady, "batch": batch, "sync_every": OFTEN}
         cells = grid(small, 1, LONG, replicas=(2, 4, 8), **common)

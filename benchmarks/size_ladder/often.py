@@ -15,6 +15,7 @@ from benchmarks.size_ladder.cells import (
     BLOCK,
     CHOSEN,
     HALF,
+    LOCAL_SGD,
     LONG,
     MODELS,
     OFTEN,
@@ -48,6 +49,12 @@ Written down before the first run with H = {OFTEN}:
   GPT-2 with M = 2, README's configuration, ends at most {README_AIM} % above DDP, at the H that
   `sync_every="auto"` chooses for it. That was {CHOSEN} when exchanges were allowed 1.25 % of a
   replica's time. After the first runs with H = {CHOSEN}, that became 2 %, and H {OFTEN}.
+- *Local SGD.* At {SIZE}, M = 2 and H = {OFTEN}, also the plain mean of the replicas' weights (outer
+  rate 1, no momentum, mix 0), each model with its own best rate. It "wins" or "loses" if its loss
+  is below or above that of the default outer step with the same seed by more than {SIGMAS:.0f}
+  standard errors of the mean, over the pairs of the models that have three seeds. If it wins, it
+  becomes the default for small H. Written down before the first of these runs, when M = 2 had been
+  run with the default.
 - *Factor of tokens.* How many times as many tokens DiLoCo takes as DDP to the same loss. DDP's
   loss is interpolated linearly over log(tokens), between complete runs of {HALF}, {SHORT} and
   {LONG} tokens per parameter with the same seed and rate.
@@ -61,6 +68,12 @@ Written down before the first run with H = {OFTEN}:
 def often_cell(model: str, replicas: int, sync_every: int = OFTEN) -> Cell:
     """Return a cell of the first table, with open rate."""
     return Cell(model, SIZE, 1, 0, replicas, sync_every).default
+
+
+def local_sgd_pairs(losses: Losses, model: str) -> list[tuple[Cell, Cell]]:
+    """Return the runs of local SGD and those of the default outer step, with their best rates."""
+    cell = often_cell(model, 2)
+    return pairs(losses, replace(cell, **LOCAL_SGD), cell, with_own_rate)
 
 
 def batch_cell(replicas: int, batch: int) -> Cell:

@@ -45,6 +45,7 @@ from benchmarks.size_ladder.often import (
     SIZE,
     batch_table,
     findings,
+    local_sgd_pairs,
     often_table,
     summary,
 )
@@ -370,7 +371,7 @@ def verdicts(losses: Losses) -> list[str]:
         )
     lines += _wire_findings(losses)
     lines += [_muon(losses, tokens) for tokens in (SHORT, LONG)]
-    lines += _outer_findings(losses)
+    lines += _outer_findings(losses) + _local_sgd_findings(losses)
     s = pooled_deviation(losses)
     if s is not None:
         lines.append(
@@ -550,6 +551,17 @@ def _muon(losses: Losses, tokens: int) -> str:
         f" Muon ({', '.join(models)}), {ours / theirs:.2f} times AdamW's gap. Target,"
         f" at most {MUON_TARGET}: {told}."
     )
+
+
+def _local_sgd_findings(losses: Losses) -> list[str]:
+    """Return what the plain mean of weights loses against the default outer step."""
+    runs = {model: local_sgd_pairs(losses, model) for model in MODELS}
+    found = {m: [percent(losses, *each) for each in of_model] for m, of_model in runs.items()}
+    if not decided(found):
+        return []
+    told = judged(found, 0.0, ("wins", "loses"))
+    head = f"**Found, local SGD, M = 2, H = {OFTEN}, {SIZE}:**"
+    return [f"- {head} from the default outer step's loss {told}."]
 
 
 def _outer_findings(losses: Losses) -> list[str]:

@@ -25,13 +25,15 @@ import io
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from lightning_commfree.comm.background import to_host
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.requests import STOP, Requests
 from lightning_commfree.diloco.fragments import Fragment
@@ -89,6 +91,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._before: dict[int, Tensor] = {}  # global copies before an outer step
         self._late_flights = 0  # landings in a row that did not count its message
         self._sent: set[int] = set()  # fragments in flight for which this replica sent a message
+        self._wait_for_copies: Callable[[], None] = lambda: None  # of the latest state
         self._lateness = Lateness(len(fragments), settings.overlap_steps)
         super().__init__(module, fragments, settings, transport, within, requests)
         self._frozen_digests = self._frozen.digests()
@@ -104,7 +107,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         """
         total = len(self.fragments)
         first = sum(self.schedule.launches_until(p, self.step) for p in range(total))
-        self._log.begin(fingerprint, self._state, first)
+        self._log.begin(fingerprint, lambda: self._copied_state()(), first)
         left_at = self.left_at
         if self._log.end() < 0:
             if left_at:
@@ -314,7 +317,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since = [self.inner_steps] * total
         # without being listed, this replica may be the only one that is left
         if self.view.rank in (0, NOT_LISTED):
-            self._log.write_state(self._log.launched - 1, self._state(), is_final=True)
+            self._log.write_state(self._log.launched - 1, self._copied_state(), is_final=True)
 
     @override
     def wait_in_flight(self) -> None:
@@ -415,22 +418,53 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self.flights[flight % total] = self.transport.follow(flight % total)
         self.transport.follows = left_at["follows"]
 
-    def _state(self) -> bytes:
-        """Return this rank's outer state as bytes, for the log."""
-        file, (shared, _) = io.BytesIO(), super().state_dict()
-        torch.save({name: shared[name] for name in _IN_LOG}, file)
-        return file.getvalue()
+    def _copied_state(self) -> Callable[[], bytes]:
+        """Start to copy this rank's outer state to the host, for the log.
+
+        Return a function that waits for it and returns it as bytes; any thread may call that. On
+        CUDA, the copies run on the side stream. Messages are decoded there, too, so the next outer
+        step of each fragment comes after them.
+        """
+        shared, _ = super().state_dict()
+        state = {name: shared[name] for name in _IN_LOG}
+        waits: list[Callable[[], None]] = []
+
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            host, wait = to_host(leaf)
+            waits.append(wait)
+            return host.clone() if host is leaf else host
+
+        on_device = [t for t in pytree.tree_leaves(state) if isinstance(t, Tensor) and t.is_cuda]
+        staging = self.transport.background.staging
+        with staging.beside_training(on_device) if on_device else nullcontext():
+            state = pytree.tree_map(copied, state)
+
+        def wait_for_copies() -> None:
+            for wait in waits:
+                wait()
+
+        def saved() -> bytes:
+            wait_for_copies()
+            file = io.BytesIO()
+            torch.save(state, file)
+            return file.getvalue()
+
+        self._wait_for_copies = wait_for_copies
+        return saved
 
     def _write_state(self, flight: int) -> None:
         """Store the outer state after a flight, and delete what no replica needs any more."""
         log = self._log
-        log.write_state(flight, self._state())
+        log.write_state(flight, self._copied_state())
         log.later(lambda: log.delete_before(flight - self.state_every, self.state_every))
 
     def _continue_from(self, flight: int, state: bytes, keep: bool) -> None:
         """Continue as if `flight` had just landed; `keep`: with this replica's outer gradients."""
         self.ended = self._log.end() == flight + 1
         self.note("state", flight, self.inner_steps)
+        self._wait_for_copies()
         before = [fragment.global_copy.clone() for fragment in self.fragments]
         landed = [p for p in self.flights if self.transport.flights[p] <= flight]  # by the others
         # their outer gradients are in a mean, and must not count again

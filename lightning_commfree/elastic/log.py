@@ -377,11 +377,14 @@ class JobLog:
         names = (key.removeprefix("state/") for key in self.store.list("state/"))
         return max([head, *(int(name) for name in names if name.isdigit())])
 
-    def write_state(self, flight: int, state: bytes, is_final: bool = False) -> None:
-        """Create the state after a flight; the final one ends the job."""
+    def write_state(self, flight: int, state: Callable[[], bytes], is_final: bool = False) -> None:
+        """Create the state after a flight; the final one ends the job.
+
+        `state` runs on the thread that creates objects.
+        """
 
         def write() -> None:
-            self._create(f"state/{_END if is_final else flight}", state)
+            self._create(f"state/{_END if is_final else flight}", state())
             if self.ranks.rank == 0 and is_final:
                 self.store.create("end", str(flight + 1).encode())
             elif self.ranks.rank == 0:

@@ -67,7 +67,7 @@ class GradientMean:
         return nullcontext()
 
     def after_step(self) -> None:
-        """Do nothing: `DominoSession.after_backward` exchanges requests before the step."""
+        """Do nothing: `DominoSession.backward` exchanges requests before the step."""
 
     def figures(self) -> dict[str, float]:
         """Return no metrics: traffic is counted in the ledger."""

@@ -36,23 +36,15 @@ class DominoSession(FitSession[GradientMean]):
 
     @contextmanager
     @override
-    def accumulating(self) -> Iterator[None]:
-        """Context manager for a batch whose gradients are accumulated, but not sent."""
-        self.between.average.active = False  # do not send gradients yet
-        try:
-            with super().accumulating():
-                yield
-        finally:
-            self.between.average.active = True
-
-    @override
-    def after_backward(self, loss: Tensor) -> None:
-        """If a step follows, check all ranks' gradients and wait for their average; collective.
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Context manager that sends gradients if a step follows, and waits for their average.
 
         Raises:
             RuntimeError: a gradient is not finite, or ranks are on different batches; raised on all
                 ranks.
         """
+        self.between.average.active = not self.accumulates  # whether backward sends gradients
+        yield
         if self.accumulates:
             return
         module, world = self._module, self._world

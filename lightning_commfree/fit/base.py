@@ -412,16 +412,16 @@ class ReplicaStrategy(DDPStrategy):
             return super().training_step(*args, **kwargs)
 
     @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward; if a collective in it fails, the error names lost ranks."""
-        with self.ranks.guarded("backward"):
-            return super().backward(*args, **kwargs)
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward, and combine gradients within the replica; errors name lost ranks."""
+        inside = self.inside.backward(steps=not self.session.accumulates)
+        with self.ranks.guarded("backward"), inside, self.session.backward(closure_loss):
+            return super().backward(closure_loss, *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Context manager for accumulating gradients without synchronizing; called by Lightning."""
-        no_sync = self.inside.accumulating() or super().block_backward_sync()
-        with self.session.accumulating(), no_sync:
+        with self.session.accumulating(), super().block_backward_sync():
             yield
 
     @override
@@ -456,14 +456,6 @@ class ReplicaStrategy(DDPStrategy):
     def _evaluating(self) -> AbstractContextManager[None]:
         """Return a context manager in which errors name lost ranks, if ranks share a model."""
         return self.ranks.guarded("evaluation") if self._shares_model else nullcontext()
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Run the session's `after_backward`, then combine gradients within the replica."""
-        super().post_backward(closure_loss)
-        self.session.after_backward(closure_loss)
-        if self.inside.size > 1:
-            self.inside.after_backward(steps=not self.session.accumulates)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -112,19 +112,13 @@ class Layout(ABC):
         """
         del optimizers
 
-    def accumulating(self) -> AbstractContextManager[None] | None:
-        """Return a context manager for accumulating gradients without synchronization, or None.
-
-        None selects Lightning's own context manager.
-        """
-        return None
-
-    def after_backward(self, steps: bool) -> None:
-        """Combine gradients after backward; collective within the replica.
+    def backward(self, steps: bool) -> AbstractContextManager[None]:
+        """Return a context manager around backward that combines gradients in the replica.
 
         `steps` is True if an optimizer step follows, and False if gradients are accumulating.
         """
         del steps
+        return nullcontext()
 
     def grad_norm(self, module: nn.Module, norm_type: float) -> Tensor:
         """Return the p-norm of the full model's gradient; collective within the replica."""

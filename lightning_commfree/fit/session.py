@@ -8,7 +8,7 @@ step (`lockstep`), or share a model and communicate on every batch (`domino.stra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -131,8 +131,10 @@ class FitSession(Generic[B]):
         finally:
             self.accumulates = False
 
-    def after_backward(self, loss: Tensor) -> None:
-        """Hook for subclasses that runs after a batch's backward pass, with the batch's loss."""
+    def backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Return a context manager that wraps a batch's backward pass from its loss."""
+        del loss
+        return nullcontext()
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:

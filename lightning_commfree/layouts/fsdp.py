@@ -242,18 +242,19 @@ def _tied_parameters(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 
 @contextmanager
-def accumulating(module: nn.Module) -> Iterator[None]:
-    """Context manager in which backward passes accumulate gradients without reducing them.
+def reducing_gradients(module: nn.Module, reduces: bool) -> Iterator[None]:
+    """Context manager in which backward passes reduce gradients over the replica.
 
-    Each rank accumulates full gradients locally. The next backward pass after the block reduces
-    them over the replica.
+    If `reduces` is False, each rank accumulates full gradients locally, and the next backward pass
+    that reduces includes them. Outside of a fit, `module` may not be sharded.
     """
-    assert isinstance(module, FSDPModule), "`apply_fsdp` must come first"
-    module.set_requires_gradient_sync(False)
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(reduces)
     try:
         yield
     finally:
-        module.set_requires_gradient_sync(True)
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(True)
 
 
 def step_bytes(module: nn.Module, policies: Policies) -> tuple[int, int]:

@@ -6,8 +6,8 @@ As with Lightning's own strategies for sharded models, the module remains sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from lightning_commfree.fit.checks import refuse_manual
 from lightning_commfree.layouts.fsdp import (
     FSDPSettings,
     Policies,
-    accumulating,
     apply_fsdp,
     choose_policies,
+    reducing_gradients,
     step_bytes,
     why_unavailable,
 )
@@ -141,14 +141,16 @@ class FullyShard(ShardedReplica):
 
     # -- in a fit
 
+    @contextmanager
     @override
-    def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context manager in which this rank accumulates full, unreduced gradients."""
-        return accumulating(self.fit.module)
+    def backward(self, steps: bool) -> Iterator[None]:
+        """Context manager that lets FSDP reduce gradients if a step follows, and counts bytes.
 
-    @override
-    def after_backward(self, steps: bool) -> None:
-        """Count the bytes that FSDP has sent in a batch's forward and backward passes."""
+        If not, this rank accumulates full gradients. It counts the bytes of a batch's forward and
+        backward passes.
+        """
+        with reducing_gradients(self.fit.module, steps):
+            yield
         gathered, scattered = self._step_bytes
         ledger = self.fit.channels.within.ledger
         ledger.count_sent(GATHER_TAG, gathered)

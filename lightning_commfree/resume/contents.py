@@ -220,7 +220,7 @@ def restore_weights(fit: SavedFit, own: State) -> None:
     if "algorithm" in own:
         fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
     if "layout" in own:
-        fit.layout.load_state_dict(own["layout"])
+        own["lost"] = [*own["lost"], *fit.layout.load_state_dict(own["layout"])]
 
 
 def restore_position(fit: SavedFit, own: State) -> tuple[list[str], list[str]]:

@@ -141,8 +141,8 @@ class ResumableLayout(Protocol):
     def state_dict(self) -> State:
         """Return the layout's own state on this rank."""
 
-    def load_state_dict(self, state: State) -> None:
-        """Restore the state returned by `state_dict`."""
+    def load_state_dict(self, state: State) -> list[str]:
+        """Restore the state returned by `state_dict`; return messages about what is lost."""
 
 
 class Save:

@@ -5,7 +5,7 @@ from lightning_commfree.diloco.strategy import StreamingDiLoCoStrategy
 from lightning_commfree.domino.strategy import DominoTPStrategy
 from lightning_commfree.elastic.strategy import ElasticDiLoCoStrategy
 from lightning_commfree.fit.base import ReplicaStrategy
-from lightning_commfree.fit.contracts import EveryStep, LocalCopies
+from lightning_commfree.fit.contracts import LocalCopies
 from lightning_commfree.host import StrategyRegistry
 from lightning_commfree.layouts import DataParallel
 from lightning_commfree.lion.strategy import DistributedLionStrategy
@@ -39,7 +39,6 @@ __all__ = [
     "DistributedLionStrategy",
     "DominoTPStrategy",
     "ElasticDiLoCoStrategy",
-    "EveryStep",
     "LocalCopies",
     "ReplicaStrategy",
     "StreamingDiLoCoStrategy",

@@ -32,7 +32,7 @@ SHOWN = {
         "RayDistributedLionStrategy",
         "RayDominoTPStrategy",
     ),
-    "strategies": ("ReplicaStrategy", "EveryStep", "LocalCopies", "DataParallel", "Traffic"),
+    "strategies": ("ReplicaStrategy", "LocalCopies", "DataParallel", "Traffic"),
 }
 # the interfaces for writing your own algorithm or layout
 MODULES = ("comm.channel", "fit.contracts", "fit.fit", "model.weight_swap")

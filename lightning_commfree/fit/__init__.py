@@ -5,7 +5,6 @@ fit             what layouts and checks know of the Trainer's run
 base            the strategies' base class: Lightning's hooks, delegated
 session         what happens around every step, for all algorithms
 local_weights   for algorithms whose replicas train apart: shared weights for validation and saves
-lockstep        for algorithms that communicate at every step
 stopping        all ranks stop, and end their epochs, after the same step
 signals         SIGTERM and SLURM's signals
 clock           what counts as a step

@@ -35,7 +35,6 @@ from lightning_commfree.comm.requests import Requests
 from lightning_commfree.fit.checks import (
     check_batch,
     check_ddp_kwargs,
-    refuse_manual,
     refuse_meta,
 )
 from lightning_commfree.fit.clock import Clock
@@ -272,12 +271,13 @@ class ReplicaStrategy(DDPStrategy):
         hooks = ("configure_model", "configure_sharded_model", "setup")  # may change the module
         if not any(is_overridden(name, self.module, pl.LightningModule) for name in hooks):
             self.inside.fit = self._new_fit(trainer)
-            self._check_module()
+            self.check_module()
 
-    def _check_module(self) -> None:
-        """Raise a `ValueError` if the session or the layout does not support the module."""
-        if why := self.session_type.why_not_manual:
-            refuse_manual(type(self).__name__, self.module, why)
+    def check_module(self) -> None:
+        """Raise a `ValueError` if the strategy or its layout does not support the module.
+
+        If possible, it is called before ranks are launched, and in any case before `begin`.
+        """
         self.inside.check()
 
     @property
@@ -344,7 +344,7 @@ class ReplicaStrategy(DDPStrategy):
         self._resume.before_setup()
         probe(trainer)
         save_on_sigterm_only(trainer, self.ranks, self.patches)
-        self._check_module()
+        self.check_module()
         # counted before sharding, while every rank has the full model
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         # before `super().setup` creates the schedulers, which may ask for the length of an epoch

@@ -229,13 +229,3 @@ class LocalCopies(Algorithm, Protocol):
         """
         broadcast()
         self.weight_swap.take_local()
-
-
-class EveryStep(Algorithm, Protocol):
-    """An algorithm that communicates at every step, so that all replicas hold the same weights."""
-
-    def follow_parameters(self) -> None:
-        """Update internal copies of weights that hooks have modified before the first step."""
-
-    def average_buffers(self) -> None:
-        """Average buffers over all replicas, before validation or a checkpoint; collective."""

@@ -45,7 +45,7 @@ class DriftCheck:
         self._period = step // self._every
         # number of steps that bypassed the strategy, in which the algorithm compared nothing
         missed, self._missed = self._missed, step - self._session.clock.steps
-        if self._session.compares_weights and missed == self._missed:
+        if self._session.exchanges_every_step and missed == self._missed:
             return
         self.compare()
 

@@ -2,7 +2,7 @@
 
 `FitSession` implements the behavior that all strategies share. Its subclasses differ in how ranks
 depend on each other: they train independently (`local_weights`), exchange data at every optimizer
-step (`lockstep`), or share a model and communicate on every batch (`domino.strategy`).
+step (`lion.strategy`), or share a model and communicate on every batch (`domino.strategy`).
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ class FitSession(Generic[B]):
 
     least_ranks = 1  # minimum size of the DDP job with which traffic is compared
     trains_independently = False  # ranks exchange nothing at most steps
-    compares_weights = False  # each step's exchange also compares the ranks' weights
-    shares_stream_ends = False  # the end of a stream is a request, sent with each step's exchange
-    why_not_manual: str | None = None  # the reason, if manual optimization is refused
+    exchanges_every_step = False  # each step's exchange carries requests, and compares weights
     computing = False  # whether a training step is running
     accumulates = False  # whether no optimizer step follows the training step
 
@@ -69,7 +67,6 @@ class FitSession(Generic[B]):
         self._trainer, self._module = trainer, trainer.lightning_module
         self._ranks, self._channels, self._stopping = ranks, ranks.channels, stopping
         self.clock = stopping.clock
-        self._optimizers = [*trainer.optimizers]  # those that the algorithm knows
         check_agreement(self._world, between.fingerprint())
 
         num_ranks = max(ranks.size, self.least_ranks)
@@ -98,7 +95,7 @@ class FitSession(Generic[B]):
             self._module, self._raw_step_begins, self._raw_step_ends, self.before_any_step
         )
         self._at_begin = self.clock.steps, self._weight_hashes()
-        self._stopping.begin(self.trains_independently, self.shares_stream_ends)
+        self._stopping.begin(self.trains_independently, self.exchanges_every_step)
         self.log.begin()
 
     def steps_before(self) -> int:

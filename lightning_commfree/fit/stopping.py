@@ -74,7 +74,7 @@ class Stopping:
         self._step = 0  # number of steps begun, or of batches if a step spans one
         self._ends: EpochEnds | None = None
         self._first_to_end: int | None = None  # the rank whose data has ended the current epoch
-        self._shares_stream_ends = False
+        self._exchanges_every_step = False
         self.sigterm = DeferredSigterm(trainer, clock, patches)
         self.requests = Requests(self._outgoing)
         if self._several:
@@ -82,14 +82,14 @@ class Stopping:
 
     # -- called as a fit proceeds
 
-    def begin(self, trains_independently: bool, shares_stream_ends: bool) -> None:
+    def begin(self, trains_independently: bool, exchanges_every_step: bool) -> None:
         """Start to agree on stops and to compare epoch ends; called before the first step.
 
         `trains_independently` is whether ranks skip communication in most steps, so that they
-        cannot report the end of their data; `shares_stream_ends` is whether every step's exchange
+        cannot report the end of their data; `exchanges_every_step` is whether every step's exchange
         contains their requests, and so reports it.
         """
-        self._shares_stream_ends = shares_stream_ends
+        self._exchanges_every_step = exchanges_every_step
         self._trains, self._step = True, self._trainer.global_step
         if self._several:
             self._independent_streams = trains_independently and self._unsized
@@ -115,7 +115,7 @@ class Stopping:
 
     def _outgoing(self) -> int:
         """Return this rank's request bits (`comm.requests`) for the next exchange."""
-        ends = self._shares_stream_ends and self.stream_ends
+        ends = self._exchanges_every_step and self.stream_ends
         return STOP * self.wanted + STREAM_ENDS * ends
 
     def follow_requests(self) -> None:

@@ -118,10 +118,6 @@ class LionVotes:
 
     # -- outside of steps
 
-    def follow_parameters(self) -> None:
-        """Update the optimizer's master copies of parameters that other code has modified."""
-        self.lion.follow_parameters()
-
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Average the persistent floating-point buffers over all ranks, in place; collective."""

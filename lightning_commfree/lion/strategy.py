@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
@@ -14,10 +15,11 @@ from lightning_commfree.fit.base import ReplicaStrategy
 from lightning_commfree.fit.checks import (
     agree_on_overflow,
     compiled_as_a_whole,
+    refuse_manual,
     refuse_max_norm,
     why_gradients_change,
 )
-from lightning_commfree.fit.lockstep import LockstepSession
+from lightning_commfree.fit.session import FitSession
 from lightning_commfree.host import callbacks, pl
 from lightning_commfree.layouts import (
     FSDPSettings,
@@ -27,6 +29,69 @@ from lightning_commfree.layouts import (
 )
 from lightning_commfree.lion import LionSettings, LionVotes, only_lion, refuse_without_momenta
 from lightning_commfree.model.replication import AveragedBuffers
+from lightning_commfree.resume.rank_files import copy_to_cpu
+
+_WHY_NOT_MANUAL = (
+    "its ranks exchange something at every optimizer step, but manual optimization may step any"
+    " number of times per batch, and other optimizers on other ranks"
+)
+
+
+class LionSession(FitSession[LionVotes]):
+    """Fit session for Distributed Lion, whose ranks vote at every step and hold equal weights."""
+
+    exchanges_every_step = True
+
+    @override
+    def begin(self, resumed: bool) -> None:
+        """Let the master copies follow weights that hooks have changed, then begin."""
+        self.between.lion.follow_parameters()
+        super().begin(resumed)
+
+    @override
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Raise a `RuntimeError` for an optimizer that `configure_optimizers` did not return."""
+        if self._trainer.training and optimizer is not self.between.lion:
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}` steps parameters of the module, but"
+                " `configure_optimizers` did not return it. Its steps are not exchanged, so the"
+                " ranks would end with different weights. Return it from `configure_optimizers`."
+            )
+
+    @override
+    def step_left_out(self) -> None:
+        """Count it and wait for all ranks; raise an `AgreedError` if one takes the step."""
+        super().step_left_out()
+        self._stopping.check_together(
+            "An optimizer step was left out (`optimizer_step` did not call `optimizer.step`)",
+            "Ranks that exchange something at every step must take the same steps. Agree on the"
+            " condition first, for example with an all-reduce, or use `nonfinite='abstain'`.",
+        )
+
+    @override
+    def validation_begins(self) -> None:
+        """Average the buffers over all replicas; collective."""
+        super().validation_begins()
+        self.between.average_buffers()
+
+    @override
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return `read()` with averaged buffers, copied; the module keeps its own. Collective."""
+        if self._ranks.interrupted:
+            return read()
+        # a checkpoint contains the means, but saving must not change how a fit trains
+        buffers = self.between.buffers.tensors()
+        own = [buffer.clone() for buffer in buffers]
+        self.between.average_buffers()
+        state: dict[str, Any] = copy_to_cpu(read(), only=buffers)
+        for buffer, values in zip(buffers, own, strict=True):
+            buffer.copy_(values)
+        return state
+
+    @override
+    def fit_ends(self) -> None:
+        """Average the buffers over all replicas; collective."""
+        self.between.average_buffers()
 
 
 class DistributedLionStrategy(ReplicaStrategy):
@@ -85,7 +150,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         trainer = Trainer(strategy=strategy, devices=8, num_nodes=4)
     """
 
-    session_type = LockstepSession
+    session_type = LionSession
 
     def __init__(
         self,
@@ -119,6 +184,12 @@ class DistributedLionStrategy(ReplicaStrategy):
         self._overlaps = False  # whether the latest fit overlapped votes with backward
 
     # -- the hooks of a fit
+
+    @override
+    def check_module(self) -> None:
+        """Raise a `ValueError` for manual optimization, and as the layout does."""
+        refuse_manual(type(self).__name__, self.module, _WHY_NOT_MANUAL)
+        super().check_module()
 
     @override
     def drift_check_plan(self) -> tuple[int, Channel]:

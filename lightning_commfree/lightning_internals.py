@@ -26,7 +26,6 @@ _optimizer_step
 epoch_loop._should_check_val_fx validate on one elastic replica only (`elastic.strategy`)
 setup_data of evaluation loops  compare the numbers of batches of ranks that share a model
                                 (`fit.evaluation`)
-strategy.process_dataloader     record the order of the data (`resume.data_position`)
 two methods of the checkpoint   find the checkpoint on any rank's disk (`around_loading`)
 connector
 three methods of the signal     handle SIGTERM without a broadcast per batch (`handle_signals`)

@@ -71,6 +71,7 @@ from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.model.replication import share_random_state
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.contents import saved_dtypes
+from lightning_commfree.resume.data_position import record_order
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.resume.optimizers import restore_dtypes
@@ -327,6 +328,13 @@ class ReplicaStrategy(DDPStrategy):
         super().configure_ddp()
         wrapped: DistributedDataParallel = self.model
         return wrapped
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return the loader as Lightning prepares it, with its order recorded if it is to train."""
+        prepared = super().process_dataloader(dataloader)
+        record_order(self.module.trainer, prepared)
+        return prepared
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

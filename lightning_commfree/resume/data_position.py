@@ -177,20 +177,16 @@ class LoaderOrder:
         set_order([states["order"]], [self.loader])
 
 
-def record_orders(trainer: pl.Trainer, patches: Patches) -> None:
-    """Patch the Trainer to create a `LoaderOrder` for each training loader that has a sampler.
+def record_order(trainer: pl.Trainer, loader: object) -> None:
+    """Create the `LoaderOrder` of a loader, if it is for training and has a sampler."""
+    if trainer.training and has_sampler(loader):
+        LoaderOrder(loader)
 
-    Call this before the Trainer creates its loaders.
-    """
-    strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
-    prepare, begin = strategy.process_dataloader, loop.on_run_start
 
-    def prepare_and_record(loader: object) -> object:
-        """Prepare a loader as Lightning does; create its `LoaderOrder` if it is for training."""
-        prepared = prepare(loader)
-        if trainer.training and has_sampler(prepared):
-            LoaderOrder(prepared)
-        return prepared
+def plan_epochs(trainer: pl.Trainer, patches: Patches) -> None:
+    """Patch the Trainer: an iterator that it creates for an epoch draws a new order."""
+    loop = trainer.fit_loop.epoch_loop
+    begin = loop.on_run_start
 
     def plan_and_begin(fetcher: Any) -> None:
         """Begin the epoch; an iterator that Lightning creates in it draws a new order."""
@@ -206,7 +202,6 @@ def record_orders(trainer: pl.Trainer, patches: Patches) -> None:
             for order, plan in zip(orders, before, strict=True):
                 order.plan = plan
 
-    patches.put(strategy, "process_dataloader", prepare_and_record)
     patches.put(loop, "on_run_start", plan_and_begin)
 
 

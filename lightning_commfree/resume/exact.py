@@ -43,7 +43,7 @@ from lightning_commfree.resume.contents import (
     restore_weights,
 )
 from lightning_commfree.resume.copies import Ranks, drop_copy, find_checkpoint, send
-from lightning_commfree.resume.data_position import record_orders, training_orders
+from lightning_commfree.resume.data_position import plan_epochs, training_orders
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
 from lightning_commfree.resume.hook_changes import HookChanges, named_tensors
@@ -266,11 +266,11 @@ class ExactResume:
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer) -> None:
-        """Patch the Trainer: record the data's order, and find checkpoints on any rank's disk.
+        """Patch the Trainer: plan the data's order, and find checkpoints on any rank's disk.
 
         Call this before the first loader is created.
         """
-        record_orders(trainer, self._patches)
+        plan_epochs(trainer, self._patches)
         if self._ranks.size > 1:
             around_loading(trainer, self._patches, partial(find_checkpoint, self._ranks), drop_copy)
 

@@ -29,6 +29,7 @@ from lightning_commfree.layouts import (
 )
 from lightning_commfree.lion import LionSettings, LionVotes, only_lion, refuse_without_momenta
 from lightning_commfree.model.replication import AveragedBuffers
+from lightning_commfree.resume.contents import KEY
 from lightning_commfree.resume.rank_files import copy_to_cpu
 
 _WHY_NOT_MANUAL = (
@@ -248,7 +249,8 @@ class DistributedLionStrategy(ReplicaStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states; raise a `ValueError` if they contain no momentum buffers."""
+        """Load optimizer states; raise a `ValueError` if another optimizer saved them."""
         super().load_optimizer_state_dict(checkpoint)
-        if not self._resume.is_changed("optimizer_states"):  # a hook may drop the states
+        # Distributed Lion saves momentum buffers, which only a hook may have dropped since
+        if checkpoint.get(KEY, {}).get("algorithm") != LionVotes.name:
             refuse_without_momenta(self.algorithm.lion, checkpoint.get("global_step", 0))

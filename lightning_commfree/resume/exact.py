@@ -312,10 +312,6 @@ class ExactResume:
         if self._changes is not None:
             self._changes.compare_module(named_tensors(self._module))
 
-    def is_changed(self, entry: str) -> bool:
-        """Return whether an `on_load_checkpoint` hook has changed an entry of the checkpoint."""
-        return self._changes is not None and entry in self._changes
-
     def begin(self, trainer: pl.Trainer, algorithm: Resumable) -> None:
         """Prepare to save a fit; on a resume, restore this rank's own state; collective.
 

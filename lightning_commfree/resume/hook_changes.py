@@ -102,10 +102,6 @@ class HookChanges:
         found = self._checkpoint
         return {key: describe(found[key]) for key in entries if key in found}
 
-    def __contains__(self, key: str) -> bool:
-        """Return whether an entry of the checkpoint has been changed."""
-        return any(path[0] == key for path in self._paths)
-
     @property
     def loaders(self) -> bool:
         """Whether hooks have changed the saved positions of the loaders."""

@@ -184,13 +184,13 @@ class PeerMonitor:
 
     # -- for the training thread
 
-    def refresh(self, seconds: float = 2 * HEARTBEAT_SECONDS) -> bool:
-        """Make the thread write and read heartbeats now; return whether it did within `seconds`."""
+    def refresh(self) -> bool:
+        """Make the thread write and read heartbeats now; return whether it did so in time."""
         asked = time.monotonic()
         self.read_all()
         self._wake.set()
         with self._has_read:
-            return self._has_read.wait_for(lambda: self._read_s > asked, seconds)
+            return self._has_read.wait_for(lambda: self._read_s > asked, 2 * HEARTBEAT_SECONDS)
 
     def read_all(self) -> None:
         """Make the heartbeat thread read all ranks' heartbeats for the next two seconds."""

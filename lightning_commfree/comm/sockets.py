@@ -170,17 +170,6 @@ def tcp_sockets() -> dict[int, int]:
     return found
 
 
-def hang_up(descriptor: int, inode: int) -> None:
-    """Shut down a TCP connection that another library opened.
-
-    Do nothing if the descriptor no longer refers to the socket with this inode.
-    """
-    with suppress(OSError):
-        if os.fstat(descriptor).st_ino == inode:
-            with socket.socket(fileno=os.dup(descriptor)) as copy:
-                copy.shutdown(socket.SHUT_RDWR)
-
-
 def _is_tcp(descriptor: int) -> bool:
     with socket.socket(fileno=os.dup(descriptor)) as copy:
         return copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)

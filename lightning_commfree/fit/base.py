@@ -307,7 +307,6 @@ class ReplicaStrategy(DDPStrategy):
             trainer,
             self.module,
             self.ranks,
-            self.inside,
             self.patches,
             self.precision_plugin,
             self.checkpoint_io,

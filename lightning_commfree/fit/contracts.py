@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
+from lightning_commfree.fit.fit import Fit
 from lightning_commfree.model.weight_swap import WeightSwap
 from lightning_commfree.resume.exact import Resumable
-
-if TYPE_CHECKING:
-    from lightning_commfree.fit.fit import Fit
 
 
 class ShardedStates(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,9 +14,6 @@ from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.host import CheckpointIO, Precision, pl
 from lightning_commfree.lightning_internals import Patches
-
-if TYPE_CHECKING:
-    from lightning_commfree.fit.contracts import Layout
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,6 @@ class Fit:
     trainer: pl.Trainer
     module: pl.LightningModule
     ranks: Ranks
-    layout: Layout
     patches: Patches
     precision: Precision
     checkpoint_io: CheckpointIO

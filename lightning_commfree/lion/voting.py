@@ -98,12 +98,11 @@ class Voting:
         # this worker's ranks, if each votes on a different shard: all of them stop after the same
         # step, and all reject a step if one of them does
         shard_peers: Channel | None = None,
-        bucket_numel: int | None = None,  # as in `split_into_buckets`
     ) -> None:
         self.settings, self.view, self.node = settings, view, node
         self._shard_peers = shard_peers
         shards = view.size * (node.size if node else 1)
-        self.buckets = split_into_buckets(parameters, shards, bucket_numel)
+        self.buckets = split_into_buckets(parameters, shards)
 
         self.step = 0  # completed steps
         self.requests = Requests()  # sent with every ballot; those of all workers land with a step

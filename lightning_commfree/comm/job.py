@@ -115,6 +115,7 @@ class ReplicaChannels:
     world: Channel  # all ranks, for tensors in host memory
     between: Channel  # the ranks at the same position in the other replicas
     within: Channel  # the ranks of this replica; of size 1 if each rank is a replica
+    one_model: bool = False  # `between` connects data-parallel groups, whose models are the same
 
     @classmethod
     def open(
@@ -148,7 +149,7 @@ class ReplicaChannels:
 
         if fast_between:  # `within` first: all ranks must create groups in the same order
             within = open_axis(inside, inner)
-            return cls(world, open_axis(outside, ledger), within)
+            return cls(world, open_axis(outside, ledger), within, one_model=True)
         # use gloo and CPU buffers even for CUDA models: the slow link is Ethernet, and a second
         # nccl communicator on a device can deadlock with the first
         groups = mesh.groups(outside)

@@ -42,7 +42,6 @@ class GradientMean:
     """Algorithm of `DominoTPStrategy`: averages gradients across tensor groups during backward."""
 
     name = "Domino"
-    replicas = False  # ranks hold shards of one model, which checkpoints contain in full
     free_at_resume: frozenset[str] = frozenset()
 
     def __init__(

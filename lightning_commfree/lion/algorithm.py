@@ -65,7 +65,7 @@ class LionVotes:
     If parameters, their order or their groups differ between ranks, a `ValueError` is raised.
     """
 
-    name, replicas = "Distributed Lion", True
+    name = "Distributed Lion"
     free_at_resume: frozenset[str] = frozenset()
 
     def __init__(

@@ -107,16 +107,16 @@ def _own_state(
     fit: SavedFit, checkpoint: State, left_out: Iterable[str], shared: State, algorithm: State
 ) -> State:
     """Return this rank's own state, in the order in which it is restored; collective."""
-    strategy, trainer, replicas = fit.strategy, fit.trainer, fit.algorithm.replicas
-    channels, loaders = fit.ranks.channels, training_loaders(trainer)
+    strategy, trainer, channels = fit.strategy, fit.trainer, fit.ranks.channels
+    one_model, loaders = channels.one_model, training_loaders(trainer)
     own = {
         # -- 1. `restore_by_lightning`
         # Each replica has its own optimizers and gradient scaler; of a model that all ranks share,
         # the checkpoint has them in full. Lightning's method: the strategy's own gathers shards.
-        "optimizers": [DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers]
-        if replicas
-        else None,
-        "precision": strategy.precision_plugin.state_dict() if replicas else None,
+        "optimizers": None
+        if one_model
+        else [DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers],
+        "precision": None if one_model else strategy.precision_plugin.state_dict(),
         # None if they need pickle: then rank 0's
         "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
         # of the parameters; restored by nobody, but `restore_dtypes` needs them (`saved_dtypes`)
@@ -125,7 +125,7 @@ def _own_state(
         # changed tensors that "state_dict" lacks, and untrained ones that differ from rank 0's
         "tensors": {
             **fit.tensors.changed(left_out),
-            **(fit.tensors.state(channels) if replicas else {}),
+            **({} if one_model else fit.tensors.state(channels)),
         },
         # the algorithm's state on this rank (DiLoCo: local weights, fragments in flight)
         "algorithm": algorithm,

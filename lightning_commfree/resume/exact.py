@@ -61,9 +61,6 @@ class Resumable(Protocol):
     """Interface that an algorithm implements for saving and exact resume."""
 
     name: str  # a resume uses only states saved under the same name
-    # True if each replica has its own model, optimizers and untrained tensors; False if all ranks
-    # hold shards of one model, which a checkpoint contains in full.
-    replicas: bool = True
     free_at_resume: frozenset[str] = frozenset()  # `fingerprint` values that may change on resume
 
     def fingerprint(self) -> dict[str, str]:
@@ -239,7 +236,8 @@ class Save:
             adopted = algorithm.adopt(self.entry["fingerprint"], self.entry["ranks"], self.load)
         if adopted is not None:
             return adopted
-        state = "the optimizer state of rank 0" if algorithm.replicas else "its optimizer state"
+        one = self._ranks.channels.one_model
+        state = "its optimizer state" if one else "the optimizer state of rank 0"
         return {}, (
             f"with {state} if the checkpoint has it. The epoch's data, random numbers and the"
             " strategy's own state start over"

@@ -13,7 +13,7 @@ from lightning_commfree.resume.exact import Save
 class Two:
     """Two ranks, of which this one is the first, and the other has nothing."""
 
-    rank, size = 0, 2
+    rank, size, channels = 0, 2, SimpleNamespace(one_model=False)
 
     def all_flags(self, mine: bool) -> list[bool]:
         return [mine, False]
@@ -31,9 +31,7 @@ def test_another_algorithms_state_is_not_used(tmp_path: Path) -> None:
     }
     ranks: Any = Two()
     save = Save(tmp_path / "a.ckpt", {KEY: entry}, ranks)
-    mine: Any = SimpleNamespace(
-        name="mine", replicas=False, free_at_resume=frozenset(), fingerprint=dict
-    )
+    mine: Any = SimpleNamespace(name="mine", free_at_resume=frozenset(), fingerprint=dict)
     assert save.why_not_exact(mine, True) == "it was saved by yours, but this is mine"
     own, said = save.adopt(mine)
     assert own == {}

@@ -147,7 +147,8 @@ class Algorithm(Resumable, Protocol):
     """A cross-replica algorithm; one object per fit.
 
     It is created once the model and optimizers are set up and all ranks hold the same weights. Its
-    methods run on all ranks after the same step, so any of them may be collective.
+    methods run on all ranks after the same step, so any of them may be collective. It must have
+    `name`, `after_step`, `cycle`, `state_dict` and `load_state_dict`; all others have defaults.
     """
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -180,7 +181,10 @@ class Algorithm(Resumable, Protocol):
 
 
 class LocalCopies(Algorithm, Protocol):
-    """An algorithm whose replicas train independently on local weights between exchanges."""
+    """An algorithm whose replicas train independently on local weights between exchanges.
+
+    Besides what every algorithm must have, it must have `step`, `weight_swap` and `finish`.
+    """
 
     step: int  # number of steps that each replica has taken
     optimizers: Sequence[Optimizer] = ()  # those that train the local weights; hooks change them

@@ -72,7 +72,7 @@ class Stopping:
         self._requested = self._agreed = self._trains = False
         self._unsized = self._warned_uneven = self._independent_streams = False
         self._step = 0  # number of steps begun, or of batches if a step spans one
-        self._ends: EpochEnds | None = None
+        self._ends = EpochEnds(PeerWatch())  # compares nothing until `begin` replaces it
         self._first_to_end: int | None = None  # the rank whose data has ended the current epoch
         self._exchanges_every_step = False
         self.sigterm = DeferredSigterm(trainer, clock, patches)
@@ -98,13 +98,11 @@ class Stopping:
     def step_begins(self) -> None:
         """Count a step; raise an `AgreedError` if a rank's epoch ended after an earlier step."""
         self._step += 1
-        if self._ends is not None:
-            self._ends.step_begins(self._epoch, self._step)
+        self._ends.step_begins(self._epoch, self._step)
 
     def batch_ends(self, stepped: bool) -> None:
         """Announce whether any optimizer has stepped in a batch, with manual optimization."""
-        if self._ends is not None:
-            self._ends.batch_ends(stepped)
+        self._ends.batch_ends(stepped)
 
     # -- requests to stop
 
@@ -148,8 +146,7 @@ class Stopping:
         ranks = self._ranks
         if not self._trains or ranks.size == 1 or ranks.interrupted:
             return
-        if self._ends is not None:
-            self._ends.together(self._step, event, _LEFT_OUT)
+        self._ends.together(self._step, event, _LEFT_OUT)
         # not the batches: with gradient accumulation, the last step of a stream may have fewer
         steps = ranks.all_values(self.clock.steps)
         if len({*steps}) > 1:
@@ -216,13 +213,11 @@ class Stopping:
 
     def check_epoch_ends(self, out_of_data: bool = False) -> None:
         """Wait until all ranks end the epoch; raise an `AgreedError` if their steps differ."""
-        if self._ends is not None:
-            self._ends.end(self._epoch, self._step, out_of_data, self._first_to_end)
+        self._ends.end(self._epoch, self._step, out_of_data, self._first_to_end)
 
     def check_together(self, event: str, advice: str) -> None:
         """Wait for `event` on all ranks; raise an `AgreedError` if one takes a step without it."""
-        if self._ends is not None:
-            self._ends.together(self._step, event, advice)
+        self._ends.together(self._step, event, advice)
 
     def share_stream_end(self) -> None:
         """In the last training step, end the epoch on all ranks if it ends on any; collective.
@@ -269,7 +264,7 @@ class Stopping:
         """
         if self._exiting_by_sigterm:
             raise SIGTERMException
-        if self._independent_streams and self._ends is not None:
+        if self._independent_streams:
             if self.stream_ends:  # a validation follows, which all ranks must reach
                 self.check_epoch_ends(out_of_data=True)
             else:

@@ -20,7 +20,6 @@ gradients are restored only in the first row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ class GradientMean:
     """Algorithm of `DominoTPStrategy`: averages gradients across tensor groups during backward."""
 
     name = "Domino"
-    free_at_resume: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -61,16 +59,8 @@ class GradientMean:
         """Wait for the mean gradients, and store them in the parameters' `grad`."""
         self.average.land(module.parameters())
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing: a step needs no preparation."""
-        return nullcontext()
-
     def after_step(self) -> None:
         """Do nothing: `DominoSession.backward` exchanges requests before the step."""
-
-    def figures(self) -> dict[str, float]:
-        """Return no metrics: traffic is counted in the ledger."""
-        return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
         """Return no bytes, and a cycle of one step; `bytes_per_step` forecasts the bytes."""
@@ -97,9 +87,6 @@ class GradientMean:
         split = {name: chosen[name] for name in ("split", "num_micro_batches")}
         return {"tensor_parallel_size": str(size), **split}
 
-    def averaged_buffers(self) -> None:
-        """Return None: only gradients are averaged."""
-
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return two empty dicts; each rank's state is in `ShardedModule.own_state`."""
         return {}, {}
@@ -107,11 +94,6 @@ class GradientMean:
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Do nothing: there is no state."""
         del shared, own
-
-    def overwrites(self, shared: object, own: object) -> set[str]:
-        """Return an empty set: `load_state_dict` does nothing."""
-        del shared, own
-        return set()
 
     def adopt(
         self,
@@ -143,6 +125,3 @@ class GradientMean:
             " between ranks and gradients of a partially accumulated step start over, and with"
             " another tensor group size sums are rounded differently",
         )
-
-    def close(self) -> None:
-        """Do nothing: `ShardedModule.unshard` restores the model."""

@@ -17,12 +17,17 @@ from lightning_commfree.comm.settings import check_count
 from lightning_commfree.domino import DominoSettings, GradientMean, looks_finite, refuse_nonfinite
 from lightning_commfree.domino.data_parallel import FLAGS_TAG
 from lightning_commfree.fit.base import ReplicaStrategy
+from lightning_commfree.fit.contracts import Algorithm
 from lightning_commfree.fit.session import FitSession
 from lightning_commfree.host import pl
 from lightning_commfree.layouts.tensor_parallel import TensorParallel
 
 
-class DominoSession(FitSession[GradientMean]):
+class DominoMean(GradientMean, Algorithm):
+    """`GradientMean` as the algorithm of a fit, with the contract's defaults for all else."""
+
+
+class DominoSession(FitSession[DominoMean]):
     """Fit session for Domino, in which the ranks that share a model communicate on every batch.
 
     Before each optimizer step, every rank sends three numbers to all others: the index of its
@@ -186,8 +191,8 @@ class DominoTPStrategy(ReplicaStrategy):
         return self.check_drift_every, self.channels.world
 
     @override
-    def begin(self, trainer: pl.Trainer) -> GradientMean:
-        """Return a `GradientMean` of the models that `prepare` has sharded."""
+    def begin(self, trainer: pl.Trainer) -> DominoMean:
+        """Return a `DominoMean` of the models that `prepare` has sharded."""
         sharded = self.inside.sharded
         assert sharded is not None, "`prepare` has sharded the model"
-        return GradientMean(sharded, self.channels, self.settings)
+        return DominoMean(sharded, self.channels, self.settings)

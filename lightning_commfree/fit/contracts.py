@@ -178,6 +178,7 @@ class Algorithm(Resumable, Protocol):
 
     def close(self) -> None:
         """Release resources, after a fit or an error."""
+        return
 
 
 class LocalCopies(Algorithm, Protocol):
@@ -222,6 +223,7 @@ class LocalCopies(Algorithm, Protocol):
 
     def refuse_to_save(self, world: Channel) -> None:
         """Raise an error on all ranks if a checkpoint would contain NaN or Inf; collective."""
+        return
 
     def restart(self, broadcast: Callable[[], None]) -> None:
         """Drop in-flight exchanges and start over from rank 0's weights.

@@ -144,10 +144,10 @@ class FullyShard(ShardedReplica):
     @contextmanager
     @override
     def backward(self, steps: bool) -> Iterator[None]:
-        """Context manager that lets FSDP reduce gradients if a step follows, and counts bytes.
+        """Context manager in which FSDP reduces gradients only if a step follows.
 
-        If not, this rank accumulates full gradients. It counts the bytes of a batch's forward and
-        backward passes.
+        Otherwise, this rank accumulates full gradients. At the end, it counts the bytes that FSDP
+        has sent in the batch's forward and backward passes.
         """
         with reducing_gradients(self.fit.module, steps):
             yield

@@ -345,14 +345,6 @@ class OutsideOfFit(FitSession[Any]):
         yield  # a step taken manually after `fit` trains only this rank
 
     @override
-    def batch_begins(self) -> None:
-        """Do nothing."""
-
-    @override
-    def validation_ends(self) -> None:
-        """Do nothing."""
-
-    @override
     def requeue(self) -> None:
         """Do nothing."""
 

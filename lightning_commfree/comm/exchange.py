@@ -65,16 +65,20 @@ class Route(NamedTuple):
 
     view: View
     two_phase: bool
+    split: int = 0  # S, if values are split before the members are known (`elastic.parts`)
 
     @property
     def num_shards(self) -> int:
         """Number of shards into which the values are split (S)."""
-        return self.view.size if self.two_phase else 1
+        return self.split or (self.view.size if self.two_phase else 1)
 
     @property
     def together(self) -> bool:
-        """Whether an exchange ends at the same time for all members, however late each launches."""
-        return True
+        """Whether an exchange ends at the same time for all members, however late each launches.
+
+        Through a store it does not.
+        """
+        return not self.split
 
     @property
     def shard(self) -> int:

@@ -322,9 +322,9 @@ class FragmentExchange:
     in_thread: bool = False  # launch gathers on the background thread too (`fragment_exchanges`)
 
     def __post_init__(self) -> None:
-        size, two_phase = self.route.num_shards, self.route.two_phase
+        size = self.route.num_shards
         # shards are whole blocks: a block in two shards would have two scales
-        self._shard = -(-self.numel // (size * BLOCK)) * BLOCK if two_phase else self.numel
+        self._shard = -(-self.numel // (size * BLOCK)) * BLOCK if size > 1 else self.numel
         self._buffer_shard = -(-self.num_buffers // size)
         shape = self.codec, self._shard, self._buffer_shard
         self._up = FragmentMessage(*shape)
@@ -359,7 +359,7 @@ class FragmentExchange:
             arrived = self.arrived(self.route.up(messages, tag).wait())
             if not self.route.two_phase:
                 return arrived
-            reduced, error = self._reduce(arrived, residual is not None)
+            reduced, error = self._reduce(arrived, self.route.shard, residual is not None)
             if error is not None and residual is not None:
                 is_uploaded = residual.is_cuda and not error.is_cuda
                 second_errors.append(error.pin_memory() if is_uploaded else error)
@@ -413,10 +413,20 @@ class FragmentExchange:
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Average the messages of the K members in the mean: mean (N + E,) and norms (K + 1,)."""
-        counted = counted_messages(messages, summary.counted)
-        mean, norms = self._up.average(counted, summary.counted_weights)
-        buffers = self._up.average_buffers(counted, summary.counted_weights)
-        return _concatenate(mean, buffers), norms
+        by_shard = messages.view(len(messages), self.route.num_shards, -1).unbind(1)
+        averaged = (self._average_shard(summary, one, s) for s, one in enumerate(by_shard))
+        means, buffers, norms = zip(*averaged, strict=True)
+        mean = _joined(means)[: self.numel]
+        return _concatenate(mean, _joined(buffers)[: self.num_buffers]), torch.stack(norms).sum(0)
+
+    def _average_shard(
+        self, summary: HeaderSummary, messages: Tensor, shard: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Average M messages about a shard; return the means of values and buffers, and norms."""
+        counted, weights = counted_messages(messages, summary.counted), summary.counted_weights
+        padding = max((shard + 1) * self._shard - self.numel, 0)
+        mean, norms = self._up.average(counted, weights, padding)
+        return mean, self._up.average_buffers(counted, weights), norms
 
     def _read_reduced(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Assemble the mean and the norms of K members from all owners' messages."""
@@ -440,20 +450,18 @@ class FragmentExchange:
             residual.copy_(errors_SN.view(-1)[:numel])
         return messages
 
-    def _reduce(self, arrived: Arrived, keep_error: bool) -> tuple[Tensor, Tensor | None]:
-        """Average this replica's shard; return the encoded mean, and K times its rounding error."""
+    def _reduce(
+        self, arrived: Arrived, shard: int, keep_error: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Average a shard; return the encoded mean, and K times its rounding error."""
         summary = summarize_headers(arrived.headers)
-        counted = counted_messages(arrived.messages, summary.counted)
-        end = (self.route.shard + 1) * self._shard
-        padding, weights = max(end - self.numel, 0), summary.counted_weights
-        mean, norms = self._up.average(counted, weights, padding)
+        mean, buffers, norms = self._average_shard(summary, arrived.messages, shard)
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=mean.device)
         error = torch.empty_like(mean) if keep_error else None
-        buffers = self._up.average_buffers(counted, weights)
         self._down.write(message, None, mean, buffers, norms, error)
         # Only this replica corrects the error, and its gradient has weight 1/K in the next mean, so
         # keep K times the error.
-        return message, None if error is None else error.mul_(len(counted))
+        return message, None if error is None else error.mul_(len(summary.counted))
 
     def _add_errors(self, arrived: Arrived, errors: list[Tensor], residual: Tensor) -> Arrived:
         """Add the errors of rounding the mean of the own shard to `residual`; return `arrived`."""
@@ -468,6 +476,10 @@ def _rows(values: Tensor, size: int, numel: int) -> Tensor:
     """Reshape `values` into `size` rows of length `numel`, padded with zeros."""
     missing = size * numel - len(values)
     return (pad(values, (0, missing)) if missing else values).view(size, numel)
+
+
+def _joined(shards: Sequence[Tensor]) -> Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat([*shards])
 
 
 def _concatenate(values: Tensor, buffers: Tensor) -> Tensor:

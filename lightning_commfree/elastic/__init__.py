@@ -6,6 +6,7 @@ transport    its exchanges
 log          the log in a store (`stores`), as one rank of a replica sees it
 ranks        what the ranks of a replica share
 decision     when to average an exchange, and whose messages
+parts        parts of messages, which their owners reduce for all
 lateness     warnings about settings with which replicas come too late
 polling      how often to look at the store
 status       what the log says about a job, for `commfree-store status`

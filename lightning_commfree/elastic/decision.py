@@ -7,6 +7,10 @@ first one. So nobody is ever declared dead: whom a replica waits for, and for ho
 guess, and a wrong guess costs a wait or leaves a message for later, but never makes replicas
 differ.
 
+If the commit has many members, some of them own parts of all messages (`elastic.parts`). An owner
+creates the mean of its parts, and everybody reads these means instead of the messages. A replica
+that has waited for a mean for the grace creates it itself: whoever does so creates the same.
+
 `decide` is a pure function, so `tests/elastic/test_decision.py` can run every interleaving of
 several replicas.
 """
@@ -28,7 +32,12 @@ class Heard:
     # not list a message that others cannot read.
     messages: Mapping[str, bool]
     commit: tuple[str, ...] | None  # the replicas whose messages are averaged
-    late_s: float | None  # seconds for which training has waited to land it; None: it is not due
+    # Seconds for which training has waited to land it, or for what is to be read since there is a
+    # commit; None: it is not due.
+    late_s: float | None
+    name: str = ""  # this replica's
+    owners: tuple[str, ...] = ()  # those in the commit that own parts; empty: all read all messages
+    read: frozenset[str] = frozenset()  # whose means or, without owners, messages it has read
 
 
 class Group(NamedTuple):
@@ -59,16 +68,22 @@ class Commit(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Read the messages of `names`, which are in the commit."""
+    """Read what `names` have created: their means or, without owners, their messages."""
 
     names: tuple[str, ...]
 
 
+class Reduce(NamedTuple):
+    """Create the means of the parts that `owners` own, unless they exist."""
+
+    owners: tuple[str, ...]
+
+
 class Land(NamedTuple):
-    """The flight may land: all messages in the commit have been read."""
+    """The flight may land: all that its commit needs has been read."""
 
 
-Action = Look | Commit | Read | Land
+Action = Look | Commit | Read | Reduce | Land
 
 
 def decide(heard: Heard, group: Group, rules: Rules) -> Action:
@@ -77,7 +92,11 @@ def decide(heard: Heard, group: Group, rules: Rules) -> Action:
     A commit lists nobody if all messages abstain; landing it is an error on all replicas.
     """
     if heard.commit is not None:
-        missing = tuple(name for name in heard.commit if name not in heard.messages)
+        missing = tuple(n for n in heard.owners or heard.commit if n not in heard.read)
+        if heard.owners and heard.name in missing:
+            return Reduce((heard.name,))
+        if heard.owners and missing and heard.late_s is not None and heard.late_s >= rules.grace_s:
+            return Reduce(missing)  # their owners may be dead
         return Read(missing) if missing else Land()
 
     awaited = group.possible - heard.messages.keys()

@@ -6,6 +6,7 @@
     here/N/NAME   the answer of replica NAME to the question roster/N
     x/F/NAME      message of replica NAME in flight F; `ABSTAINS` or `LEAVES` if it takes no part
     commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
+    y/F/NAME      mean of the parts that NAME owns of these messages, if they are many (`parts`)
     go/F          flight F has been launched by some replica; only with `by_time`
     state/F       outer state after flight F
     state/NAME    outer state with which the job begins, of the replica that created `config`
@@ -19,9 +20,9 @@ message is deleted only after `head` has moved beyond its flight, so a listed me
 exist means either that it was deleted, if `head` or `end` says so, or that the store is slow.
 
 In a replica of several ranks, each of them has its own part of messages and states: rank R > 0 adds
-".R" to their keys. Rank 0 creates its part when all others exist, so who finds it finds all. Its
-part of a message ends with the digests of the others, for the commit. Rank 0 decides for the whole
-replica (`elastic.ranks`), while the others only read their parts of what it has decided.
+".R" to their keys. Rank 0 creates its part when all others exist, so who finds it finds all. Rank 0
+decides for the whole replica (`elastic.ranks`), while the others only read their parts of what it
+has decided.
 
 Two threads talk to the store: one creates messages and states in order, the other one looks for
 what others created. Training waits only in `JobLog.landed`.
@@ -29,7 +30,6 @@ what others created. Training waits only in `JobLog.landed`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -49,9 +49,11 @@ from lightning_commfree.elastic.decision import (
     Land,
     Look,
     Read,
+    Reduce,
     Rules,
     decide,
 )
+from lightning_commfree.elastic.parts import SIZE_BYTES, StoreExchange, opened, size_of
 from lightning_commfree.elastic.polling import PAUSE_S, first_look_s, look_at_s, watch_pause_s
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.stores.retrying import Retrying, VerbCount
@@ -75,7 +77,6 @@ _END = "end"  # in place of a state's flight: after the last one
 _ASKS = -1  # in place of a slot: this entry of the roster is a question
 TERMINATED = 128 + 15  # exit code of a process that SIGTERM has ended
 _SAY_S = 20.0  # how often to say why training waits
-_DIGITS = 32  # hexadecimal digits of a digest
 
 
 class Entry(NamedTuple):
@@ -83,7 +84,6 @@ class Entry(NamedTuple):
 
     name: str
     size: int  # bytes of the message of its rank 0
-    digest: str  # of the messages of all its ranks, joined
 
 
 class Member(NamedTuple):
@@ -96,10 +96,10 @@ class Member(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """The messages to average in a flight, in the commit's order."""
+    """What was read to land a flight, in the commit's order."""
 
     members: list[Member]
-    messages: list[bytes]
+    objects: list[list[memoryview]]  # parts of the messages, or means of the owners' parts
     abstained: bool  # this replica
     link_s: float | None  # the requests of this replica for its message and the others'
 
@@ -122,10 +122,13 @@ class _Flight:
 
     launched: bool = False  # by this replica, or followed without a message
     launched_s: float = -math.inf
-    messages: dict[str, bytes] = field(default_factory=dict)  # by replica
+    messages: dict[str, bytes] = field(default_factory=dict)  # by replica; or just the sizes
     commit: list[Entry] | None = None
+    reduction: StoreExchange | None = None  # if members of the commit own parts
+    read: dict[str, list[memoryview]] = field(default_factory=dict)  # as `decision.Heard.read`
     due_s: float | None = None  # when training began to wait
-    away_s: float = 0.0  # for how long the store had been away by then
+    commit_s: float = -math.inf  # when this rank took the commit
+    away_s: float = 0.0  # for how long the store had been away by the later of the two
     looked_s: float = -math.inf  # when the latest look for others' messages began
     asked_s: float = -math.inf  # when the latest request about it ended
     missed: bool = False
@@ -168,14 +171,15 @@ class JobLog:
         grace_s: float | None = None,  # None: 0.5 s and twice the mean time of a request
         by_time: bool = False,
         ranks: ReplicaRanks | None = None,  # None: the replica has a single rank
+        # exchange of a flight with so many members, if these own parts
+        reduction: Callable[[int, int], StoreExchange | None] = lambda flight, members: None,
     ) -> None:
         self._stop = threading.Event()  # ends pauses between tries of a request
         self.store, self.name = Retrying(store, stop=self._stop), name
         self._sizes, self._min, self._grace_s, self._by_time = sizes, min_replicas, grace_s, by_time
         self.ranks = ranks or ReplicaRanks()
         self._suffix = f".{self.ranks.rank}" if self.ranks.rank else ""
-        # bytes that follow the message itself: on rank 0, the digests of the others' messages
-        self._appended = 0 if self._suffix else _DIGITS * (self.ranks.size - 1)
+        self._reduction = reduction
         self.launched = 0  # number of the next flight to launch
         self.last_round = math.inf  # number of the first flight of the last round, once it is known
         self.roster: list[Member] = []
@@ -421,7 +425,7 @@ class JobLog:
 
         def send() -> None:
             message, began_s = make(), time.monotonic()
-            message = self._create(f"x/{flight}/{self.name}", message, lists=True)
+            self._create(f"x/{flight}/{self.name}", message)
             with self._lock:
                 if known := self._flights.get(flight):
                     known.up_s = time.monotonic() - began_s
@@ -445,7 +449,7 @@ class JobLog:
         return all(self.ranks.gather(stored.wait(left_s)))
 
     def landed(self, flight: int) -> Landed:
-        """Wait for a flight's commit, and return its messages.
+        """Wait for a flight's commit, and return what it needs to land.
 
         Raises:
             MissedError: the messages have been deleted.
@@ -480,11 +484,9 @@ class JobLog:
             raise MissedError
         assert known.commit is not None
         by_name = {member.name: member for member in self.roster}
-        names = [entry.name for entry in known.commit]
-        messages = [known.messages[name] for name in names]
         return Landed(
-            [by_name[name] for name in names],
-            [message[: len(message) - self._appended] for message in messages],
+            [by_name[entry.name] for entry in known.commit],
+            [known.read[entry.name] for entry in known.commit if entry.name in known.read],
             known.messages.get(self.name_in(flight)) == ABSTAINS,
             None if known.up_s is None else known.up_s + known.down_s,
         )
@@ -562,8 +564,11 @@ class JobLog:
         `newest`, and the messages of the `every` flights up to it.
         """
         for flight in range(max(newest - every, -1) + 1, newest + 1):
+            # no flight had more members than the roster has entries
+            folders = "xy" if self._reduction(flight, len(self.roster)) else "x"
             for name in {member.name for member in self.roster}:
-                self.store.delete(f"x/{flight}/{name}{self._suffix}")
+                for folder in folders:
+                    self.store.delete(f"{folder}/{flight}/{name}{self._suffix}")
             self.store.delete(f"go/{flight}")
         if newest >= 0:
             self.store.delete(f"state/{newest}{self._suffix}")
@@ -684,8 +689,9 @@ class JobLog:
     def _advance(self, flight: int, known: _Flight) -> None:
         """Do what comes next for a flight, until nothing is new or it is too early to look."""
         while not known.landed.is_set() and not self._closed:
-            before, began_s = (len(known.messages), known.commit), time.monotonic()
-            action = decide(self._what_is_heard(known), self._group(flight), self._rules(flight))
+            before, began_s = self._found(known), time.monotonic()
+            heard = self._what_is_heard(flight, known)
+            action = decide(heard, self._group(flight), self._rules(flight))
             if isinstance(action, Land):
                 known.landed.set()
                 return
@@ -695,16 +701,21 @@ class JobLog:
                 continue  # those that came meanwhile are founders, too
             self._request(flight, known, action)
             known.asked_s = time.monotonic()
-            if before != (len(known.messages), known.commit):
+            if before != self._found(known):
                 known.down_s += known.asked_s - began_s
             elif not isinstance(action, Look):  # after such a look, the grace may have passed
                 return
 
-    def _request(self, flight: int, known: _Flight, action: Look | Read | Commit) -> None:
+    @staticmethod
+    def _found(known: _Flight) -> tuple[int, object, int]:
+        """Return what has been found for a flight, to compare with what is found next."""
+        return len(known.messages), known.commit, len(known.read)
+
+    def _request(self, flight: int, known: _Flight, action: Look | Read | Reduce | Commit) -> None:
         """Make the requests of an action for a flight."""
         match action:
-            case Read(names):
-                self._read_messages(flight, known, names)
+            case (Read() | Reduce()) as follows:
+                self._follow_commit(flight, known, follows)
             case Commit(names):
                 self._commit(flight, known, names)
             case Look(names):
@@ -714,19 +725,22 @@ class JobLog:
                     self._look_for(flight, names)
                 known.looked_s = began_s
 
-    def _what_is_heard(self, known: _Flight) -> Heard:
+    def _what_is_heard(self, flight: int, known: _Flight) -> Heard:
         """Return a flight's record in the form that `decide` takes."""
         commit = None if known.commit is None else tuple(entry.name for entry in known.commit)
+        owners = (commit or ())[: known.reduction.owners if known.reduction else 0]
         late_s = None
         if known.due_s is not None:
             # Until the latest look, not until now: a process that was stopped, or whose requests
             # take longer than the grace, must look once more before it leaves others out. And a
             # store that did not answer tells nothing about the other replicas.
-            late_s = known.looked_s - known.due_s - (self.store.away_s - known.away_s)
+            late_s = known.looked_s - max(known.due_s, known.commit_s)
+            late_s -= self.store.away_s - known.away_s
         with self._lock:
             messages = dict(known.messages)
         counts = {n: data != ABSTAINS for n, data in messages.items() if data != LEAVES}
-        return Heard(known.launched and self.ranks.rank == 0, counts, commit, late_s)
+        may_commit, read = known.launched and self.ranks.rank == 0, frozenset(known.read)
+        return Heard(may_commit, counts, commit, late_s, self.name_in(flight), owners, read)
 
     def _rules(self, flight: int) -> Rules:
         """Return grace, patience and the least number of replicas for a flight."""
@@ -794,55 +808,108 @@ class JobLog:
         """Tell a newcomer that this replica still needs its slot (`enroll`)."""
         self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
 
-    def _create(self, key: str, data: bytes, lists: bool = False) -> bytes:
-        """Create this rank's part of an object, rank 0 last, and return it.
-
-        With `lists`, rank 0's part ends with the digests of the others.
-        """
+    def _create(self, key: str, data: bytes) -> None:
+        """Create this rank's part of an object, rank 0 last."""
         if self._suffix:
             self.store.create(f"{key}{self._suffix}", data)
-        mine = _digest(data).encode() if lists and self._suffix else bytes(_DIGITS)
-        digests = self.ranks.meet(mine)
+        self.ranks.meet()
         if not self._suffix:
-            data += digests if lists and data != ABSTAINS else b""
             self.store.create(key, data)
-        return data
 
     def _look_for(self, flight: int, names: Iterable[str]) -> None:
-        """Read messages in a flight without a commit, as far as they are there; keep valid ones."""
-        sizes = [size + self._appended for size in self._sizes(flight)]
+        """Read messages in a flight without a commit, as far as they are there; keep valid ones.
+
+        If their parts will probably be reduced, read only their sizes.
+        """
+        sizes = self._sizes(flight)
+        reduces = self._reduction(flight, len(self._group(flight).expected)) is not None
         for name in names:
+            if name == self.name:
+                continue
             key = f"x/{flight}/{name}{self._suffix}"
-            data = None if name == self.name else self.store.get(key)
-            if data is not None and len(data) not in (*sizes, len(ABSTAINS)):
+            data = self.store.get_range(key, 0, SIZE_BYTES) if reduces else self.store.get(key)
+            if data is None:
+                continue
+            is_complete = reduces or len(data) == size_of(data)
+            if data not in (ABSTAINS, LEAVES) and not (is_complete and size_of(data) in sizes):
                 _log.warning(
-                    "The message of %s in exchange %d has %d bytes, which no message of this job"
-                    " has. It is left out.",
+                    "The message of %s in exchange %d has another size than all messages of this"
+                    " job. It is left out.",
                     name,
                     flight,
-                    len(data),
                 )
                 data = ABSTAINS  # a message that cannot be decoded would stop all
-            if data is not None:
-                self._hear(flight, {name: data})
+            self._hear(flight, {name: data})
+
+    def _follow_commit(self, flight: int, known: _Flight, action: Read | Reduce) -> None:
+        """Read or create what a commit needs, as far as the store shows what that needs."""
+        match action:
+            case Reduce(owners):
+                self._reduce(flight, known, owners)
+            case Read(names) if known.reduction:
+                known.looked_s = time.monotonic()
+                self._read_means(flight, known, names)
+            case Read(names):
+                self._read_messages(flight, known, names)
 
     def _read_messages(self, flight: int, known: _Flight, names: Iterable[str]) -> None:
         """Read messages in a commit, as far as the store shows them."""
-        digests, start = {e.name: e.digest for e in known.commit or ()}, _DIGITS * self.ranks.rank
         for name in names:
-            data = self.store.get(f"x/{flight}/{name}{self._suffix}")
+            data = self._range(flight, known, name)
             if data is None:
-                if self._has_gone_on(flight):  # deleted
-                    known.missed = True
-                    known.landed.set()
                 return
-            if _digest(data) != digests[name][start:][:_DIGITS]:
-                raise ValueError(
-                    f"The message of {name} in exchange {flight} is damaged: its digest in"
-                    f" {self.store.address} is not the one in the commit. No replica can land it."
-                    " Start another job, in another store, from the newest checkpoint."
-                )
-            self._hear(flight, {name: data})
+            known.read[name] = data
+
+    def _range(
+        self, flight: int, known: _Flight, name: str, span: tuple[int, int] | None = None
+    ) -> list[memoryview] | None:
+        """Return the parts of a listed message, or those in a span of bytes; None if absent."""
+        key = f"x/{flight}/{name}{self._suffix}"
+        with self._lock:
+            data: bytes | None = known.messages.get(name, b"")
+        if not data or len(data) != size_of(data):
+            data = self.store.get_range(key, *span) if span else self.store.get(key)
+        elif span:
+            data = data[span[0] :][: span[1]]
+        if data is None and self._has_gone_on(flight):  # deleted
+            known.missed = True
+            known.landed.set()
+        return None if data is None else self._opened(key, data)
+
+    def _read_means(self, flight: int, known: _Flight, owners: Iterable[str]) -> None:
+        """Read the means of the owners' parts, as far as the store shows them."""
+        for name in owners:
+            key = f"y/{flight}/{name}{self._suffix}"
+            if (data := self.store.get(key)) is not None:
+                known.read[name] = self._opened(key, data)
+
+    def _reduce(self, flight: int, known: _Flight, owners: Iterable[str]) -> None:
+        """Create the means of the owners' parts, or take those that others have created."""
+        exchange, names = known.reduction, [entry.name for entry in known.commit or ()]
+        assert exchange is not None
+        for name in owners:
+            owner = names.index(name)
+            messages = []
+            for one in names:
+                parts = self._range(flight, known, one, exchange.span(owner))
+                if parts is None:
+                    return
+                messages.append(parts)
+            data = exchange.reduce(owner, messages)
+            if self.store.create(f"y/{flight}/{name}{self._suffix}", data):
+                known.read[name] = opened(data)
+            else:
+                self._read_means(flight, known, [name])
+
+    def _opened(self, key: str, data: bytes) -> list[memoryview]:
+        """Return the parts in an object, or raise a `ValueError` if it is damaged."""
+        try:
+            return opened(data)
+        except ValueError as error:
+            raise ValueError(
+                f"The object {key} in {self.store.address} is damaged: {error}. No replica can land"
+                " its exchange. Start another job, in another store, from the newest checkpoint."
+            ) from None
 
     def _has_gone_on(self, flight: int) -> bool:
         """Return whether the job has a state after a flight."""
@@ -854,16 +921,11 @@ class JobLog:
         """Create a flight's commit with the messages of `names`; or take the store's."""
         with self._lock:
             found = dict(known.messages)
-        entries = [self._entry(name, found[name]) for name in names]
+        entries = [Entry(name, size_of(found[name])) for name in names]
         if self.store.create(f"commit/{flight}", json.dumps(entries).encode()):
             self._take_commit(flight, known, entries)
         else:
             self._read_commit(flight, known)
-
-    def _entry(self, name: str, message: bytes) -> Entry:
-        """Return the line of a replica in a commit."""
-        others = message[len(message) - self._appended :].decode()
-        return Entry(name, len(message), _digest(message) + others)
 
     def _read_commit(self, flight: int, known: _Flight) -> None:
         """Take a flight's commit from the store, if it is there."""
@@ -882,7 +944,10 @@ class JobLog:
         with self._lock:
             if known.commit is None and known.launched:
                 self._took_s.append(time.monotonic() - known.launched_s)
+            known.reduction = self._reduction(flight, len(entries))
             known.commit = entries
+            # owners can begin only now
+            known.commit_s, known.away_s = time.monotonic(), self.store.away_s
             names = frozenset(entry.name for entry in entries)
             if flight > self._latest_flight:  # an older commit may be read later
                 self._latest, self._latest_flight = names, flight
@@ -890,7 +955,3 @@ class JobLog:
             for name in names:
                 self._heard[name] = max(self._heard.get(name, -1), flight)
             self._others_launched = max(self._others_launched, flight)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_DIGITS]

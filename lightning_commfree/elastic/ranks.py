@@ -41,16 +41,11 @@ class ReplicaRanks:
         """Return what `make` returns on rank 0, where it runs; collective like `gather`."""
         return self.gather(make() if self.rank == 0 else 0)[0]
 
-    def meet(self, text: bytes = b"") -> bytes:
-        """Wait for the other ranks, and return the texts of ranks 1 and up, joined; collective.
-
-        All texts have the same length. It runs on the thread that creates objects.
-        """
-        if self.size == 1:
-            return b""
-        self._uploads.ledger.ignore_waits_of_this_thread()
-        mine = torch.tensor([*text], dtype=torch.uint8)
-        return bytes(self._uploads.all_gather(mine, TAG).wait()[1:].flatten().tolist())
+    def meet(self) -> None:
+        """Wait for the other ranks; collective, on the thread that creates objects."""
+        if self.size > 1:
+            self._uploads.ledger.ignore_waits_of_this_thread()
+            self._uploads.all_gather(torch.zeros(1, dtype=torch.uint8), TAG).wait()
 
     def close(self) -> None:
         """Close the channel that is only for uploads."""

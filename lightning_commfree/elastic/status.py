@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_commfree.elastic.log import ABSTAINS, LEAVES, Entry, Member
+from lightning_commfree.elastic.parts import SEAL_BYTES
 from lightning_commfree.stores.store import Store
 
 _WINDOW = 20  # latest flights that are looked at
 _RATE_S = 60.0  # time over which the rate is measured
-_STEP_WORD = 1  # of a message's header, words of 8 bytes (`diloco.exchange.Header`)
+_STEP_AT = SEAL_BYTES + 8  # in a message: the second word of `diloco.exchange.Header`
 
 
 class Row(NamedTuple):
@@ -104,7 +105,7 @@ class JobWatch:
     def _launch_step(self, flight: int) -> int | None:
         """Return the step after which a flight was launched; None if its messages are gone."""
         for name in self._commits.get(flight, {}):
-            word = self._store.get_range(f"x/{flight}/{name}", 8 * _STEP_WORD, 8)
+            word = self._store.get_range(f"x/{flight}/{name}", _STEP_AT, 8)
             if word is not None:
                 return int(struct.unpack("=q", word)[0])
         return None

@@ -331,6 +331,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             self._grace_s,
             by_time and self.global_rank == 0,
             self._replica_ranks(),
+            lambda flight, members: transport.reduction(flight, members),
         )
         transport = StoreTransport(log, self.ledger)
         self._diloco = diloco = ElasticDiLoCo(

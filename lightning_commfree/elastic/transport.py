@@ -1,8 +1,8 @@
 """Exchange fragments through a job's log (`elastic.log`).
 
-A rank creates one message per flight, whatever the number of replicas, and reads the messages of
-the same rank in the other replicas that the flight's commit lists. It decodes them as on the gather
-route.
+A rank creates one message per flight, whatever the number of replicas. It reads the messages of the
+same rank in the other replicas that the flight's commit lists or, if these are many, what their
+owners have made of the parts (`elastic.parts`). It decodes both as in a job of fixed size.
 """
 
 from __future__ import annotations
@@ -15,27 +15,15 @@ from typing_extensions import override
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.exchange import Route, View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.codec import Codec
-from lightning_commfree.diloco.exchange import TAG, FragmentExchange, Header
+from lightning_commfree.diloco.exchange import TAG, Header
 from lightning_commfree.diloco.transport import Delivery, Flight, Messages, Sizes, Transport
 from lightning_commfree.elastic.log import ABSTAINS, JobLog, Landed
+from lightning_commfree.elastic.parts import StoreExchange, num_parts, routes, sealed
 
 NOT_LISTED = -1  # rank in a view whose members do not include this replica
-
-
-class _OncePerFlight(Route):
-    """Route that sends a message once: the others read it from the store."""
-
-    @property
-    @override
-    def together(self) -> bool:
-        return False
-
-    @override
-    def bytes_up(self, num_bytes: int) -> int:
-        return num_bytes
 
 
 class StoreTransport(Transport):
@@ -64,13 +52,21 @@ class StoreTransport(Transport):
         self._codecs, self._sizes = {True: corrects, False: last}, sizes
 
     @override
-    def exchange(self, p: int) -> FragmentExchange:
+    def exchange(self, p: int) -> StoreExchange:
         return self._exchange(p, self._codecs[True], self.view)
 
     def message_bytes(self, flight: int) -> set[int]:
         """Return the sizes that a message in a flight may have."""
         p = flight % len(self._sizes)
-        return {self._exchange(p, codec, self.view).num_bytes for codec in self._codecs.values()}
+        codecs = self._codecs.values()
+        return {self._exchange(p, codec, self.view).message_bytes for codec in codecs}
+
+    def reduction(self, flight: int, members: int) -> StoreExchange | None:
+        """Return the exchange of a flight with so many members if some of them own its parts."""
+        # any codec: there are two only with error feedback, which excludes the two-phase route
+        view = View(flight, tuple(range(max(members, 1))), Channel([0], 0, self._ledger))
+        exchange = self._exchange(flight % len(self._sizes), self._codecs[True], view)
+        return exchange if exchange.route.two_phase else None
 
     @property
     def has_landed(self) -> bool:
@@ -114,20 +110,29 @@ class StoreTransport(Transport):
 
         return Pending(result)
 
-    def _message(self, exchange: FragmentExchange, messages: Tensor, tag: str) -> bytes:
+    def _message(self, exchange: StoreExchange, parts: Tensor, tag: str) -> bytes:
         """Return the bytes to send; this runs on the log's thread."""
-        header = Header(*exchange.arrived(messages).headers[0].tolist())
-        message = ABSTAINS if header.nonfinite else messages.numpy().tobytes()
+        header = Header(*exchange.arrived(parts).headers[0].tolist())
+        message = sealed([part.tobytes() for part in parts.numpy()])
+        if header.nonfinite:
+            message = ABSTAINS
         self._ledger.count_sent(tag, len(message))
         return message
 
-    def _exchange(self, p: int, codec: Codec, view: View) -> FragmentExchange:
-        """Return the exchange of a fragment between the members of a view."""
-        route = _OncePerFlight(view, two_phase=False)
-        return FragmentExchange(route, codec, *self._sizes[p], self.background)
+    def _exchange(self, p: int, codec: Codec, view: View) -> StoreExchange:
+        """Return the exchange of a fragment between the members of a view.
+
+        It takes the route on which a member moves fewer bytes.
+        """
+        parts = num_parts(self._sizes[p][0], self._codecs[True])
+        exchanges = [
+            StoreExchange(route, codec, *self._sizes[p], self.background)
+            for route in routes(view, parts)
+        ]
+        return min(exchanges, key=lambda exchange: exchange.moved_bytes)
 
     def _delivery(self, p: int, codec: Codec, landed: Landed) -> Delivery:
-        """Return the messages in a commit, with the view of those that it lists."""
+        """Return what was read for a commit, with the view of those that it lists."""
         if not landed.members:
             raise RuntimeError(
                 f"No replica has finite values for fragment {p} (NaN or Inf), so there is nothing"
@@ -141,9 +146,7 @@ class StoreTransport(Transport):
         channel.rank = names.index(mine) if mine in names else NOT_LISTED
         slots = tuple(member.slot for member in landed.members)
         exchange = self._exchange(p, codec, View(self.flights[p], slots, channel))
-        raw = [torch.frombuffer(bytearray(one), dtype=torch.uint8) for one in landed.messages]
-        arrived = exchange.arrived(torch.stack(raw))
-        return Delivery(exchange, arrived._replace(link_s=landed.link_s))
+        return Delivery(exchange, exchange.received(landed.objects)._replace(link_s=landed.link_s))
 
     @override
     def wait(self, pending: Pending[Delivery]) -> Delivery:

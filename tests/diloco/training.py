@@ -50,12 +50,12 @@ InnerOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class Net(nn.Module):
     """Three blocks between an input and an output layer, in as many odd shapes as that gives."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embed = nn.Linear(3, WIDTH, dtype=dtype)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 1, bias=False, dtype=dtype)
+        self.embed = nn.Linear(3, width, dtype=dtype)
+        self.blocks = nn.ModuleList(nn.Linear(width, width, dtype=dtype) for _ in range(3))
+        self.head = nn.Linear(width, 1, bias=False, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)

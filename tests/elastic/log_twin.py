@@ -8,8 +8,10 @@ of the model and train them on the same data, so the twin trains one.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +29,11 @@ from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import JobLog, LeftError
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.transport import StoreTransport
-from tests.diloco.training import ADAMW, DEFAULTS, Net, State, Trace, backward, follow
+from tests.diloco.training import ADAMW, DEFAULTS, WIDTH, Net, State, Trace, backward, follow
 from tests.elastic.thread_channel import Meeting, ThreadChannel
 
 HEADER_BYTES = 9 * 8
+SEAL_BYTES = 40
 
 
 class Killed(BaseException):
@@ -55,6 +58,7 @@ class Job:
     config: dict[str, str] = field(default_factory=dict)
     ranks: int = 1  # of each replica
     paces: dict[int, tuple[int, int]] = field(default_factory=dict)  # H and tau, by first step
+    width: int = WIDTH  # of the model
 
     def settings(self) -> DiLoCoSettings:
         own = {"evaluate": "outer", "replica_size": self.ranks, **self.changes}
@@ -84,7 +88,7 @@ class Replica:
     meetings: list[Meeting] = field(default_factory=lambda: [Meeting(1) for _ in range(3)])
 
     def __post_init__(self) -> None:
-        self.module = Net()  # here, because its seed is that of all threads
+        self.module = Net(width=self.job.width)  # here: its seed is that of all threads
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.log: JobLog | None = None
 
@@ -117,7 +121,8 @@ class Replica:
         self._live()
         while self.away_s is not None:
             time.sleep(self.away_s)
-            self.name, self.module, self.away_s = f"{self.name}'", Net(), None
+            self.name, self.away_s = f"{self.name}'", None
+            self.module = Net(width=self.job.width)
             self._live()
 
     def _live(self) -> None:
@@ -134,6 +139,7 @@ class Replica:
             job.grace_s,
             job.by_time,
             ReplicaRanks(decisions, uploads),
+            lambda flight, members: transport.reduction(flight, members),
         )
         transport = StoreTransport(log, Ledger())
         diloco = ElasticDiLoCo(
@@ -250,7 +256,38 @@ def killing(at: int) -> Any:
 def listed_in(store: Any) -> list[list[str]]:
     """Return who was averaged, by flight."""
     flights = sorted(int(key.split("/")[1]) for key in store.list("commit/"))
-    return [[name for name, _, _ in json.loads(store.objects[f"commit/{f}"])] for f in flights]
+    return [[name for name, _ in json.loads(store.objects[f"commit/{f}"])] for f in flights]
+
+
+def parts_of(data: bytes) -> list[bytes]:
+    """Return the parts of an object, whose seals must be right."""
+    parts, start = [], 0
+    while start < len(data):
+        size, length, digest = struct.unpack_from("<qq24s", data, start)
+        parts.append(data[start + SEAL_BYTES :][:length])
+        assert size == len(data)
+        assert digest == hashlib.sha256(parts[-1]).digest()[:24]
+        start += SEAL_BYTES + length
+    assert start == len(data)
+    return parts
+
+
+def split(values: Tensor, count: int) -> list[Tensor]:
+    """Split values into parts of as many whole blocks, filled up with zeros."""
+    size = -(-len(values) // (256 * count)) * 256 if count > 1 else len(values)
+    return [*nn.functional.pad(values, (0, count * size - len(values))).split(size)]
+
+
+def average(rows: list[Tensor], weights: list[int]) -> Tensor:
+    if len({*weights}) == 1:
+        total = rows[0] + 0.0
+        for row in rows[1:]:
+            total = total + row
+        return total / len(rows)
+    total = torch.zeros_like(rows[0])
+    for row, weight in zip(rows, weights, strict=True):
+        total = total + row * (weight / sum(weights))
+    return total
 
 
 class LogTwin:
@@ -261,7 +298,7 @@ class LogTwin:
         self.called = [(0, replica.first_name)]  # from a flight on
         self.codec, self.mix = CODECS[settings.wire_dtype], settings.mix
         self.last_codec = CODECS["fp4"] if self.codec.error_feedback else self.codec
-        self.module = Net()
+        self.module = Net(width=replica.job.width)
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern
         )
@@ -280,6 +317,7 @@ class LogTwin:
         self.in_flight: dict[int, tuple[int, Tensor]] = {}  # flight, residual before it
         self.paces = [(0, settings.first_sync_every, settings.first_overlap_steps)]
         self.steps = self.messages = self.landings = 0
+        self.reduced = 0  # means of parts that owners have created
 
     def replay(self) -> LogTwin:
         events = list(self.replica.events)
@@ -386,8 +424,13 @@ class LogTwin:
         if message == b"-":
             assert not bool(delta.isfinite().all())
             return
-        assert message[HEADER_BYTES:][: len(payload)] == payload.numpy().tobytes(), flight
-        assert self.header(message)[5] == self.steps - self.since[p], flight
+        parts = parts_of(message)
+        payloads = [payload]
+        if len(parts) > 1:
+            payloads = [self.encode(one, self.codec) for one in split(delta, len(parts))]
+        for part, one in zip(parts, payloads, strict=True):
+            assert part[HEADER_BYTES:][: len(one)] == one.numpy().tobytes(), flight
+            assert self.header(part)[5] == self.steps - self.since[p], flight
         self.messages += 1
 
     @torch.no_grad()
@@ -498,30 +541,59 @@ class LogTwin:
         return [part for _, part in self.pieces(p, means)]
 
     def mean_of(self, flight: int, p: int, rank: int, codec: Codec | None = None) -> Tensor:
-        names = [name for name, _, _ in self.commit(flight)]
-        messages = [self.kept(f"x/{flight}/{name}", rank) for name in names]
-        weights = [self.header(message)[5] for message in messages]
+        codec = codec or self.codec
+        names = [name for name, _ in self.commit(flight)]
+        messages = [parts_of(self.kept(f"x/{flight}/{name}", rank)) for name in names]
+        weights = [self.header(parts[0])[5] for parts in messages]
         if not any(weights):
             weights = [1] * len(weights)
-        rows = [self.decode(message, p, codec or self.codec) for message in messages]
-        rows = [row for row, weight in zip(rows, weights, strict=True) if weight]
+        counted = [m for m, weight in zip(messages, weights, strict=True) if weight]
         weights = [weight for weight in weights if weight]
-        if len({*weights}) == 1:
-            total = rows[0] + 0.0
-            for row in rows[1:]:
-                total = total + row
-            total = total / len(rows)
-        else:
-            total = torch.zeros_like(rows[0])
-            for row, weight in zip(rows, weights, strict=True):
-                total = total + row * (weight / sum(weights))
-        return total
-
-    def decode(self, message: bytes, p: int, codec: Codec) -> Tensor:
         numel = -(-sum(outer.numel() for outer in self.outer[p]) // self.replica.job.ranks)
-        size = codec.num_bytes(numel)
-        payload = torch.frombuffer(bytearray(message[HEADER_BYTES:][:size]), dtype=torch.uint8)
-        return decode_all(codec, payload, torch.empty(numel))
+        rows = [self.decode([one[HEADER_BYTES:] for one in m], numel, codec) for m in counted]
+        mean = average(rows, weights)
+        if f"y/{flight}/{names[0]}" not in self.store.objects | self.store.deleted:
+            return mean
+        self.reduced += 1
+        return self.rounded_again(flight, rank, names, messages, mean, codec)
+
+    def rounded_again(
+        self,
+        flight: int,
+        rank: int,
+        names: list[str],
+        messages: list[list[bytes]],
+        mean: Tensor,
+        codec: Codec,
+    ) -> Tensor:
+        """Round the mean as the owners of its parts did, and compare it with what they created."""
+        count = len(messages[0])
+        owners = names[:count]
+        objects = [parts_of(self.kept(f"y/{flight}/{name}", rank)) for name in owners]
+        assert objects[0].pop(0) == b"".join(parts[0][:HEADER_BYTES] for parts in messages)
+        for i, parts in enumerate(objects):
+            assert len(parts) == count * (i + 1) // len(owners) - count * i // len(owners)
+        norms = -(-4 * (len(names) + 1) // 8) * 8
+        means = [one[norms:] for parts in objects for one in parts]
+        for one, values in zip(means, split(mean, count), strict=True):
+            payload = self.encode(values, codec).numpy().tobytes()
+            assert one[: len(payload)] == payload, flight
+        return self.decode(means, len(mean), codec)
+
+    @staticmethod
+    def encode(values: Tensor, codec: Codec) -> Tensor:
+        payload = torch.empty(codec.num_bytes(len(values)), dtype=torch.uint8)
+        codec.encode(values, out=payload)
+        return payload
+
+    @staticmethod
+    def decode(parts: list[bytes], numel: int, codec: Codec) -> Tensor:
+        size = len(split(torch.empty(numel), len(parts))[0])
+        decoded = []
+        for part in parts:
+            payload = torch.frombuffer(bytearray(part[: codec.num_bytes(size)]), dtype=torch.uint8)
+            decoded.append(decode_all(codec, payload, torch.empty(size)))
+        return torch.cat(decoded)[:numel]
 
     @staticmethod
     def header(message: bytes) -> list[int]:

@@ -61,8 +61,10 @@ class RecordingStore:
         return self.note("get", key, self.store.get)
 
     def get_range(self, key: str, start: int, length: int) -> bytes | None:
-        found = self.note("get_range", key, self.store.get)
-        return None if found is None else found[start : start + length]
+        found: bytes | None = self.note(
+            "get_range", key, lambda key: self.store.get_range(key, start, length)
+        )
+        return found
 
     def list(self, prefix: str) -> list[str]:
         found: list[str] = self.note("list", prefix, self.store.list)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
+from tests.diloco.training import WIDTH
 from tests.elastic.log_twin import (
     Job,
     Killed,
@@ -110,6 +111,7 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
         max_replicas=8,
         state_cycles=draw.choice((1, 2, 4)),
         by_time=draw.random() < 0.25,
+        width=draw.choice((WIDTH, WIDTH, 256)),  # from three members on, wide ones own parts
     )
     immortal, mortal = draw.randint(1, 2), draw.randint(0, 3)
     delay_s, fails = draw.choice((0.0, 0.002, 0.02)), draw.choice((0.0, 0.0, 0.05))

@@ -23,6 +23,7 @@ from lightning_commfree.elastic.decision import (
     Land,
     Look,
     Read,
+    Reduce,
     Rules,
     decide,
 )
@@ -41,6 +42,7 @@ class Replica(NamedTuple):
     commit: tuple[str, ...] | None = None
     late_s: float | None = None
     to_ask: tuple[str, ...] = ()  # keys to get, of an action that is being done
+    means: tuple[str, ...] = ()  # owners whose means it has read or created
     landed: bool = False
     dead: bool = False
 
@@ -49,6 +51,7 @@ class World(NamedTuple):
     replicas: tuple[Replica, ...]
     messages: tuple[tuple[str, bool], ...] = ()
     commit: tuple[str, ...] | None = None
+    means: tuple[str, ...] = ()  # owners whose means are in the store
 
     def change(self, i: int, one: Replica, **store: Any) -> World:
         replicas = (*self.replicas[:i], one, *self.replicas[i + 1 :])
@@ -64,6 +67,7 @@ class Search:
     min_replicas: int = 1
     patience_s: float = GRACE_S
     may_die: bool = False
+    owners: int = 0  # members of a commit that own parts
     seen: dict[World, list[World]] = field(default_factory=dict)  # and the worlds that follow
     ends: set[World] = field(default_factory=set)
 
@@ -98,14 +102,7 @@ class Search:
             yield world.change(i, after, messages=tuple(sorted({*world.messages, mine})))
             return
         if one.to_ask:
-            # one by one for two replicas; with three, at once: their order adds many states
-            now = one.to_ask[:1] if len(world.replicas) == 2 else one.to_ask
-            if "commit" in now and world.commit is not None:
-                yield world.change(i, one._replace(commit=world.commit, to_ask=()))
-                return
-            found = {(name, counts) for name, counts in world.messages if name in now}
-            heard = tuple(sorted({*one.heard, *found}))
-            yield world.change(i, one._replace(heard=heard, to_ask=one.to_ask[len(now) :]))
+            yield world.change(i, self.answered(world, one))
             return
         action = self.decide(one)
         match action:
@@ -113,16 +110,35 @@ class Search:
                 yield world.change(i, one._replace(landed=True))
             case Commit(names):
                 if world.commit is None:
-                    yield world.change(i, one._replace(commit=names), commit=names)
+                    yield world.change(i, taken(one, names), commit=names)
                 else:
                     yield world.change(i, one._replace(to_ask=("commit",)))
             case Read(names):
                 yield world.change(i, one._replace(to_ask=names))
+            case Reduce(names):  # whose messages are in the store (`check`)
+                means = tuple(sorted({*one.means, names[0]}))
+                every = tuple(sorted({*world.means, names[0]}))
+                yield world.change(i, one._replace(means=means), means=every)
             case Look(names):
                 yield world.change(i, one._replace(to_ask=("commit", *names)))
 
+    def answered(self, world: World, one: Replica) -> Replica:
+        """Return a replica after the next of its gets."""
+        # one by one for two replicas; with three, at once: their order adds many states
+        now = one.to_ask[:1] if len(world.replicas) == 2 else one.to_ask
+        after = one._replace(to_ask=one.to_ask[len(now) :])
+        if "commit" in now and world.commit is not None:
+            return taken(one, world.commit)
+        if one.commit is not None and self.owners:
+            return after._replace(means=tuple(sorted({*one.means, *({*now} & {*world.means})})))
+        found = {(name, counts) for name, counts in world.messages if name in now}
+        return after._replace(heard=tuple(sorted({*one.heard, *found})))
+
     def decide(self, one: Replica) -> Action:
-        heard = Heard(one.put, dict(one.heard), one.commit, one.late_s)
+        owners = (one.commit or ())[: self.owners]
+        read = frozenset(one.means if self.owners else dict(one.heard))
+        known = one.commit, one.late_s, one.name, owners, read
+        heard = Heard(one.put, dict(one.heard), *known)
         group = Group(frozenset(self.expected), frozenset(self.possible))
         return decide(heard, group, Rules(GRACE_S, self.patience_s, self.min_replicas))
 
@@ -136,7 +152,16 @@ class Search:
             assert one.commit in (None, world.commit)
             if one.landed:
                 assert one.commit is not None
-                assert {*one.commit} <= dict(one.heard).keys()
+                if self.owners:
+                    assert {*one.commit[: self.owners]} <= {*one.means} <= {*world.means}
+                else:
+                    assert {*one.commit} <= dict(one.heard).keys()
+
+
+def taken(one: Replica, commit: tuple[str, ...]) -> Replica:
+    """Return a replica that has taken a commit: what its owners create is not late yet."""
+    late_s = None if one.late_s is None else 0.0
+    return one._replace(commit=commit, to_ask=(), late_s=late_s)
 
 
 def start_of(counts: Sequence[bool]) -> World:
@@ -176,11 +201,38 @@ def stuck(search: Search) -> set[World]:
     return search.seen.keys() - good
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_nobody_waits_for_ever_for_a_dead_replica(size: int) -> None:
-    search = Search(NAMES[:size], NAMES[:size], may_die=True)
+@pytest.mark.parametrize(("size", "owners"), [(2, 0), (3, 0), (2, 1), (2, 2)])
+def test_nobody_waits_for_ever_for_a_dead_replica(size: int, owners: int) -> None:
+    search = Search(NAMES[:size], NAMES[:size], may_die=True, owners=owners)
     search.run(start_of([True] * size))
     assert not stuck(search)
+
+
+def test_only_who_has_waited_for_an_owner_does_its_work() -> None:
+    class Counting(Search):
+        def decide(self, one: Replica) -> Action:
+            action = super().decide(one)
+            if isinstance(action, Reduce):
+                assert action.owners == (one.name,) or one.late_s == GRACE_S
+            return action
+
+    search = Counting("ab", "ab", owners=2)
+    search.run(start_of([True, True]))
+    assert ("a", "b") in {world.means for world in search.ends}
+
+
+def test_the_search_finds_replicas_that_wait_for_a_dead_owner() -> None:
+    """If nobody did the work of an owner that died after its message, all would wait for ever."""
+
+    class Patient(Search):
+        def decide(self, one: Replica) -> Action:
+            action = super().decide(one)
+            is_mine = isinstance(action, Reduce) and action.owners == (one.name,)
+            return Read(action.owners) if isinstance(action, Reduce) and not is_mine else action
+
+    search = Patient("ab", "ab", owners=2, may_die=True)
+    search.run(start_of([True, True]))
+    assert any(world.commit == ("a", "b") for world in stuck(search))
 
 
 def test_fewer_than_min_replicas_wait() -> None:

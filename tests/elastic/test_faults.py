@@ -17,6 +17,7 @@ from lightning_commfree.elastic import log as log_module
 from lightning_commfree.elastic import polling
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import JobLog, LeftError, Member, MissedError, _Flight
+from lightning_commfree.elastic.parts import sealed
 from lightning_commfree.stores import retrying
 from tests.elastic.log_twin import (
     Job,
@@ -34,6 +35,7 @@ from tests.stores.faulty_store import FaultyStore
 
 pytestmark = pytest.mark.usefixtures("turns")
 
+MESSAGE = sealed([b"0123456789"])
 # Flights 3, 4, 5 are launched after steps 16, 18, 21 and so on, and two are in flight.
 MANY: dict[str, Any] = {"sync_every": 8, "num_fragments": 3, "overlap_steps": 5}
 
@@ -172,7 +174,7 @@ def test_nobody_is_left_out_because_of_an_outage(
 
 @pytest.fixture
 def log() -> Iterator[JobLog]:
-    one = JobLog(MemoryStore(), "r0", lambda flight: (10,), grace_s=0.5)
+    one = JobLog(MemoryStore(), "r0", lambda flight: (len(MESSAGE),), grace_s=0.5)
     one.begin({}, lambda: b"state")
     one.enroll(2)
     yield one
@@ -185,7 +187,7 @@ def test_the_time_in_which_the_store_was_away_is_not_part_of_the_grace(log: JobL
     log.store.create("roster/1", b'["r1", 1]')
     log._read_roster()
     log._new.clear()  # it was heard from
-    log._flights[0] = one = _Flight(launched=True, messages={"r0": b"0123456789"})
+    log._flights[0] = one = _Flight(launched=True, messages={"r0": MESSAGE})
     now_s = time.monotonic()
     one.due_s, one.away_s, log.store.away_s = now_s - 100.0, 50.0, 250.0
     log._advance(0, one)
@@ -211,7 +213,7 @@ def test_a_newcomer_does_not_take_a_slot_because_its_owner_cannot_answer_in_an_o
 
     log.store._store = ScriptedStore(log.store._store, away)
     log.start(0)
-    assert JobLog(log.store, "r1", lambda flight: (10,)).enroll(1) is None
+    assert JobLog(log.store, "r1", lambda flight: (len(MESSAGE),)).enroll(1) is None
     assert looks >= 8
 
 
@@ -245,7 +247,7 @@ def test_settings_that_another_founder_created_are_awaited(log: JobLog) -> None:
         looks += (verb, key) == ("get", "config")
         return None if (verb, key) == ("get", "config") and looks < 4 else request()
 
-    other = JobLog(ScriptedStore(log.store, late), "r1", lambda flight: (10,))
+    other = JobLog(ScriptedStore(log.store, late), "r1", lambda flight: (len(MESSAGE),))
     other.begin({}, lambda: b"another state")
     assert looks == 4
     assert other.newest_state() == (-1, b"state")
@@ -261,14 +263,13 @@ def test_a_listed_message_that_is_not_visible_yet_is_awaited(log: JobLog) -> Non
             return None if looks < 5 else request()
         return request()
 
-    message = b"9876543210"
     log.store._store = ScriptedStore(log.store._store, late)
     log.store.create("roster/1", b'["r1", 1]')
-    log.store.create("x/0/r1", message)
-    log.store.create("commit/0", f"[{entry_of(message, 'r1')}]".encode())
+    log.store.create("x/0/r1", MESSAGE)
+    log.store.create("commit/0", f"[{entry_of('r1')}]".encode())
     log.start(0)
     landed = log.landed(log.launch())
-    assert landed.messages == [message]
+    assert landed.objects == [[b"0123456789"]]
     assert looks == 5
 
 
@@ -286,9 +287,8 @@ def test_a_stale_head_stops_nobody(log: JobLog) -> None:
     assert log.newest_state() == (7, b"seven")
     log.store.create("state/end", b"final")
     assert log.newest_state() == (7, b"seven"), "nobody has written `end` yet"
-    message = b"9876543210"
     log.store.create("roster/1", b'["r1", 1]')
-    log.store.create("commit/0", f"[{entry_of(message, 'r1')}]".encode())  # x/0/r1 was deleted
+    log.store.create("commit/0", f"[{entry_of('r1')}]".encode())  # x/0/r1 was deleted
     log.store.overwrite("head", b"-1")
     log.store.create("end", b"12")
     assert log.newest_state() == (11, b"final")
@@ -473,8 +473,8 @@ def test_a_slower_replica_that_was_left_out_comes_back() -> None:
     assert sum("r1" in names for names in listed_in(job.store)[20:]) > 20
 
 
-def entry_of(message: bytes, name: str) -> str:
-    return f'["{name}", {len(message)}, "{log_module._digest(message)}"]'
+def entry_of(name: str) -> str:
+    return f'["{name}", {len(MESSAGE)}]'
 
 
 def test_nobody_waits_for_a_newcomer_before_its_first_message(log: JobLog) -> None:
@@ -512,7 +512,8 @@ def test_two_join_at_once_for_one_free_slot(log: JobLog, monkeypatch: pytest.Mon
     members: list[Member | None] = []
     log.start(0)
     logs = [
-        JobLog(ScriptedStore(log.store, race), name, lambda flight: (10,)) for name in ("r1", "r2")
+        JobLog(ScriptedStore(log.store, race), name, lambda flight: (len(MESSAGE),))
+        for name in ("r1", "r2")
     ]
 
     def join(one: JobLog) -> None:
@@ -621,7 +622,9 @@ def test_who_leaves_in_an_outage_exits_as_after_sigterm(log: JobLog) -> None:
 
 
 def test_who_leaves_in_an_outage_while_joining_exits_as_after_sigterm(log: JobLog) -> None:
-    joiner = JobLog(ScriptedStore(log.store, lambda verb, *_: fail(verb)), "r1", lambda _: (10,))
+    joiner = JobLog(
+        ScriptedStore(log.store, lambda verb, *_: fail(verb)), "r1", lambda _: (len(MESSAGE),)
+    )
     joiner.leave(0.0)
     for join in (lambda: joiner.begin({}, lambda: b""), lambda: joiner.enroll(2), joiner.end):
         with pytest.raises(LeftError):

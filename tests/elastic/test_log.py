@@ -22,6 +22,7 @@ from lightning_commfree.elastic.log import (
     PostponedError,
     _Flight,
 )
+from lightning_commfree.elastic.parts import sealed
 from tests.diloco.training import Run, assert_same_bits, twin
 from tests.elastic.log_twin import (
     Job,
@@ -39,6 +40,7 @@ from tests.stores.faulty_store import FaultyStore
 pytestmark = pytest.mark.usefixtures("turns")
 
 FEW = {"sync_every": 8, "num_fragments": 3}
+MESSAGE = sealed([b"0123456789"])
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -361,7 +363,7 @@ def test_by_time_a_slow_replica_skips_steps() -> None:
 
 @pytest.fixture
 def log() -> Iterator[JobLog]:
-    one = JobLog(MemoryStore(), "r0", lambda flight: (10,))
+    one = JobLog(MemoryStore(), "r0", lambda flight: (len(MESSAGE),))
     yield one
     one.leave(0.0)
     one.close()
@@ -391,12 +393,14 @@ def test_a_slot_whose_owner_does_not_answer_is_free(
     log.begin({}, lambda: b"state")
     assert log.enroll(2) == Member("r0", 0)
     assert log.enroll(2) == Member("r0", 0)  # again, after a lost answer
-    other, third = (JobLog(log.store, name, lambda flight: (10,)) for name in ("r1", "r2"))
+    other, third = (
+        JobLog(log.store, name, lambda flight: (len(MESSAGE),)) for name in ("r1", "r2")
+    )
     assert other.enroll(2) == Member("r1", 1)
     log.start(0)  # and `other` has died
     assert third.enroll(2) == Member("r2", 1)
     third.start(0)
-    late = JobLog(log.store, "r3", lambda flight: (10,))
+    late = JobLog(log.store, "r3", lambda flight: (len(MESSAGE),))
     assert late.enroll(2) is None
     third.close()
 
@@ -407,7 +411,7 @@ def test_a_message_of_another_size_is_not_listed(log: JobLog) -> None:
     log.store.create("roster/1", json.dumps(["r1", 1]).encode())
     log.store.create("x/0/r1", b"123")
     log.start(0)
-    log.send(log.launch(), lambda: b"0123456789")
+    log.send(log.launch(), lambda: MESSAGE)
     assert [member.name for member in log.landed(0).members] == ["r0"]
 
 
@@ -415,13 +419,13 @@ def test_a_damaged_message_is_an_error(log: JobLog) -> None:
     log.begin({}, lambda: b"state")
     log.enroll(2)
     log.store.create("roster/1", json.dumps(["r1", 1]).encode())
-    log.store.create("x/0/r1", b"0123456789")
-    log.store.create("commit/0", json.dumps([["r1", 10, "another digest"]]).encode())
+    log.store.create("x/0/r1", MESSAGE[:-1] + b"?")
+    log.store.create("commit/0", json.dumps([["r1", 50]]).encode())
     log.start(0)
     log.launch()
     with pytest.raises(RuntimeError, match="thread that uses memory has ended") as raised:
         log.landed(0)
-    assert "its digest in memory is not" in str(raised.value.__cause__)
+    assert "x/0/r1 in memory is damaged: a part differs" in str(raised.value.__cause__)
 
 
 def test_leaving_ends_a_wait(log: JobLog) -> None:
@@ -450,7 +454,7 @@ def test_nobody_waits_for_a_replica_that_leaves(log: JobLog) -> None:
     start_s = time.monotonic()
     for _ in range(3):
         flight = log.launch()
-        log.send(flight, lambda: b"0123456789")
+        log.send(flight, lambda: MESSAGE)
         assert [member.name for member in log.landed(flight).members] == ["r0"]
     assert time.monotonic() - start_s < 10.0
 
@@ -464,7 +468,7 @@ def test_waiting_for_replicas_is_explained(
     log.enroll(2)
     log.start(0)
     flight = log.launch()
-    log.send(flight, lambda: b"0123456789")
+    log.send(flight, lambda: MESSAGE)
     log.last_round = 0  # which waits after `leave`, too
     log.leave(0.5)
     with pytest.raises(LeftError):
@@ -495,7 +499,7 @@ def test_an_older_commit_that_is_read_later_does_not_bring_the_dead_back(log: Jo
     log.store.create("roster/0", json.dumps(["r0", 0]).encode())
     log.store.create("roster/1", json.dumps(["r1", 1]).encode())
     for flight, names in ((3, ["r0"]), (1, ["r0", "r1"])):
-        entries = [[name, 10, ""] for name in names]
+        entries = [[name, 50] for name in names]
         log.store.create(f"commit/{flight}", json.dumps(entries).encode())
         log._read_commit(flight, _Flight())
     assert log._group(4).expected == {"r0"}
@@ -503,7 +507,7 @@ def test_an_older_commit_that_is_read_later_does_not_bring_the_dead_back(log: Jo
 
 def test_a_commit_that_names_an_unknown_replica_is_read_again(log: JobLog) -> None:
     """An eventual store may show a commit before the roster."""
-    log.store.create("commit/0", json.dumps([["r1", 10, ""]]).encode())
+    log.store.create("commit/0", json.dumps([["r1", 50]]).encode())
     one = _Flight()
     log._read_commit(0, one)
     assert one.commit is None
@@ -518,7 +522,7 @@ def test_a_flight_that_has_landed_does_not_come_back(log: JobLog) -> None:
     log.start(0)
     for _ in range(100):
         flight = log.launch()
-        log.send(flight, lambda: b"0123456789")
+        log.send(flight, lambda: MESSAGE)
         log._watched_s = 0.0  # look for the next flight, too
         log.landed(flight)
     with log._lock:
@@ -533,8 +537,8 @@ def test_a_replica_that_was_stopped_looks_before_it_leaves_others_out(log: JobLo
     log._read_roster()
     log._grace_s, log._heard["r1"] = 0.5, 0
     log._new.clear()
-    log._flights[0] = one = _Flight(launched=True, messages={"r0": b"0123456789"})
+    log._flights[0] = one = _Flight(launched=True, messages={"r0": MESSAGE})
     one.due_s = time.monotonic() - 10.0
-    log.store.create("x/0/r1", b"9876543210")
+    log.store.create("x/0/r1", sealed([b"9876543210"]))
     log._advance(0, one)
     assert [entry.name for entry in one.commit or ()] == ["r0", "r1"]

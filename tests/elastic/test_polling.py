@@ -11,7 +11,7 @@ import pytest
 
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.polling import first_look_s, look_at_s, watch_pause_s
-from tests.elastic.log_twin import HEADER_BYTES, Job, Replica, play
+from tests.elastic.log_twin import HEADER_BYTES, SEAL_BYTES, Job, Replica, play
 from tests.elastic.memory_store import MemoryStore, RecordingStore
 from tests.pages import ROOT
 
@@ -80,7 +80,7 @@ def test_requests_and_bytes_are_those_of_the_formula() -> None:
     sizes = {flight: len(kept[f"x/{flight}/r0"]) for flight in flights}
     for p, fragment in enumerate(by_name["r0"].fragments):
         numel = sum(tensor.numel() for tensor in fragment.local)
-        padded = HEADER_BYTES + 8 * -(-4 * numel // 8)
+        padded = SEAL_BYTES + HEADER_BYTES + 8 * -(-4 * numel // 8)
         assert {size for f, size in sizes.items() if int(f) % FRAGMENTS == p} == {padded}
 
     commits = []
@@ -123,17 +123,17 @@ def test_requests_and_bytes_are_those_of_the_formula() -> None:
 def test_the_price_of_a_day_in_the_docs() -> None:
     replicas, fragments, interval_s = 3, 8, 12.5
     exchanges = 86_400 / interval_s
-    puts = 1 + 1 / replicas + 2 / (4 * fragments * replicas)
+    puts = 2 + 1 / replicas + 2 / (4 * fragments * replicas)
     looks = 2 * replicas + 2 * interval_s / watch_pause_s(interval_s)
-    gets = replicas - 1 + 1 - 1 / replicas + looks
+    gets = 2 * (replicas - 1) + 1 - 1 / replicas + looks
     usd = exchanges * (puts * 0.005 + gets * 0.0004) / 1000
-    read_gb = 86_400 / 100 * (replicas - 1) * 0.05
+    read_gb = 86_400 / 100 * 2 * (replicas - 1) / replicas * 0.05
     page = " ".join((ROOT / "docs/elastic.md").read_text("utf-8").split())
     for text in (
         f"{exchanges:,.0f} exchanges a day",
-        f"{puts:.3f} puts and {gets:.2f} gets per exchange",
+        f"{puts:.3f} puts and {gets:.2f} gets per exchange on the two-phase route",
         f"{exchanges * puts:,.0f} puts and {exchanges * gets:,.0f} gets a day",
         f"this is {usd:.3f} USD",
-        f"{read_gb:.0f} GB and {0.09 * read_gb:.1f} USD a day",
+        f"{read_gb:.0f} GB for {0.09 * read_gb:.1f} USD a day",
     ):
         assert text in page

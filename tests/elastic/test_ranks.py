@@ -208,7 +208,7 @@ def test_rank_0_creates_its_message_when_the_others_exist() -> None:
     store = MemoryStore()
     first, second = logs_of(store, "r0")
     calls = [
-        threading.Thread(target=log._create, args=("x/0/r0", b"0123456789", True), daemon=True)
+        threading.Thread(target=log._create, args=("x/0/r0", b"0123456789"), daemon=True)
         for log in (first, second)
     ]
     calls[0].start()
@@ -218,4 +218,4 @@ def test_rank_0_creates_its_message_when_the_others_exist() -> None:
     for call in calls:
         call.join(10.0)
     assert store.objects["x/0/r0.1"] == b"0123456789"
-    assert store.objects["x/0/r0"][:10] == b"0123456789"
+    assert store.objects["x/0/r0"] == b"0123456789"

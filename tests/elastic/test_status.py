@@ -68,9 +68,9 @@ def job_of(slots: dict[str, int], commits: list[list[str]]) -> MemoryStore:
 
 def add_commit(store: MemoryStore, flight: int, names: list[str]) -> None:
     for name in names:
-        message = bytes(8) + (10).to_bytes(8, "little") + bytes(40 + len(name))
+        message = bytes(48) + (10).to_bytes(8, "little") + bytes(len(name))
         store.create(f"x/{flight}/{name}", message)
-    entries = [(name, 56 + len(name), "") for name in names]
+    entries = [(name, 56 + len(name)) for name in names]
     store.create(f"commit/{flight}", json.dumps(entries).encode())
 
 

@@ -96,7 +96,7 @@ class StreamingDiLoCo:
     All ranks must call every method. A single replica sends nothing.
     """
 
-    name, replicas = "Streaming DiLoCo", True
+    name = "Streaming DiLoCo"
     # Settings that do not change the training, and `nonfinite`: changing it to "abstain" may be the
     # only way to continue a run that has stopped.
     free_at_resume = frozenset({"check_drift_every", "nonfinite", "evaluate"})

@@ -413,11 +413,15 @@ class FragmentExchange:
 
     def _average(self, summary: HeaderSummary, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Average the messages of the K members in the mean: mean (N + E,) and norms (K + 1,)."""
+        if self.route.num_shards == 1:
+            mean, mean_buffers, norms_of_one = self._average_shard(summary, messages, 0)
+            return _concatenate(mean, mean_buffers), norms_of_one
         by_shard = messages.view(len(messages), self.route.num_shards, -1).unbind(1)
         averaged = (self._average_shard(summary, one, s) for s, one in enumerate(by_shard))
         means, buffers, norms = zip(*averaged, strict=True)
-        mean = _joined(means)[: self.numel]
-        return _concatenate(mean, _joined(buffers)[: self.num_buffers]), torch.stack(norms).sum(0)
+        mean = torch.cat(means)[: self.numel]
+        mean_buffers = torch.cat(buffers)[: self.num_buffers]
+        return _concatenate(mean, mean_buffers), torch.stack(norms).sum(0)
 
     def _average_shard(
         self, summary: HeaderSummary, messages: Tensor, shard: int
@@ -476,10 +480,6 @@ def _rows(values: Tensor, size: int, numel: int) -> Tensor:
     """Reshape `values` into `size` rows of length `numel`, padded with zeros."""
     missing = size * numel - len(values)
     return (pad(values, (0, missing)) if missing else values).view(size, numel)
-
-
-def _joined(shards: Sequence[Tensor]) -> Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat([*shards])
 
 
 def _concatenate(values: Tensor, buffers: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def _judged(m: int, gaps: Sequence[float], factors: Sequence[float | None]) -> s
 
 def _factor_text(factors: Sequence[float | None]) -> str:
     known = [factor for factor in factors if factor is not None]
-    return mean_text(known, ".2f") if len(known) == len(factors) else f"above {SHORT / HALF:g}"
+    return mean_text(known, ".2f") if len(known) == len(factors) else f"more than {SHORT / HALF:g}"
 
 
 def _batch_finding(losses: Losses) -> list[str]:

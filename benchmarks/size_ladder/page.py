@@ -560,8 +560,8 @@ def _local_sgd_findings(losses: Losses) -> list[str]:
     if not decided(found):
         return []
     told = judged(found, 0.0, ("wins", "loses"))
-    head = f"**Found, local SGD, M = 2, H = {OFTEN}, {SIZE}:**"
-    return [f"- {head} from the default outer step's loss {told}."]
+    what = f"local SGD against the default outer step, M = 2, H = {OFTEN}, {SIZE}"
+    return [f"- **Found, {what}:** {told}."]
 
 
 def _outer_findings(losses: Losses) -> list[str]:

@@ -68,7 +68,7 @@ class Pacer:
             self._steps_s.append(time.perf_counter() - self._begun_s)
 
     def skip_step(self) -> None:
-        """Do not measure what is not a step, up to the next `step_begins`."""
+        """Leave the time until the next `step_begins` out of the measured steps."""
         self._begun_s = None
 
     @contextmanager

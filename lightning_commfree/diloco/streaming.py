@@ -192,7 +192,7 @@ class StreamingDiLoCo:
         self.pacer.step_begins()
 
     def land_due(self, p: int) -> None:
-        """Land a fragment on schedule; with fragment 0, the pace may change."""
+        """Land a fragment on schedule; after fragment 0, change the pace if need be."""
         with self.pacer.working(p):
             self.land(p)
         # an elastic replica that leaves lands it when it is back
@@ -608,7 +608,7 @@ class StreamingDiLoCo:
             self.flights[p] = Flight(Pending.here(delivery), frozen)
 
     def load_paces(self, shared: dict[str, Any]) -> None:
-        """Restore the schedule, and on what its next change depends, from a state of all."""
+        """Restore the schedule and the pacer from the state that all replicas share."""
         settings = self.settings
         first = settings.first_sync_every, self.schedule.num_fragments, settings.first_overlap_steps
         self.schedule = Schedule(*first)

@@ -708,7 +708,7 @@ class JobLog:
 
     @staticmethod
     def _found(known: _Flight) -> tuple[int, object, int]:
-        """Return what has been found for a flight, to compare with what is found next."""
+        """Return a summary of what is known about a flight, to see whether a request adds to it."""
         return len(known.messages), known.commit, len(known.read)
 
     def _request(self, flight: int, known: _Flight, action: Look | Read | Reduce | Commit) -> None:
@@ -842,7 +842,7 @@ class JobLog:
             self._hear(flight, {name: data})
 
     def _follow_commit(self, flight: int, known: _Flight, action: Read | Reduce) -> None:
-        """Read or create what a commit needs, as far as the store shows what that needs."""
+        """Read or create what a commit still needs, as far as the store has it."""
         match action:
             case Reduce(owners):
                 self._reduce(flight, known, owners)
@@ -907,8 +907,10 @@ class JobLog:
             return opened(data)
         except ValueError as error:
             raise ValueError(
-                f"The object {key} in {self.store.address} is damaged: {error}. No replica can land"
-                " its exchange. Start another job, in another store, from the newest checkpoint."
+                f"The object {key} in {self.store.address} is damaged: {error}. This replica ends."
+                " If the others end with the same error, the store has lost data: start another"
+                " job, in another store, from the newest checkpoint. If they do not, start this"
+                " replica again."
             ) from None
 
     def _has_gone_on(self, flight: int) -> bool:

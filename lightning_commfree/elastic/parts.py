@@ -98,7 +98,7 @@ class StoreExchange(FragmentExchange):
 
     @property
     def moved_bytes(self) -> int:
-        """Number of bytes that the member creates and reads that moves most."""
+        """Bytes that the busiest member creates and reads."""
         size = self.route.view.size
         if not self.route.two_phase:
             return size * self.message_bytes
@@ -117,7 +117,7 @@ class StoreExchange(FragmentExchange):
         return owned.start * self._part_bytes, len(owned) * self._part_bytes
 
     def reduce(self, owner: int, messages: Sequence[Sequence[memoryview]]) -> bytes:
-        """Average an owner's parts of all members' messages; return what to create of them.
+        """Average an owner's parts of all members' messages; return the object to create.
 
         The first owner's object begins with the headers of all messages: each part has them, but
         not every member reads a part of each message.
@@ -133,7 +133,7 @@ class StoreExchange(FragmentExchange):
         return data
 
     def received(self, objects: Sequence[Sequence[memoryview]]) -> Arrived:
-        """Return what the members have created, for `decode`.
+        """Return the objects that the members have created as an `Arrived`, for `decode`.
 
         They are the members' messages or, on the two-phase route, what `reduce` has returned.
         """

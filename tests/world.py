@@ -42,21 +42,6 @@ def run_ranks(function: Callable[..., Any], size: int, folder: Path, *args: Any)
         RuntimeError: with the traceback of the first rank that failed.
     """
     assert not dist.is_initialized(), "a fork from a process that holds a process group hangs"
-    for is_last in (False, True):
-        outcomes = _run_once(function, size, folder, args)
-        # on a busy machine, gloo rarely fails to connect the ranks: not what is tested here
-        if is_last or all(began for began, _, _ in outcomes):
-            break
-    failures = [(rank, text) for rank, (_, text, _) in enumerate(outcomes) if text]
-    if failures:
-        raise RuntimeError("\n".join(f"rank {rank} failed:\n{text}" for rank, text in failures))
-    return [result for _, _, result in outcomes]
-
-
-def _run_once(
-    function: Callable[..., Any], size: int, folder: Path, args: Any
-) -> list[tuple[bool, str, Any]]:
-    """Return whether each rank began `function`, its traceback or "", and its result."""
     context = mp.start_processes(
         _play,
         (function, size, free_port(), folder, args),
@@ -67,7 +52,12 @@ def _run_once(
     )
     while not context.join():
         pass
-    return [torch.load(folder / f"outcome_{rank}.pt", weights_only=False) for rank in range(size)]
+    files = [folder / f"outcome_{rank}.pt" for rank in range(size)]
+    outcomes = [torch.load(file, weights_only=False) for file in files]
+    failures = [(rank, text) for rank, (text, _) in enumerate(outcomes) if text]
+    if failures:
+        raise RuntimeError("\n".join(f"rank {rank} failed:\n{text}" for rank, text in failures))
+    return [result for _, result in outcomes]
 
 
 def become_rank(rank: int, size: int, port: int, timeout: timedelta) -> None:
@@ -85,19 +75,16 @@ def become_rank(rank: int, size: int, port: int, timeout: timedelta) -> None:
         TORCHELASTIC_RUN_ID="test",
     )
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+    dist.barrier()  # a rank that closes its sockets at once breaks those that still connect
 
 
 def _play(
     rank: int, function: Callable[..., Any], size: int, port: int, folder: Path, args: Any
 ) -> None:
+    become_rank(rank, size, port, TIMEOUT)
     try:
-        become_rank(rank, size, port, TIMEOUT)
-    except RuntimeError:
-        torch.save((False, traceback.format_exc(), None), folder / f"outcome_{rank}.pt")
-        return
-    try:
-        outcome = (True, "", function(rank, size, *args))
+        outcome = "", function(rank, size, *args)
     except Exception:  # noqa: BLE001 - whatever it is, the parent shows it
-        outcome = (True, traceback.format_exc(), None)
+        outcome = traceback.format_exc(), None
     torch.save(outcome, folder / f"outcome_{rank}.pt")
     dist.destroy_process_group()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.elastic_demo import __main__ as demo
+from benchmarks.elastic_demo import job
 from benchmarks.elastic_demo.job import Outcome
 from benchmarks.elastic_demo.replica import Row
 
@@ -14,15 +17,21 @@ TOY = [
     "data=synthetic",
     "data.corpus.train_characters=40000",
     "data.corpus.validation_characters=4000",
+    "data.block_size=16",
+    "model.n_embd=16",
+    "model.n_layer=1",
+    "model.n_head=2",
     "tokenizer=bytes",
     "trainer.max_steps=200",
-    *["--step-seconds=0.01", "--sync-every=6"],
+    *["--step-seconds=0.02", "--sync-every=6"],
 ]
 
 
 def test_survivors_lose_no_step_and_all_end_with_equal_weights(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fork = multiprocessing.get_context("fork")  # replicas import nothing
+    monkeypatch.setattr(job, "multiprocessing", SimpleNamespace(get_context=lambda _: fork))
     page, work = tmp_path / "demo.md", tmp_path / "runs"
     code = demo.main(["--page", str(page), "--work", str(work), f"cache_dir={tmp_path}", *TOY])
     printed = capfd.readouterr()

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -390,6 +391,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_true_run_writes_records_and_page(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = get_context("fork")  # a new Python would import Lightning
+    monkeypatch.setattr("benchmarks.common.runs.get_context", lambda _: fork)
     cell = Cell("gpt2", "0.04M", 1, 0, 2, 30, 1)
     ddp = reference(cell)
     monkeypatch.setattr(size_ladder, "planned", lambda losses, seeds: [ddp, cell])

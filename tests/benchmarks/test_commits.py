@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.commits.__main__ import Compared, compared, mean_step
+from benchmarks.commits import __main__ as commits
+from benchmarks.commits.__main__ import Compared, compared
 from benchmarks.lab.netlab import why_unavailable
 
 ROOT = Path(__file__).parents[2]
@@ -20,5 +21,11 @@ def test_rounds_are_compared_pair_by_pair() -> None:
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=f"no laboratory: {why_unavailable()}")
 @pytest.mark.usefixtures("forked_lab")
-def test_a_fit_is_timed() -> None:
-    assert mean_step(ROOT, "lion_step", 1) > 0
+def test_a_fit_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, small = tmp_path / "job.py", commits.JOB.read_text()
+    for full, less in (("n_layer=6", "n_layer=1"), ("4, 128, 4096", "1, 16, 512")):
+        assert full in small
+        small = small.replace(full, less)
+    toy.write_text(small)
+    monkeypatch.setattr(commits, "JOB", toy)
+    assert commits.mean_step(ROOT, "lion_step", 1) > 0

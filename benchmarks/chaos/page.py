@@ -150,7 +150,7 @@ def table(found: Mapping[str, Figures]) -> list[str]:
 def opening(found: Mapping[str, Figures], failures: Mapping[str, str], picture: str) -> list[str]:
     """Return the question and the finding, for the top of the page."""
     by_goodput = sorted(found.items(), key=lambda item: -item[1].goodput)
-    shown = ", ".join(f"{method} {100 * f.goodput:.0f} %" for method, f in by_goodput)
+    shown = ", ".join(f"{method} {100 * f.goodput:.1f} %" for method, f in by_goodput)
     return [
         "Three replicas train a small GPT-2 while processes are killed, stopped and cut off, at"
         " the same seeded times for each of several methods. How many of the steps that the"

@@ -17,6 +17,7 @@ from tests.cuda_walk import CPU
 from tests.diloco.test_cuda_walk_diloco import Training
 from tests.domino.models import Case
 from tests.domino.test_cuda import CASES, walking
+from tests.elastic.test_cuda_walk_elastic import BEHIND, ElasticTraining
 from tests.lion.test_cuda_walk_lion import Worker
 from tests.race_walk import Mechanism, Races, RaceWalk, StreamChannel
 
@@ -52,6 +53,11 @@ def diloco(
     training.run(**{"wire_dtype": "fp4", "replica_size": ranks, **settings})
 
 
+def elastic(size: int, walk: RaceWalk, patch: pytest.MonkeyPatch, **of_log: Any) -> None:
+    """A state is written each cycle, and copied while training goes on."""
+    ElasticTraining(patch, size, walk=walk, **of_log).run()
+
+
 def lion(walk: RaceWalk, patch: pytest.MonkeyPatch, **settings: Any) -> None:
     Worker(patch, 3, walk=walk).run(**settings)
 
@@ -81,6 +87,9 @@ RUNS: dict[str, tuple[Run, tuple[Mechanism, ...]]] = {
         partial(diloco, 2, ranks=2, outer_device="cpu"),
         (*STAGED, NCCL_WAITS),
     ),
+    "elastic": (partial(elastic, 2), LANDED),
+    "elastic, two phases": (partial(elastic, 9), LANDED),
+    "elastic, continues from a state": (partial(elastic, 2, **BEHIND), LANDED),
     "lion": (lion, VOTED),
     "lion, average": (partial(lion, vote="average"), VOTED),
     "lion, after backward": (partial(lion, overlap=False), VOTED),

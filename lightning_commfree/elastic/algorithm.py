@@ -64,7 +64,9 @@ class ElasticDiLoCo(StreamingDiLoCo):
         continues: whether this replica has continued from that position.
         postponed: whether it leaves with landings due, which come first when it is back.
         state_every: flights between two states in the log, a multiple of the number of fragments.
-        note: called with what happens, for a log of this replica's own.
+        note: called with what happens, for a log of this replica's own. After a landing, the last
+            argument is a function that returns a digest of the fragment's global copy; it makes the
+            host wait for the device.
     """
 
     transport: StoreTransport
@@ -280,7 +282,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             super().merge(p, abstained=not listed, frozen=frozen)
             self._trained_since[p] = self.inner_steps
         flight = self.transport.flights[p]
-        self.note("land", flight, listed, int(fragment.digest()))
+        self.note("land", flight, listed, fragment.digest)
 
     @override
     def weight(self, p: int) -> int:
@@ -313,7 +315,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         if self.ended:  # without this replica, which has the final weights from the log
             return
         for p, flight in self.transport.flights.items():
-            self.note("final", flight, p, int(self.fragments[p].digest()))
+            self.note("final", flight, p, self.fragments[p].digest)
         self._trained_since = [self.inner_steps] * total
         # without being listed, this replica may be the only one that is left
         if self.view.rank in (0, NOT_LISTED):

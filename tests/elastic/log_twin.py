@@ -116,6 +116,10 @@ class Replica:
                 local.fill_(torch.nan)
         self.events.append(("poison", p))
 
+    def _note(self, what: str, *about: Any) -> None:
+        # a digest is a function, and changes with the next landing
+        self.events.append((what, *(int(one()) if callable(one) else one for one in about)))
+
     def _run(self) -> None:
         self.first_name = self.first_name or self.name
         self._live()
@@ -149,7 +153,7 @@ class Replica:
             transport,
             within,
             state_cycles=job.state_cycles,
-            note=lambda *event: self.events.append(event),
+            note=self._note,
         )
         diloco.last_step = job.steps
         if job.paces:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
@@ -26,9 +27,41 @@ from lightning_commfree.fit.checks import (
     refuse_max_norm,
     refuse_modes,
 )
+from lightning_commfree.fit.local_weights import LocalWeightsSession
+from lightning_commfree.fit.session import FitSession
 from lightning_commfree.host import pl
 from lightning_commfree.layouts import FSDPSettings, choose_layout, layout_name
 from lightning_commfree.lightning_internals import steps_to_come
+
+
+class DiLoCoSession(LocalWeightsSession):
+    """Fit session for Streaming DiLoCo, which also needs the inner optimizers."""
+
+    between: StreamingDiLoCo
+
+    @override
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Accept optimizers that a hook has set: their parameters are trained from now on."""
+        self.between.optimizers = optimizers
+
+    @override
+    def before_any_step(self, optimizer: Optimizer) -> None:
+        """Add an optimizer that `configure_optimizers` did not return."""
+        optimizers = self.between.optimizers
+        if self._trainer.training and not any(optimizer is one for one in optimizers):
+            self.between.optimizers = [*optimizers, optimizer]
+            with self.between.stepping():  # its parameters become a fragment
+                pass
+
+    @override
+    def stops_after(self) -> int | None:
+        """Return the step after which every replica will have received a stop requested now."""
+        return self.between.stops_after
+
+    @override
+    def check_save(self) -> None:
+        """Raise an error on all ranks if a checkpoint would contain NaN or Inf; collective."""
+        self.between.refuse_to_save(self._world)
 
 
 class StreamingDiLoCoStrategy(ReplicaStrategy):
@@ -125,6 +158,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
         trainer = Trainer(strategy=StreamingDiLoCoStrategy(), devices=2, num_nodes=4)
     """
+
+    session_type: type[FitSession[Any]] = DiLoCoSession
 
     def __init__(  # noqa: PLR0913 - flat keywords, as YAML files and LightningCLI set them
         self,

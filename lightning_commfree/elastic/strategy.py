@@ -38,7 +38,7 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.settings import check_choice, check_count
 from lightning_commfree.diloco import default_outer_optimizer, split_into_fragments
-from lightning_commfree.diloco.strategy import StreamingDiLoCoStrategy
+from lightning_commfree.diloco.strategy import DiLoCoSession, StreamingDiLoCoStrategy
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import TERMINATED, JobLog
 from lightning_commfree.elastic.ranks import ReplicaRanks
@@ -50,7 +50,6 @@ from lightning_commfree.fit.checks import (
     refuse_max_norm,
 )
 from lightning_commfree.fit.clock import Clock
-from lightning_commfree.fit.local_weights import LocalWeightsSession
 from lightning_commfree.fit.ranks import Ranks
 from lightning_commfree.fit.session import FitSession
 from lightning_commfree.fit.stopping import Stopping
@@ -78,11 +77,13 @@ _LEAVE_S = 15.0  # how long a replica that leaves may wait for anything
 _ASK_AGAIN_S = 24.0  # pause before asking for a slot again
 
 
-class ElasticSession(LocalWeightsSession):
+class ElasticSession(DiLoCoSession):
     """Fit session for one elastic replica.
 
     The replicas run independently: a hook may run after different steps on different replicas.
     """
+
+    between: ElasticDiLoCo
 
     least_ranks = 2  # traffic is compared with DDP on 2 ranks or more: another replica may join
     same_hooks = False
@@ -90,7 +91,7 @@ class ElasticSession(LocalWeightsSession):
     @override
     def begin(self, resumed: bool) -> None:
         del resumed
-        diloco: Any = self.between
+        diloco = self.between
         diloco.land_postponed()
         if diloco.postponed:
             raise SIGTERMException
@@ -112,7 +113,7 @@ class ElasticSession(LocalWeightsSession):
     @override
     def after_step(self) -> None:
         """Count skipped steps in the Trainer, and end a fit whose steps are over."""
-        diloco: Any = self.between
+        diloco = self.between
         trainer = self._trainer
         self._follow_skipped()
         if diloco.step >= diloco.last_step and diloco.step != trainer.max_steps:
@@ -126,7 +127,7 @@ class ElasticSession(LocalWeightsSession):
 
     def _follow_skipped(self) -> None:
         """Move the Trainer's step, its schedulers and the clock on by the skipped steps."""
-        diloco: Any = self.between
+        diloco = self.between
         trainer = self._trainer
         if diloco.skipped:
             skip_steps(trainer, diloco.skipped)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
 from lightning_commfree.fit.fit import Fit
 from lightning_commfree.model.weight_swap import WeightSwap
@@ -188,16 +187,7 @@ class LocalCopies(Algorithm, Protocol):
     """
 
     step: int  # number of steps that each replica has taken
-    optimizers: Sequence[Optimizer] = ()  # those that train the local weights; hooks change them
     weight_swap: WeightSwap  # swaps the weights shared by all replicas in and out
-
-    @property
-    def stops_after(self) -> int | None:
-        """The step after which all ranks would stop if a stop were requested now; None if unknown.
-
-        It is called from a signal handler.
-        """
-        return None
 
     def finish(self) -> None:
         """Synchronize fully: all replicas' local weights then equal the shared ones; collective."""
@@ -220,10 +210,6 @@ class LocalCopies(Algorithm, Protocol):
         """
         del shared, own
         return self.weight_swap.names
-
-    def refuse_to_save(self, world: Channel) -> None:
-        """Raise an error on all ranks if a checkpoint would contain NaN or Inf; collective."""
-        return
 
     def restart(self, broadcast: Callable[[], None]) -> None:
         """Drop in-flight exchanges and start over from rank 0's weights.

@@ -138,18 +138,8 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Accept optimizers that a hook has set: the algorithm follows them from now on."""
-        self.between.optimizers = optimizers
-
-    @override
-    def before_any_step(self, optimizer: Optimizer) -> None:
-        """Add an optimizer that `configure_optimizers` did not return to the algorithm's."""
-        optimizers = self.between.optimizers
-        if self._trainer.training and not any(optimizer is one for one in optimizers):
-            # `configure_optimizers` did not return it: from now on, its parameters are trained too
-            self.between.optimizers = [*optimizers, optimizer]
-            with self.between.stepping():
-                pass
+        """Accept optimizers that a hook has set: each replica trains with its own."""
+        del optimizers
 
     @override
     def after_step(self) -> None:
@@ -160,8 +150,8 @@ class LocalWeightsSession(FitSession[LocalCopies]):
 
     @override
     def stops_after(self) -> int | None:
-        """Return the step after which all ranks would stop, as the algorithm knows it, or None."""
-        return self.between.stops_after
+        """Return None: only the algorithm knows when a request reaches all replicas."""
+        return None
 
     @override
     def validation_begins(self) -> None:
@@ -186,11 +176,6 @@ class LocalWeightsSession(FitSession[LocalCopies]):
             state = read()
             # copy only the swapped weights: frozen ones do not change, and may be large
             return state if stays else copy_to_cpu(state, only=self._swap.in_module)
-
-    @override
-    def check_save(self) -> None:
-        """Raise an error on all ranks if a checkpoint would contain NaN or Inf; collective."""
-        self.between.refuse_to_save(self._world)
 
     @override
     def fit_ends(self) -> None:

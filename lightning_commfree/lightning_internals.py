@@ -254,9 +254,10 @@ def set_sigterm_received(trainer: pl.Trainer) -> None:
 def add_to_rows(
     trainer: pl.Trainer, patches: Patches, more: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> None:
-    """Send additional metrics to loggers, without adding them to `trainer.logged_metrics`.
+    """Add metrics to the rows of training steps that loggers get, not to `logged_metrics`.
 
-    `more` takes the metrics that Lightning is about to log and returns the metrics to add.
+    `more` takes the metrics that Lightning is about to log and returns the metrics to add. Rows of
+    evaluations, which name their step, stay as they are.
     """
     if not ROWS.works(trainer):
         return
@@ -287,7 +288,7 @@ def around_loading(
     find: Callable[[Any], Any],
     done: Callable[[Any], None],
 ) -> None:
-    """Replace the path of the checkpoint that `fit`, `validate`, `test` or `predict` loads.
+    """Let `find` choose the checkpoint that `fit`, `validate`, `test` or `predict` loads, if any.
 
     All ranks call `find` with the original path or None; it returns the path to load or None.
     `done` is called with that path after all ranks have loaded it.

@@ -153,7 +153,7 @@ class Ledger:
         """Note that a device waits for a collective; `settle` asks `read_seconds` for how long.
 
         `read_seconds` returns None while the device has not finished waiting. The host is not
-        blocked.
+        blocked. Waits on threads that `ignore_waits_of_this_thread` has marked are left out.
         """
         if threading.get_ident() not in self._idle_threads:
             self._device_waits.append((tag, self._training_phase(), read_seconds))

@@ -99,7 +99,11 @@ class Pacer:
             self._agreed[p] = timing
 
     def choose(self, sync_every: int, overlap_steps: int, num_fragments: int) -> tuple[int, int]:
-        """Return the H and tau to change to, the current ones until two choices in a row agree."""
+        """Return the H and tau to change to.
+
+        They are the current ones until every fragment has been timed and two choices in a row
+        agree.
+        """
         if len(self._agreed) < num_fragments:
             return sync_every, overlap_steps
         links = [one.link / 1e3 for one in self._agreed.values()]

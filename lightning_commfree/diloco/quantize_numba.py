@@ -197,6 +197,7 @@ def _decode_e3m0(
 
 @compiled
 def _write_int8_codes(values: Any, factor: Any, codes: Any) -> None:
+    """Write `values * factor`, rounded; the caller's factor keeps them within int8."""
     for i in range(values.size):
         codes[i] = np.int8(np.rint(f32(values[i] * factor)))
 

@@ -113,7 +113,7 @@ class DiLoCoSettings:
         return max(self.overlap_steps, AUTO_OVERLAP) if self.is_auto else self.overlap_steps
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings as strings, so that ranks can compare them with each other."""
+        """Return all settings but `outer_optimizer` as strings, which ranks can compare."""
         # functions cannot be compared
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
         values = {name: getattr(self, name) for name in names}

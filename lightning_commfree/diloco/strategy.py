@@ -199,7 +199,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @property
     def fragments(self) -> list[list[str]]:
-        """Parameter names of each fragment, in index order; available in `on_fit_start` and later.
+        """Parameter names of each fragment, in index order; empty before `on_fit_start`.
 
         Fragments of parameters that were unfrozen during the fit come last. Frozen parameters are
         not listed.

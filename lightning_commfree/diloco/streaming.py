@@ -258,7 +258,7 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Land in-flight fragments, then average the replicas' local weights; collective.
+        """Land in-flight fragments, then set both copies to the mean of the local ones; collective.
 
         All replicas must call it after the same step. Both copies then equal that mean, bit for bit
         on all replicas; a second call changes nothing. A single replica keeps its local weights.

@@ -228,7 +228,7 @@ class ShardedModule:
         }
 
     def _parameters_in(self, state: Mapping[str, Any]) -> dict[str, nn.Parameter]:
-        """Return the sharded parameters in a module's `state_dict`, by their names there."""
+        """Return the module's own sharded parameters that are named in `state`, by these names."""
         # The module's own `state_dict` may rename parameters, or copy them. Without copies, their
         # addresses tell which they are.
         by_address = {p.data_ptr(): p for p in self.specs}

@@ -187,9 +187,9 @@ class Ranks:
         return sent
 
     def all_rows(self, mine: Sequence[int]) -> list[list[int]]:
-        """Gather a list of integers from every rank, in rank order; collective.
+        """Gather a list of integers, equally long on all ranks, in rank order; collective.
 
-        The lists must have the same length on all ranks. It uses Lightning's process group, so it
+        It uses Lightning's process group, so it
         may run while a background thread exchanges something on a channel.
         """
         shape = self.size, len(mine)

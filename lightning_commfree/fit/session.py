@@ -263,7 +263,7 @@ class FitSession(Generic[B]):
         return outputs
 
     def validation_begins(self) -> None:
-        """Start counting traffic as validation traffic; `validation_ends` stops it.
+        """Start counting traffic as validation traffic; warn if ranks train without steps.
 
         Called before Lightning's first validation hook, `on_validation_model_eval`.
         """

@@ -148,11 +148,12 @@ def apply_fsdp(
     policies: Policies,
     materializer: Materializer | None = None,  # fills `meta` units one at a time, never the whole
 ) -> None:
-    """Shard the parameters of a plain module, on any device, across a replica's ranks.
+    """Shard the parameters of a plain module in place, on any device, across a replica's ranks.
 
     A unit's parameters are gathered for its forward pass and again for its backward pass, after
     which its gradients are averaged over the replica. Parameters become `DTensor`s. A parameter
-    that FSDP2 cannot train raises a `ValueError`.
+    that FSDP2 cannot train raises a `ValueError`. `save_pretrained` of its modules raises then,
+    because they hold shards.
     """
     names = [name for name in policies if name]
     _check_parameters(module, names)

@@ -190,7 +190,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def _read_module_state(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Load a module's state from a folder: only this rank's shards if the model is sharded."""
+        """Return a module's state read from a folder; if sharded, only this rank's shards."""
         if self.shards is None:
             return super()._read_module_state(state)
         held = self.fit.module.state_dict()

@@ -156,7 +156,7 @@ class ShardedReplica(Layout):
 
     @property
     def _keeps(self) -> bool:
-        """Whether this rank keeps the states that it helps to gather: only rank 0."""
+        """Whether this rank keeps the states that it helps to gather: only rank 0 of the job."""
         return self.fit.ranks.rank == 0
 
     def _gathers(self) -> bool:

@@ -24,12 +24,12 @@ def broadcast_initial_weights(
     channel: Channel,
     module: nn.Module,
     fingerprint: Mapping[str, str],
-    between: Channel | None = None,
+    shard_channel: Channel | None = None,
 ) -> None:
     """Check that all ranks have the same settings and model, then broadcast the initial weights.
 
-    `channel` connects all ranks. If the model is sharded, `between` connects the ranks that hold
-    the same shards in different replicas, and shards are copied from the first replica. If
+    `channel` connects all ranks. If the model is sharded, `shard_channel` connects the ranks that
+    hold the same shards in different replicas, and shards are copied from the first replica. If
     settings, or the model's names, shapes or dtypes, differ between ranks, all ranks raise the same
     ValueError.
     """
@@ -37,8 +37,8 @@ def broadcast_initial_weights(
     check_agreement(channel, {**fingerprint, **_describe(module)})
     tensors = [*module.parameters(), *module.buffers()]
     take_first_rank(channel, (t for t in tensors if not is_shard(t)), START_TAG)
-    if between is not None:
-        take_first_rank(between, (t for t in tensors if is_shard(t)), START_TAG)
+    if shard_channel is not None:
+        take_first_rank(shard_channel, (t for t in tensors if is_shard(t)), START_TAG)
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:

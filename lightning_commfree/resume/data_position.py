@@ -422,10 +422,10 @@ def _place_iterator(
 
 
 def continue_at(trainer: pl.Trainer, step: int) -> None:
-    """Start a joining replica's fit at `step`, without reading the earlier batches.
+    """Start a joining replica's fit, its data and learning-rate schedules at `step`.
 
-    Call this in `on_train_start`. It also advances the learning-rate schedulers to `step`, except
-    those that monitor a metric. Raise a RuntimeError if the training data has no length or no
+    Earlier batches are not read. Call this in `on_train_start`. Schedulers that monitor a metric
+    stay as they are. Raise a RuntimeError if the training data has no length or no
     sampler.
     """
     every, total = trainer.accumulate_grad_batches, trainer.num_training_batches

@@ -214,7 +214,10 @@ def _keepers(loader: object) -> list[Any]:
 
 
 def numbers_in_data(loader: object) -> dict[str, float]:
-    """Return the numbers among the attributes of a loader's data sets, such as counts of reads."""
+    """Return the numbers among the attributes of the user's own data sets, such as counts of reads.
+
+    Keys are texts for messages, as in "`Type.name`".
+    """
     return {
         f"`{type(part).__name__}.{name}`": value
         for part in parts_of(loader)

@@ -238,6 +238,7 @@ class _Client:
         self._requests.put(None)
 
     def _run(self) -> None:
+        """Run requests in order until `end`; after one fails, the others fail with its error."""
         store: Any = None
         failed: BaseException | None = None
         while (item := self._requests.get()) is not None:

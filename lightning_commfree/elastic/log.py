@@ -160,6 +160,7 @@ class JobLog:
     """One rank's access to the log. Its methods are for the training thread.
 
     `begin`, `end`, `newest_state` and `landed` are collective within the replica.
+    `min_replicas` is the minimum number of messages for a commit.
     """
 
     def __init__(
@@ -176,7 +177,8 @@ class JobLog:
     ) -> None:
         self._stop = threading.Event()  # ends pauses between tries of a request
         self.store, self.name = Retrying(store, stop=self._stop), name
-        self._sizes, self._min, self._grace_s, self._by_time = sizes, min_replicas, grace_s, by_time
+        self._sizes, self.min_replicas = sizes, min_replicas
+        self._grace_s, self._by_time = grace_s, by_time
         self.ranks = ranks or ReplicaRanks()
         self._suffix = f".{self.ranks.rank}" if self.ranks.rank else ""
         self._reduction = reduction
@@ -499,10 +501,10 @@ class JobLog:
             return f"{text}the store {self.store.address} does not answer. It is asked again."
         with self._lock:
             sent = sum(message != LEAVES for message in known.messages.values())
-        if known.commit is None and sent < self._min:
+        if known.commit is None and sent < self.min_replicas:
             return (
-                f"{text}{sent} of at least {self._min} replicas"
-                f" (`min_replicas={self._min}`) have sent a message. Start the others."
+                f"{text}{sent} of at least {self.min_replicas} replicas"
+                f" (`min_replicas={self.min_replicas}`) have sent a message. Start the others."
             )
         return f"{text}the store {self.store.address} is slow."
 
@@ -749,7 +751,9 @@ class JobLog:
         grace_s = auto_s if self._grace_s is None else self._grace_s
         patience_s = _GRACES * grace_s
         # what is not sent in the last round is lost: no flight follows
-        return Rules(patience_s if flight >= self.last_round else grace_s, patience_s, self._min)
+        return Rules(
+            patience_s if flight >= self.last_round else grace_s, patience_s, self.min_replicas
+        )
 
     def _group(self, flight: int) -> Group:
         """Return whom to wait for in a flight, and who may take part in it."""

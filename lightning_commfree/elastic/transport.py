@@ -53,7 +53,11 @@ class StoreTransport(Transport):
 
     @override
     def exchange(self, p: int) -> StoreExchange:
-        return self._exchange(p, self._codecs[True], self.view)
+        """Return the exchange of a fragment in `view`; before any flight, of `min_replicas`."""
+        view = self.view
+        if not self.has_landed:  # a forecast: how many will come is not known
+            view = view._replace(members=tuple(range(max(self.log.min_replicas, 1))))
+        return self._exchange(p, self._codecs[True], view)
 
     def message_bytes(self, flight: int) -> set[int]:
         """Return the sizes that a message in a flight may have."""

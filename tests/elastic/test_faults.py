@@ -138,7 +138,7 @@ def now_needs(least: int, replicas: Sequence[Replica]) -> None:
     """Change `min_replicas`, which made all of them begin together."""
     for one in replicas:
         assert one.log is not None
-        one.log._min = least
+        one.log.min_replicas = least
 
 
 @pytest.mark.parametrize(

@@ -463,7 +463,7 @@ def test_waiting_for_replicas_is_explained(
     log: JobLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(log_module, "_SAY_S", 0.2)
-    log._min = 2
+    log.min_replicas = 2
     log.begin({}, lambda: b"state")
     log.enroll(2)
     log.start(0)

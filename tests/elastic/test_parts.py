@@ -126,7 +126,7 @@ def test_an_owner_that_dies_costs_one_grace_and_its_message_counts(wire_dtype: s
     wait_until(dead.is_set)
     for one in replicas:
         assert one.log is not None
-        one.log._min = 3
+        one.log.min_replicas = 3
     play(replicas)
     assert_equal_the_twin(replicas)
     assert "y/4/r1" in job.store.objects | job.store.deleted

@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-_BLOCK = 256  # values per scale, in int8, fp4 and int2
+BLOCK = 256  # values per scale, in int8, fp4 and int2
 GRADIENT_DTYPES = ("fp32", "bf16")
 WIRE_DTYPES = ("fp32", "bf16", "int8", "fp4", "int2")
 
@@ -17,7 +17,7 @@ def payload_bytes(numel: int, wire_dtype: str) -> int:
     Raises:
         ValueError: `wire_dtype` is not in `WIRE_DTYPES`.
     """
-    scales = -(-numel // _BLOCK)
+    scales = -(-numel // BLOCK)
     sizes = {
         "fp32": 4 * numel,
         "bf16": 2 * numel,

@@ -48,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="commfree-plan",
         description="Predict the utilization of a training run at a bandwidth, by simulation.",
+        epilog="elastic replicas: a bucket is as fast as all of them together; a hub is one machine"
+        " with a link like a replica's, which carries the bytes of all.",
     )
     add = parser.add_argument
     add("--parameters", type=_count, required=True, help="trainable parameters, such as 124e6")

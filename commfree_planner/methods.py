@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from commfree_planner.bytes_sent import (
@@ -16,6 +17,7 @@ from commfree_planner.bytes_sent import (
 from commfree_planner.layer_sums import LayerSums
 from commfree_planner.model import build_exchange
 from commfree_planner.simulation import Exchange, Message
+from commfree_planner.store import store_exchange
 from commfree_planner.training import Training
 
 DATA_PARALLEL = "data parallel"
@@ -23,6 +25,8 @@ BF16 = "DDP, bf16 hook"
 POWER_SGD = "DDP, PowerSGD"
 LION = "Lion, votes"
 DILOCO = "DiLoCo"
+BUCKET = "elastic bucket"
+HUB = "elastic hub"
 DOMINO = "Domino"
 POWER_SGD_RANK = 4
 
@@ -36,11 +40,13 @@ class Method(NamedTuple):
 
 
 def methods(training: Training) -> list[Method]:
-    """Return all methods: those that exchange in every step, DiLoCo's variants, and Domino.
+    """Return all methods: those that exchange in every step, DiLoCo's variants, elastic, Domino.
 
     The variants of DiLoCo are in the paper's order, and each sends less than the one before, or
     less at a time: one blocking fragment in fp32; P fragments; with overlap; with the training's
-    `wire_dtype`. Domino requires the training's tokens per step.
+    `wire_dtype`. Elastic replicas have the last variant's setting, and are compared from two
+    replicas on, because a single one sends its messages too. Domino requires the training's tokens
+    per step.
     """
     count, tau, wire = training.fragment_count, training.overlap_steps, training.wire_dtype
     found = [
@@ -56,6 +62,12 @@ def methods(training: Training) -> list[Method]:
         Method("+ overlap", f"P={count}, tau={tau}, fp32", training.diloco(count, tau, "fp32")),
         Method(f"+ {wire}", f"P={count}, tau={tau}, {wire}", training.diloco(count, tau, wire)),
     ]
+    if training.num_replicas > 1:
+        setting = found[-1].setting
+        found += [
+            Method(BUCKET, setting, elastic(training, hub=False)),
+            Method(HUB, setting, elastic(training, hub=True)),
+        ]
     if training.tokens_per_step is not None:
         found.append(Method(DOMINO, f"{training.num_replicas} ranks, 2 halves", domino(training)))
     return found
@@ -85,6 +97,39 @@ def lion(training: Training) -> Exchange:
         rounds=exchange_rounds(training.num_replicas),
         connections=max(training.num_replicas - 1, 1),
         phases=exchange_phases(training.num_replicas),
+    )
+
+
+def elastic(training: Training, *, hub: bool) -> Exchange:
+    """Return the messages of `ElasticDiLoCoStrategy`, without the state that the log keeps.
+
+    Args:
+        training: the run.
+        hub: whether the store is one machine, with a link like a replica's, which carries the bytes
+            of all replicas. Otherwise it is as fast as all of them together, like a bucket.
+    """
+    model, members = training.model, training.num_replicas
+
+    def message(layers: Sequence[int]) -> Message:
+        numel = sum(map(model.layer_params, layers))
+        exchange = store_exchange(numel, members, training.wire_dtype)
+        requests = 3 + (2 * members - 1 if exchange.two_phase else 0)  # in a row
+        return Message(
+            0,
+            0,
+            exchange.sent,
+            rounds=2 * requests,
+            connections=members if hub else 1,
+            phases=4 if exchange.two_phase else 2,
+            moved_bytes=exchange.total if hub else exchange.moved,
+        )
+
+    fragments = model.fragments(training.fragment_count)
+    return Exchange(
+        training.sync_every,
+        training.overlap_steps,
+        tuple((message(layers),) for layers in fragments),
+        training.sync_seconds,
     )
 
 

@@ -36,6 +36,14 @@ class Message(NamedTuple):
     rounds: int = 0  # number of latencies until all of it has arrived
     connections: int = 1  # on which the replica sends it
     phases: int = 1  # parts of equal size; each starts when all replicas have the one before it
+    # Bytes for which the link is busy; None: `num_bytes`, as it receives while it sends. Through a
+    # store it reads afterwards, and the store's link carries those of all replicas.
+    moved_bytes: float | None = None
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes for which the link is busy."""
+        return self.num_bytes if self.moved_bytes is None else self.moved_bytes
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,11 @@ class Exchange:
     def bytes_per_cycle(self) -> float:
         """Bytes that one replica sends in `sync_every` steps."""
         return sum(message.num_bytes for fragment in self.fragments for message in fragment)
+
+    @property
+    def link_bytes_per_cycle(self) -> float:
+        """Bytes for which the link is busy in `sync_every` steps."""
+        return sum(message.link_bytes for fragment in self.fragments for message in fragment)
 
     @property
     def bytes_per_step(self) -> float:
@@ -118,7 +131,7 @@ def utilization(
         before = now
     # a link that is slightly too slow builds up a backlog for many cycles before the machine waits
     # for it; in the long run no cycle is shorter than its messages
-    cycle_s = max(cycle_s, exchange.bytes_per_cycle / bytes_per_s) + exchange.sync_seconds
+    cycle_s = max(cycle_s, exchange.link_bytes_per_cycle / bytes_per_s) + exchange.sync_seconds
     return min(1.0, exchange.sync_every * sum(layer_seconds) / cycle_s)  # min: rounding
 
 
@@ -238,13 +251,13 @@ class _Replica:
     def _send(self, message: Message) -> None:
         """Put a message on the link, and record its arrival for the layer that needs it."""
         start = max(self._now, self._link_free)
-        self._link_free = start + message.num_bytes / self._bytes_per_s
+        self._link_free = start + message.link_bytes / self._bytes_per_s
         due = self._due.setdefault(self._step + self._exchange.overlap_steps + 1, {})
         arrival = self._link_free
         if self._latency_s:
             arrival += message.rounds * self._latency_s
             arrival += message.phases * window_seconds(
-                message.num_bytes / message.phases,
+                message.link_bytes / message.phases,
                 self._bytes_per_s,
                 self._latency_s,
                 self._loss,
@@ -260,7 +273,7 @@ def _by_step_and_layer(exchange: Exchange) -> dict[int, dict[int, list[Message]]
     for p, fragment in enumerate(exchange.fragments):
         by_layer = leaving.setdefault(exchange.offset(p), defaultdict(list))
         for message in fragment:
-            if message.num_bytes > 0:
+            if message.link_bytes > 0:
                 by_layer[message.leaves_after].append(message)
     return {step: by_layer for step, by_layer in leaving.items() if by_layer}
 

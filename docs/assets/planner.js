@@ -26,6 +26,22 @@ const PAYLOAD_BYTES = {
 const allReduceBytes = (bytes, replicas) => 2 * bytes * (replicas - 1) / replicas;
 const exchangeBytes = (bytes, replicas) => Math.min(bytes * (replicas - 1), allReduceBytes(bytes, replicas));
 
+// through a store: commfree_planner/store.py
+const padded = bytes => 8 * Math.ceil(bytes / 8);
+
+function storeExchange(numel, members, wire) {
+  const blocks = Math.ceil(numel / 256);
+  const most = Math.min(32, Math.max(Math.floor(blocks / 16), 1));
+  const parts = Math.ceil(blocks / Math.ceil(blocks / most));
+  const width = parts > 1 ? 256 * Math.ceil(numel / (256 * parts)) : numel;
+  const payload = padded(PAYLOAD_BYTES[wire](width)), part = 40 + 72 + payload, message = parts * part;
+  const means = parts * (40 + padded(4 * (members + 1)) + payload) + 40 + 72 * members;
+  const moved = message + (members - 1) * Math.ceil(parts / Math.min(parts, members)) * part + means;
+  if (moved < members * message)
+    return { sent: message + means / members, moved, total: (2 * members - 1) * message + members * means };
+  return { sent: message, moved: members * message, total: members ** 2 * message };
+}
+
 function voteBytes(numel, replicas) {
   const down = replicas % 2 === 0 ? 2 : 1; // an even number of voters has ties
   return numel / 8 * (replicas - 1) * Math.min(1, (1 + down) / replicas);
@@ -107,10 +123,20 @@ function everyStep(run, name, setting, bytesOf, accumulated = 1) {
 
 function diloco(run, name, count, wire, pace) {
   const sent = fragmentsOf(run, count).map(numel => exchangeBytes(PAYLOAD_BYTES[wire](numel), run.replicas));
-  const [every, overlap] = pace(sent, run.gbit);
+  return exchanges(run, name, count, wire, pace, sent, sent);
+}
+
+// the link is busy for `moved` bytes: those of one member or, if the store is one machine, of all
+function elastic(run, name, count, wire, pace, moved) {
+  const found = fragmentsOf(run, count).map(numel => storeExchange(numel, run.replicas, wire));
+  return exchanges(run, name, count, wire, pace, found.map(one => one.sent), found.map(one => one[moved]));
+}
+
+function exchanges(run, name, count, wire, pace, sent, moved) {
+  const [every, overlap] = pace(moved, run.gbit);
   return {
     name, setting: `H=${every}, P=${count}, tau=${overlap}, ${wire}`, bytes: sum(sent) / every, every, overlap,
-    seconds: gbit => secondsOfDiloco(run, sent, ...pace(sent, gbit), gbit),
+    seconds: gbit => secondsOfDiloco(run, moved, ...pace(moved, gbit), gbit),
   };
 }
 
@@ -130,6 +156,8 @@ function plan(run) {
     diloco(run, "streaming", count, "fp32", fixed(0)),
     diloco(run, "+ overlap", count, "fp32", fixed(OVERLAP_STEPS)),
     diloco(run, "+ fp4", count, "fp4", fixed(OVERLAP_STEPS)),
+    elastic(run, "elastic bucket", count, "fp4", fixed(OVERLAP_STEPS), "moved"),
+    elastic(run, "elastic hub", count, "fp4", fixed(OVERLAP_STEPS), "total"),
     diloco(run, 'sync_every="auto"', count, "fp4", (sent, gbit) => autoPace(run, sent, gbit)),
   ].map(row => ({ ...row, utilization: Math.min(1, run.seconds / row.seconds(run.gbit)) }));
 }
@@ -175,7 +203,7 @@ function complaint(label, text, { min, max, step }) {
 const at = id => document.getElementById(id);
 const STYLES = [ // colors that color-blind readers can tell apart, and dashes
   ["currentColor"], ["currentColor", "2 4"], ["#999999"], ["#cc79a7"], ["#009e73"],
-  ["#d55e00", "7 5"], ["#e69f00"], ["#56b4e9"], ["#0072b2"], ["#0072b2", "2 4"],
+  ["#d55e00", "7 5"], ["#e69f00"], ["#56b4e9"], ["#0072b2"], ["#882255"], ["#882255", "7 5"], ["#0072b2", "2 4"],
 ];
 
 function pen(i) {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from commfree_planner.store import store_exchange
 from lightning_commfree.diloco.codec import CODECS
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.parts import num_parts, opened, sealed
@@ -33,6 +34,7 @@ WIDE: dict[str, Any] = {"sync_every": 8, "num_fragments": 3, "overlap_steps": 5}
 # Of a fragment's message: number of parts, and of values in a part. The fragments have two blocks
 # of 65,792 values, one block, and 1,280 values.
 PARTS, WIDTH = [(31, 17 * 256), (16, 17 * 256), (1, 1280)], 256
+NUMEL = [131_584, 65_792, 1_280]  # values in a fragment
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +54,11 @@ def flights_of(job: Job, folder: str) -> set[int]:
 
 @pytest.mark.parametrize("wire_dtype", ["fp4", "fp32"])
 def test_without_failures_bytes_and_requests_are_those_of_the_formula(wire_dtype: str) -> None:
-    size, by_name = 4, {}
+    size, by_name, forecasts = 4, {}, {}
 
     def note(diloco: ElasticDiLoCo, step: int) -> None:
         by_name[diloco.transport.log.name] = diloco.transport
+        forecasts.setdefault(diloco.transport.log.name, diloco.bytes_per_cycle)
 
     job = job_of(26, size, wire_dtype, grace_s=60.0)
     replicas = [Replica(f"r{i}", i, job, note, RecordingStore(job.store)) for i in range(size)]
@@ -68,6 +71,7 @@ def test_without_failures_bytes_and_requests_are_those_of_the_formula(wire_dtype
     assert flights_of(job, "y") == two_phase
     assert [one.reduced for one in twins] == [len(two_phase)] * size
     kept, codec = job.store.objects | job.store.deleted, CODECS[wire_dtype]
+    sent = moved = 0
     for i, one in enumerate(replicas):
         up = down = read_up = read_down = 0
         for flight in flights:
@@ -99,6 +103,13 @@ def test_without_failures_bytes_and_requests_are_those_of_the_formula(wire_dtype
         means = one.store.those("get", "y/")
         assert sum(r.received for r in means) == read_down
         assert len(means) == len(parts)
+        sent += up + down
+        moved += up + down + read_up + read_down
+    planned = [store_exchange(NUMEL[flight % 3], size, wire_dtype) for flight in flights]
+    assert sent == size * sum(one.sent for one in planned)
+    assert moved == sum(one.total for one in planned)
+    # before the first exchange, `min_replicas` is all that is known; the first member is r0
+    assert forecasts["r0"] == sum(by_name["r0"].exchange(p).num_bytes for p in range(3))
 
 
 def dying(replica: Replica, key: str, dead: threading.Event) -> Rule:

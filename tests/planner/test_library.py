@@ -19,10 +19,13 @@ from commfree_planner import (
     exchange_bytes,
     payload_bytes,
 )
+from commfree_planner.store import store_exchange
 from lightning_commfree.comm.exchange import View
-from lightning_commfree.comm.ledger import ring_all_reduce_bytes
+from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.diloco import CODECS, Schedule, split_into_fragments
 from lightning_commfree.diloco.exchange import cheaper_exchange
+from lightning_commfree.elastic.parts import StoreExchange
+from lightning_commfree.elastic.transport import StoreTransport
 
 
 @pytest.mark.parametrize("wire", CODECS)
@@ -41,6 +44,42 @@ def test_exchanges_send_the_predicted_bytes(num_replicas) -> None:
         predicted = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas)
         # headers and padding; the other method would send at least half as much more
         assert predicted <= real <= 1.005 * predicted
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 4, 8, 32, 33, 100])
+@pytest.mark.parametrize("wire", CODECS)
+def test_exchanges_through_a_store_move_the_predicted_bytes(wire, members) -> None:
+    ways = set()
+    for numel in (1, 257, 8191, 8192, 65_792, 131_584, 1_000_001):
+        view = View(0, tuple(range(members)), SimpleNamespace(rank=0))
+        transport = StoreTransport(SimpleNamespace(min_replicas=members), Ledger())
+        transport.open((CODECS[wire], CODECS[wire]), [(numel, 0)])
+        forecast = transport.exchange(0).num_bytes  # before any exchange, as `traffic()` does
+        assert forecast == by_rank(transport, view, 0).num_bytes
+        found = [by_rank(transport, view, rank) for rank in range(members)]
+        sent = [one.num_bytes for one in found]
+        message, two_phase = found[0].message_bytes, found[0].route.two_phase
+        read = [(members - 1) * message] * members
+        if two_phase:
+            owned = [found[0].span(m)[1] if m < found[0].owners else 0 for m in range(members)]
+            means = [num_bytes - message for num_bytes in sent]
+            read = [
+                (members - 1) * parts + sum(means) - mean
+                for parts, mean in zip(owned, means, strict=True)
+            ]
+        predicted = store_exchange(numel, members, wire)
+        assert predicted.two_phase == two_phase
+        assert predicted.sent == pytest.approx(sum(sent) / members, rel=1e-12)
+        assert predicted.moved == found[0].moved_bytes
+        assert predicted.total == sum(sent) + sum(read)
+        ways.add(two_phase)
+    assert len(ways) == (2 if members > 2 and wire != "int2" else 1)
+
+
+def by_rank(transport: StoreTransport, view: View, rank: int) -> StoreExchange:
+    """Return the exchange of fragment 0 as the member with this rank sees it."""
+    transport.view = view._replace(channel=SimpleNamespace(rank=rank))
+    return transport.exchange(0)
 
 
 class Blocks(nn.Module):

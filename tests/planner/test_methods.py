@@ -18,9 +18,11 @@ from commfree_planner import (
     choose,
     inside_bytes,
     methods,
+    payload_bytes,
     utilization,
 )
 from commfree_planner.bytes_sent import exchange_rounds, power_sgd_floats, vote_bytes
+from commfree_planner.store import store_exchange
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
 from lightning_commfree.lion.ballot import cheaper_ballot_exchange
@@ -142,6 +144,31 @@ def test_domino_sends_the_activations_of_all_replicas() -> None:
     sums = named(training, "Domino")
     assert sums.bytes_per_sum == 2 * 100 * 512 * 4, "a ring of two sends each value once"
     assert "Domino" not in [method.name for method in methods(TRAINING)]
+
+
+def test_elastic_replicas_wait_for_the_bytes_in_both_directions() -> None:
+    """One fragment without overlap: a cycle is 10 s of steps, and the time on the link."""
+    training = replace(TRAINING, num_replicas=4, num_fragments=1, overlap_steps=0)
+    found = store_exchange(training.model.params, 4, "fp4")
+    u = payload_bytes(training.model.params, "fp4")
+    assert found.sent == pytest.approx((1 + 1 / 4) * u, rel=0.01)
+    assert found.moved == pytest.approx((3 - 1 / 4) * u, rel=0.01)
+    assert found.total == pytest.approx(4 * (3 - 1 / 4) * u, rel=0.01)
+    for name, on_link in (("elastic bucket", found.moved), ("elastic hub", found.total)):
+        exchange = named(training, name)
+        assert exchange.bytes_per_cycle == found.sent
+        reached = training.utilization(exchange, MB_PER_S)
+        assert reached == pytest.approx(10 / (10 + on_link / MB))
+        # 3 requests in a row and 2 M - 1 more, each there and back; windows are longer on top
+        distant = replace(training, latency_s=0.1).utilization(exchange, MB_PER_S)
+        assert distant < 10 / (10 + on_link / MB + 0.1 * 2 * 10)
+
+
+def test_two_elastic_replicas_gather() -> None:
+    pair = named(replace(TRAINING, num_fragments=1), "elastic bucket").fragments[0][0]
+    assert pair.link_bytes == 2 * pair.num_bytes
+    alone = methods(replace(TRAINING, num_replicas=1))
+    assert not [method.name for method in alone if method.name.startswith("elastic")]
 
 
 # Within a replica

@@ -50,7 +50,7 @@ def by_explicit_graph(layer_s: list[float], exchange: Exchange, gbit_per_s: floa
 
     def sent_in(step: int) -> list[Message]:
         due = [p for p in range(len(exchange.fragments)) if exchange.offset(p) == step % count]
-        messages = [m for p in due for m in exchange.fragments[p] if m.num_bytes]
+        messages = [m for p in due for m in exchange.fragments[p] if m.link_bytes]
         return sorted(messages, key=lambda message: -message.leaves_after)
 
     @cache
@@ -60,7 +60,7 @@ def by_explicit_graph(layer_s: list[float], exchange: Exchange, gbit_per_s: floa
         arrivals = []
         for message in sent_in(step):
             free = max(free, done(step, "parameters", message.leaves_after))
-            free += message.num_bytes * 8e-9 / gbit_per_s
+            free += message.link_bytes * 8e-9 / gbit_per_s
             arrivals.append((message.needed_by, free))
         return (*arrivals, (-1, free))
 
@@ -89,7 +89,8 @@ def by_explicit_graph(layer_s: list[float], exchange: Exchange, gbit_per_s: floa
 def exchanges(draw: st.DrawFn) -> Exchange:
     sync_every = draw(st.integers(1, 5))
     sizes = st.integers(0, 20).map(lambda tenths: tenths * GB / 10)
-    message = st.builds(Message, st.integers(0, 1), st.integers(0, 1), sizes)
+    layer, moved = st.integers(0, 1), st.none() | sizes
+    message = st.builds(Message, layer, layer, sizes, moved_bytes=moved)
     fragment = st.lists(message, min_size=1, max_size=3).map(tuple)
     fragments = draw(st.lists(fragment, min_size=1, max_size=4).map(tuple))
     return Exchange(sync_every, draw(st.integers(0, sync_every - 1)), fragments)

@@ -43,7 +43,7 @@ class WalkedLog:
             from a state.
     """
 
-    name, ranks = ME.name, ReplicaRanks()
+    name, ranks, min_replicas = ME.name, ReplicaRanks(), 1
 
     def __init__(
         self, walk: CudaWalk, size: int, missed: tuple[int, ...] = (), behind_at: int = -1

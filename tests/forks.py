@@ -10,6 +10,7 @@ import ctypes
 import os
 import runpy
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -82,6 +83,19 @@ class Fork(ForkProcess):
         if self.exitcode is None:
             raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
         return self.exitcode
+
+    def end(self, limit_s: float) -> int | None:
+        """Wait for the end; after `limit_s`, kill the process and its ranks and raise an error."""
+        try:
+            return self.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            assert self.pid, "it has started"
+            os.killpg(self.pid, signal.SIGKILL)  # it leads a group of its own
+            raise
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None and self.pid is not None:
+            os.kill(self.pid, number)
 
 
 def run_python(*words: str) -> None:

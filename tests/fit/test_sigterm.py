@@ -7,7 +7,6 @@ import inspect
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -20,12 +19,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from examples.local_sgd import LocalSGDStrategy
 from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
 from tests.fit.models import Tiny, Voter, info_messages, loader, quiet_trainer
 from tests.fit.slurm import slurm_job
+from tests.forks import Fork, forking
 from tests.pages import ROOT, python_of
 from tests.world import run_ranks
 
@@ -313,23 +314,28 @@ FIT = "trainer.fit(model, data)"
 )
 
 
-def terminate(fit: str, folder: Path) -> tuple[int, list[str]]:
-    """Send SIGTERM to a script as a user starts it; return its exit code and what it prints."""
+def by_itself() -> None:
+    """Let Lightning fork the other rank, and be silent on stderr; in this forked process only."""
+    subprocess_script.subprocess = forking
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def terminate(fit: str, folder: Path) -> tuple[int | None, list[str]]:
+    """Send SIGTERM to a script that starts its ranks; return its exit code and what it prints.
+
+    Its processes are forks, which are spared the imports; those of `test_launch` are new Pythons.
+    """
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("FIT", fit, 1))
-    with subprocess.Popen(
-        [sys.executable, script],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    read, write = os.pipe()
+    with open(read) as printed, open(write, "w") as stdout:
+        command = [sys.executable, str(script)]
+        process = Fork(command, cwd=folder, stdout=stdout, first=by_itself)
+        stdout.close()
+        assert printed.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=60)
-    return process.returncode, sorted(printed.split())
+        code = process.end(60)
+        return code, sorted(printed.read().split())
 
 
 def fit_with_ddp() -> None:

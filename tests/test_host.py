@@ -5,32 +5,36 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lightning_commfree import host
+from tests.forks import Fork
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_script(script: str, folder: Path, **environment: str) -> list[str]:
-    """Run a script of its own process, and return the lines that it printed."""
+def run_script(script: str, folder: Path, first: Callable[[], None] | None = None) -> list[str]:
+    """Run a script in a fork, after `first`, and return the lines that it printed."""
     (folder / "script.py").write_text(script)
     kept = {name: value for name, value in os.environ.items() if name != host.VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        env={**kept, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    with (folder / "output").open("w+") as output:
+        environment = {**kept, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(folder / "script.py")]
+        process = Fork(command, cwd=folder, env=environment, stdout=output, first=first)
+        code, printed = process.end(280), (folder / "output").read_text()
+    assert code == 0, printed[-3000:]
+    return printed.splitlines()
+
+
+def forget_lightning() -> None:
+    """Forget our package and Lightning's, as if nothing had imported them yet."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("lightning", "lightning_commfree", "pytorch_lightning"):
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ except TypeError as error:
 def test_a_trainer_of_the_other_package_says_what_to_set(tmp_path: Path) -> None:
     """It is imported after ours, as sorted imports have it."""
     lines = run_script(MIXED.format(package="pytorch_lightning"), tmp_path)
-    name, instance, module = map(json.loads, lines)
+    name, instance, module = (json.loads(line) for line in lines if line.startswith('"'))
     # Lightning's own words for a name that it does not know
     assert "invalid strategy name: `strategy='distributed_lion_fork'`" in name
     assert (
@@ -131,6 +135,6 @@ if __name__ == "__main__":  # so a spawned rank imports nothing before it unpick
 
 
 def test_spawned_ranks_use_the_package_of_the_process_that_spawns_them(tmp_path: Path) -> None:
-    trained, variable = run_script(SPAWNED, tmp_path)[-2:]
+    trained, variable = run_script(SPAWNED, tmp_path, forget_lightning)[-2:]
     assert trained == "trained pytorch_lightning.strategies.ddp"
     assert variable == "None"  # it is set for the launch only

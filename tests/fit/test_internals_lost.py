@@ -10,8 +10,6 @@ train on.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import traceback
 import warnings
 from datetime import timedelta
@@ -28,6 +26,7 @@ from lightning_commfree import lightning_internals
 from lightning_commfree.lightning_internals import Feature
 from tests.fit import another_lightning
 from tests.fit.models import assert_same
+from tests.forks import Fork
 
 INTACT = "nothing"
 RANKS, BATCHES = 2, 4
@@ -124,7 +123,6 @@ def features(name: str) -> list[Feature]:
 
 def run_all(folder: Path) -> None:
     """Run every case in a process of its own, forked where Lightning is loaded and known."""
-    os.setpgrp()
     inside = another_lightning.Inside()
     for kind, name in CASES:
         place = folder / f"{kind}-{name}"
@@ -147,9 +145,7 @@ def run_all(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lost")
-    # a process of its own: what tests before this one have loaded would be forked with it
-    command = [sys.executable, "-m", "tests.fit.test_internals_lost", str(folder)]
-    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+    assert Fork([run_all, folder]).end(500) == 0
     return folder
 
 
@@ -182,7 +178,3 @@ def test_missing_private_names_disable_only_their_feature(
     for line in said:
         assert all(feature.lost in line for feature in features(name))
         assert all(missing in line for missing in private(*features(name)))
-
-
-if __name__ == "__main__":
-    run_all(Path(sys.argv[1]))

@@ -1,7 +1,7 @@
 """The Triton kernels, interpreted on a CPU, against torch operations, bit for bit.
 
 Triton has to be told to interpret before it is imported. So one test starts this file again, in a
-process of its own: `TRITON_INTERPRET=1 pytest tests/lion/test_worker_triton.py`.
+process of its own: `TRITON_INTERPRET=1 python -m tests.bare tests/lion/test_worker_triton.py`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def kernels() -> Any:
 def test_this_file_passes_in_the_interpreter() -> None:
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed: nothing was interpreted")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "tests.bare", __file__]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from moto.server import ThreadedMotoServer
 
 from lightning_commfree.stores import retrying
 from lightning_commfree.stores.retrying import Retrying
 from lightning_commfree.stores.store import Store, StoreError, open_store
 from tests.stores.contract import check_big_values, check_keys, check_race, check_verbs
 from tests.stores.faulty_store import FaultyStore
-from tests.world import free_port
 
 
 @pytest.fixture(scope="module", autouse=True)
 def endpoint() -> Iterator[str]:
-    port = free_port()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
-        except OSError:
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    url = f"http://127.0.0.1:{port}"
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
     urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
     yield url
-    server.kill()
-    server.wait()
+    server.stop()
 
 
 @pytest.fixture
@@ -85,6 +68,8 @@ def test_no_answer_and_no_bucket_are_outages(store: Store, monkeypatch: pytest.M
     absent = open_store("s3://absent/run")
     with pytest.raises(StoreError, match="s3://absent/run did not answer `create`"):
         absent.create("a", b"1")
-    monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(StoreError, match="`get`"):
-        open_store("s3://bucket/run").get("a")
+    with socket.socket() as deaf:  # it has the port, and refuses connections
+        deaf.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT", "http://{}:{}".format(*deaf.getsockname()))
+        with pytest.raises(StoreError, match="`get`"):
+            open_store("s3://bucket/run").get("a")

@@ -166,9 +166,11 @@ def run_without_the_missing(words: Sequence[str], folder: Path) -> str:
 ALONE = """
 import sys
 from pathlib import Path
+import pytest
 from benchmarks.gpu_check import __main__ as gpu_check, job
 
 page = Path(sys.argv[1])
+assert pytest.main(sys.argv[2:]) == 0
 words = ["--device", "cpu", "--page", str(page), "--stages", "kernels", "streams", "lion"]
 assert gpu_check.main(words) == 0
 job.run(job.Plan("diloco", "cpu", ranks=1), page.parent)
@@ -176,16 +178,14 @@ job.run(job.Plan("diloco", "cpu", ranks=1), page.parent)
 
 
 def test_only_what_a_gpu_image_has_is_imported(tmp_path: Path) -> None:
-    """By the stages and by a fit, all in one process."""
+    """By the stages, by a fit and by the GPU tests, which are collected."""
     page = tmp_path / "gpu.md"
-    run_without_the_missing(["-c", ALONE, str(page)], tmp_path)
+    module, *options = stages.PYTEST[1:]
+    assert module == "pytest"
+    words = [*options, "--collect-only", "-m", "gpu", *stages.GPU_TESTS]
+    printed = run_without_the_missing(["-c", ALONE, str(page), *words], tmp_path)
     assert "**Found:** 1 of 1 bounds hold" in page.read_text()
     assert (tmp_path / "0.pt").exists()
-
-
-def test_the_gpu_tests_are_collected_without_what_a_gpu_image_lacks(tmp_path: Path) -> None:
-    words = [*stages.PYTEST, "--collect-only", "-m", "gpu", *stages.GPU_TESTS]
-    printed = run_without_the_missing(words, tmp_path)
     for name in stages.GPU_TESTS:
         assert f"{name}::" in printed, f"{name} has a GPU test"
     marked = {p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text()}

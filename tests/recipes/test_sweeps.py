@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.types import RunMode
 
 from recipes.training.launch import check_launch, check_sweep, launched_outside, with_launcher
 from recipes.training.pretraining import build
 from recipes.training.run import fit
+from tests.forks import Fork
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -41,23 +43,24 @@ def test_one_and_two_processes_in_one_sweep(compose_config, tmp_path) -> None:
     world is its own, and its result that of the same job alone."""
     places = [f"hydra.sweep.dir={tmp_path}/sweep", f"cache_dir={tmp_path}/cache"]
     command = [sys.executable, "-m", "recipes.pretrain", "-m", *TINY, *places]
-    result = subprocess.run(
-        [*command, "trainer.devices=1,2"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    with (tmp_path / "printed").open("w") as printed:
+        process = Fork(
+            [*command, "trainer.devices=1,2"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
+            stdout=printed,
+            first=partial(torch.set_num_threads, 2),
+        )
+        code = process.end(100)
+    stdout = (tmp_path / "printed").read_text()
+    assert code == 0, stdout
     jobs = [tmp_path / "sweep" / job for job in ("0", "1")]
     one, two = (json.loads((job / "summary.json").read_text()) for job in jobs)
     assert two["tokens"] == 2 * one["tokens"] == 2 * 4 * 16 * 16
     assert (one["bytes_sent"], two["bytes_sent"] > 0) == (0, True)
-    assert "DDPStrategy on 1 rank" in result.stdout
-    assert "DDPStrategy on 2 ranks" in result.stdout
-    table = result.stdout[result.stdout.index("overrides") :]
+    assert "DDPStrategy on 1 rank" in stdout
+    assert "DDPStrategy on 2 ranks" in stdout
+    table = stdout[stdout.index("overrides") :]
     losses = (f"{one['validation_loss']:.4f}", f"{two['validation_loss']:.4f}")
     for number, loss in enumerate(losses):
         assert re.search(rf"{number} +│ trainer.devices={number + 1} +│ +{loss}", table), table

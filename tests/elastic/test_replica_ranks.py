@@ -121,18 +121,18 @@ def test_a_replica_ends_with_its_first_rank_that_dies_and_another_one_joins(
 
     def pace(name: str) -> Pace:
         if name == "b":
-            return on_rank(1, Pace(0.02, 20, sends(KILL)))
-        return Pace(0.02, 80 if name == "a" else -1, lambda trainer: wait_until(joined, 60.0))
+            return on_rank(1, Pace(0.02, 14, sends(KILL)))
+        return Pace(0.02, 32 if name == "a" else -1, lambda trainer: wait_until(joined, 60.0))
 
-    fits = Fits(playing(store, pace, 120, inside=inside), tmp_path, "ab", 2)
+    fits = Fits(playing(store, pace, 60, inside=inside), tmp_path, "ab", 2)
     assert fits.wait("b1") == -KILL
     assert fits.wait("b0") == 0
     fits.start("c")
     found = fits.results(90.0)
     assert "rank 1" in found["b0"].error
     assert_equal(found, "a", "c")
-    assert {one.steps for name, one in found.items() if name != "b0"} == {120}
-    assert 0 < found["c0"].trained == found["c1"].trained < 120
+    assert {one.steps for name, one in found.items() if name != "b0"} == {60}
+    assert 0 < found["c0"].trained == found["c1"].trained < 60
 
 
 def test_a_replica_that_was_stopped_skips_the_same_steps_on_all_ranks(
@@ -178,21 +178,21 @@ def test_one_replica_saves_and_its_file_starts_another_job(
 
     def play(name: str) -> Fit:
         strategy = ElasticDiLoCoStrategy(f"file://{store}", **settings)
-        saves = ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1)
-        kwargs = {"callbacks": [saves], "enable_checkpointing": True, "max_steps": 40}
+        saves = ModelCheckpoint(tmp_path, every_n_train_steps=14, save_top_k=-1)
+        kwargs = {"callbacks": [saves], "enable_checkpointing": True, "max_steps": 22}
         return fit(strategy, Pace(0.01), loaders=lambda: [data(), data()], **kwargs)
 
     found = Fits(play, tmp_path, "ab", 2).results(60.0)
     assert_equal(found, "a", "b")
-    path = next(str(one) for one in tmp_path.glob("*step=20*.ckpt"))
+    path = next(str(one) for one in tmp_path.glob("*step=14*.ckpt"))
     again = tmp_path / "again"
     again.mkdir()
 
     def resume(name: str) -> Fit:
         strategy = ElasticDiLoCoStrategy(f"file://{again}", **settings)
-        return fit(strategy, Pace(0.01), ckpt_path=path, max_steps=41)
+        return fit(strategy, Pace(0.01), ckpt_path=path, max_steps=29)
 
     (tmp_path / "second").mkdir()
     found = Fits(resume, tmp_path / "second", "cd", 2).results(60.0)
     assert_equal(found, "c", "d")
-    assert [one.seen[0][0] for one in found.values()] == [20] * 4
+    assert [one.seen[0][0] for one in found.values()] == [14] * 4

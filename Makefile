@@ -14,6 +14,8 @@ TORCH := 2.13.0
 PYTEST_ARGS :=
 # Ranks wait for each other for a third of the time: three test files in parallel take a fifth less time on two cores.
 TEST_WORKERS := 3
+# Workers keep the bytecode of test files, even where Python is told to write none: each would compile them all again.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 OLDEST_ARGS :=
 DEMO_ARGS :=
 ELASTIC_DEMO_ARGS :=
@@ -56,14 +58,14 @@ compare: $(DEMO_READY)
 	  'overrides.streaming_diloco={strategy.sync_every:20}' $(COMPARE_ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(TEST_ENV) $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # comm, two algorithms and the planner, without their slowest files: measured one by one, these took half the time.
 FAST_TESTS := tests/planner tests/comm tests/lion tests/diloco
 FAST_LEFT_OUT := cuda_walk frozen voting_ranks liveness finish ballot_exchange
 
 test-fast: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(FAST_TESTS) \
+	$(TEST_ENV) $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(FAST_TESTS) \
 	  $(FAST_LEFT_OUT:%=--ignore-glob='*/test_%*') $(PYTEST_ARGS)
 
 # Fits, resumes and stops of the three strategies, and every private name of Lightning.
@@ -71,7 +73,7 @@ PYTORCH_LIGHTNING_TESTS := tests/test_internals.py tests/resume/test_resume.py $
   domino_tp.py lion_fit.py sigterm_forked.py stopping.py streaming_diloco.py)
 
 test-pytorch-lightning: $(STAMP)
-	COMMFREE_HOST=pytorch_lightning OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile \
+	COMMFREE_HOST=pytorch_lightning $(TEST_ENV) $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile \
 	  $(PYTORCH_LIGHTNING_TESTS) $(PYTEST_ARGS)
 
 # On a machine that cannot install them, it prints the reason and exits with 0.

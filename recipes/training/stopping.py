@@ -10,8 +10,8 @@ forever. Here a handler only sets a flag:
 2. The ranks agree. Strategies of this project send the flag with their next exchange; under other
    strategies the ranks reduce their flags after every step, instead of Lightning's broadcast before
    every batch.
-3. Step 102: all ranks know. They save `last.ckpt`, callbacks and loggers close their files, and all
-   ranks exit with 128 + the signal's number, as shells report processes ended by a signal.
+3. Step 102: all ranks know. They save `last.ckpt`, callbacks and loggers close their files, and the
+   run exits with 128 + the signal's number, as shells report processes ended by a signal.
 
 A signal to an elastic replica ends only that replica, and only the first replica saves.
 
@@ -37,7 +37,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
@@ -245,16 +245,15 @@ def _strategy_agrees(trainer: pl.Trainer) -> bool:
 
 
 def _exit_code(trainer: pl.Trainer, signum: signal.Signals) -> int:
-    # a rank launched by another rank's process: Lightning kills the first immediately when the
-    # second exits with an error
-    strategy = trainer.strategy
-    is_launched = (
-        isinstance(strategy.launcher, _SubprocessScriptLauncher)
-        and isinstance(strategy, ParallelStrategy)
-        and isinstance(strategy.cluster_environment, LightningEnvironment)
-        and trainer.local_rank != 0
-    )
-    return 0 if is_launched else 128 + signum
+    # Lightning's launcher and `srun --kill-on-bad-exit` kill the first rank as soon as another one
+    # exits with an error, even if the first is still closing its loggers' files
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_first = True
+    if isinstance(environment, SLURMEnvironment):
+        is_first = trainer.is_global_zero  # srun exits with the largest code of all ranks
+    elif isinstance(trainer.strategy.launcher, _SubprocessScriptLauncher):
+        is_first = not isinstance(environment, LightningEnvironment) or trainer.local_rank == 0
+    return 128 + signum if is_first else 0
 
 
 def _write_now(text: str) -> None:

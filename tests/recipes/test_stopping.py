@@ -21,6 +21,8 @@ import torch
 
 from recipes.training.pretraining import build
 from recipes.training.run import fit
+from recipes.training.stopping import _exit_code
+from tests.fit.slurm import slurm_job
 
 STEPS, SAVED = 30, 10  # of a run, and before its first checkpoint
 SMALL = [
@@ -191,3 +193,13 @@ def test_a_second_ctrl_c_ends_at_once(start) -> None:
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
     assert time.monotonic() - begin < 15, "shorter than the step that a first one would wait for"
     assert not (job.run / "checkpoints" / "last.ckpt").exists()
+
+
+def test_only_rank_0_of_a_slurm_job_exits_with_an_error(tmp_path: Path) -> None:
+    codes = []
+    for rank in range(2):
+        with slurm_job(tmp_path, rank, 2):
+            trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+            codes.append(_exit_code(trainer, signal.SIGTERM))
+    # otherwise `srun --kill-on-bad-exit` kills rank 0 when another rank exits before it
+    assert codes == [143, 0]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.bandwidth.figures import LABELS
 from benchmarks.bandwidth.job import WORKLOADS
-from benchmarks.bandwidth.measure import HEAP, TORCHFT_ROWS, Results, measure
+from benchmarks.bandwidth.measure import HEAP, Results, measure
 from benchmarks.bandwidth.page import TITLE, draw, opening, page_lines
 from benchmarks.bandwidth.window import LEG_STEPS
 from benchmarks.common.page import provenance, result_page, write_page
@@ -41,8 +41,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     options = parser.parse_args(arguments)
-    if options.size != "5.8M" and (torchft := set(options.rows) & set(TORCHFT_ROWS)):
-        parser.error(f"--size {options.size} has no rows of torchft: leave out {sorted(torchft)}")
     for name in ("rounds", "cycles", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be 1 or more, not {getattr(options, name)}")

@@ -30,8 +30,6 @@ from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.common.relay import Relay, Run
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 
-BATCH, TOKENS, VOCABULARY = 4, 128, 4096
-
 
 class Workload(NamedTuple):
     """A random GPT-2, and the batch of a rank: `batch` sequences of `tokens` tokens."""
@@ -48,14 +46,9 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "5.8M": Workload(BATCH, TOKENS, VOCABULARY, 6, 256),
+    "5.8M": Workload(4, 128, 4096, 6, 256),
     "0.19M": Workload(16, 64, 512, 3, 64),  # the size ladder's 0.2M, with two replicas
 }
-
-
-def tiny_gpt2() -> GPT2LMHeadModel:
-    """Return the model of most rows: a random GPT-2 with 6 blocks and 5.8 million parameters."""
-    return WORKLOADS["5.8M"].model()
 
 
 class HookedDDP(DDPStrategy):
@@ -76,9 +69,14 @@ class HookedDDP(DDPStrategy):
         self.model.register_comm_hook(state, hook)
 
 
-def _powersgd(rank: int) -> tuple[Any, Callable[..., Any]]:
-    # the default starts to compress at step 1000; its warm start needs 2 uncompressed steps
-    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+def powersgd(rank: int, start: int = 2) -> tuple[Any, Callable[..., Any]]:
+    """Return the state and hook of PowerSGD with low-rank matrices of this rank.
+
+    Args:
+        rank: of the matrices.
+        start: steps before it compresses. torch's default is 1000; its warm start needs 2.
+    """
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
     return state, powerSGD_hook
 
 
@@ -96,8 +94,8 @@ def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
         "ddp": DDPStrategy,
         "ddp_accumulate": DDPStrategy,
         "ddp_bf16": lambda: HookedDDP(lambda: (None, bf16_compress_hook)),
-        "ddp_powersgd": lambda: HookedDDP(partial(_powersgd, 4)),
-        "ddp_powersgd_1": lambda: HookedDDP(partial(_powersgd, 1)),
+        "ddp_powersgd": lambda: HookedDDP(partial(powersgd, 4)),
+        "ddp_powersgd_1": lambda: HookedDDP(partial(powersgd, 1)),
         "ddp_powersgd_1_none": lambda: SingleDeviceStrategy(device="cpu"),
         "ddp_powersgd_none": lambda: SingleDeviceStrategy(device="cpu"),
         "local_sgd": _diloco(10, mix=0.0, outer_optimizer=mean, **plain),

@@ -3,7 +3,8 @@
 torchft is not a Lightning strategy, so this file contains the training loop; model, tokens and
 optimizer are the same as in the other rows. It takes turns with the same loop without torchft.
 torchft keeps one fragment in flight, and `sync_every` must be a multiple of the number of
-fragments. There are 2: blocks 0, 2, 4 with the embeddings, and blocks 1, 3, 5.
+fragments. There are 2: blocks 0, 2, 4 with the embeddings, and blocks 1, 3, 5. The smaller model
+has blocks 0, 1 and 2 only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
 from benchmarks.bandwidth.figures import BASELINES
-from benchmarks.bandwidth.job import BATCH, TOKENS, VOCABULARY, tiny_gpt2
+from benchmarks.bandwidth.job import WORKLOADS, Workload
 from benchmarks.bandwidth.window import LEG_STEPS, Window
 from benchmarks.common.fits import Tokens
 from benchmarks.lab import interface_counters
@@ -48,11 +49,23 @@ def new_manager(
     inner: torch.optim.Optimizer,
     replicas: int = 2,
     timeout: timedelta = TIMEOUT,
+    lighthouse: str | None = None,
 ) -> Any:
-    """Return torchft's manager of one of `replicas` replicas."""
+    """Return torchft's manager of one of `replicas` replicas.
+
+    Args:
+        rank: of the replica.
+        model: saved for others.
+        inner: saved for others.
+        replicas: of the job.
+        timeout: of all that it waits for.
+        lighthouse: address; None means that the node with rank 0 runs it and that each replica has
+            a node of its own.
+    """
     from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    store = TCPStore("0.0.0.0", STORE_PORT, is_master=True, wait_for_workers=False)
+    port = STORE_PORT if lighthouse is None else 0  # 0: any free one
+    store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout),
         load_state_dict=lambda state: None,  # all start with the same weights, so no recovery
@@ -65,8 +78,8 @@ def new_manager(
         rank=0,
         world_size=1,  # of a replica
         store_addr=os.uname().nodename,
-        store_port=STORE_PORT,
-        lighthouse_addr=f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
+        store_port=store.port,
+        lighthouse_addr=lighthouse or f"http://{os.environ['MASTER_ADDR']}:{LIGHTHOUSE_PORT}",
         replica_id=f"replica{rank}",
         hostname=os.uname().nodename,
         init_sync=False,
@@ -78,11 +91,11 @@ def new_manager(
 class Loop:
     """A plain training loop, timed step by step."""
 
-    def __init__(self) -> None:
-        self.model = tiny_gpt2()
+    def __init__(self, workload: Workload) -> None:
+        self.model = workload.model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        tokens = Tokens(VOCABULARY, TOKENS)
-        self._batches = iter(DataLoader(tokens, batch_size=BATCH, shuffle=True))
+        tokens = Tokens(workload.vocabulary, workload.tokens)
+        self._batches = iter(DataLoader(tokens, batch_size=workload.batch, shuffle=True))
         self.step_s: list[float] = []
 
     def step(self) -> None:
@@ -100,7 +113,7 @@ class Loop:
         return Window(row, steps, sum(step_s), wire_bytes, parameters=numel, step_s=step_s)
 
 
-def measure(row: str, steps: int, sync_every: int) -> list[Window]:
+def measure(row: str, steps: int, sync_every: int, workload: Workload) -> list[Window]:
     """Train through the window of one row and of its baseline, in turns.
 
     As in the other rows, a turn has `LEG_STEPS` steps, and more while a fragment is in flight, and
@@ -111,13 +124,14 @@ def measure(row: str, steps: int, sync_every: int) -> list[Window]:
             allows, and mixes with alpha 0.5.
         steps: in each of the two windows.
         sync_every: H of a fragment.
+        workload: the model and the batch of a rank.
 
     Raises:
         RuntimeError: torchft has skipped a sync.
     """
     from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    ours, none = Loop(), Loop()
+    ours, none = Loop(workload), Loop(workload)
     parts = fragments(ours.model)
     outer = [
         torch.optim.SGD(part.parameters(), lr=0.4, momentum=0.9, nesterov=True) for part in parts
@@ -171,7 +185,7 @@ def main() -> None:
         bind = f"0.0.0.0:{LIGHTHOUSE_PORT}"
         lighthouse = LighthouseServer(bind=bind, min_replicas=2, join_timeout_ms=60_000)
         print(f"lighthouse at {lighthouse.address()}")
-    windows = measure(row, steps, plan["sync_every"])
+    windows = measure(row, steps, plan["sync_every"], WORKLOADS[plan["size"]])
     with path.open("a") as file:
         file.writelines(json.dumps(asdict(window)) + "\n" for window in windows)
     time.sleep(2)  # the peer may still be waiting for an answer of the lighthouse

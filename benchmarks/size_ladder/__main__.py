@@ -3,7 +3,9 @@
 First build the corpus: `python -m benchmarks.size_ladder.corpus`. Every finished run is a line of
 `records.jsonl`, and a later call continues where this one stopped, in the middle of a run too. One
 process with one thread trains all replicas of a run; `--jobs` sets how many runs go on at a time.
-`--page-only` writes the page from the records.
+A run with another library's method (`peers.py`) takes two processes, and begins again if it is
+interrupted; those of torchft need the extra `bench`. `--page-only` writes the page from the
+records.
 """
 
 from __future__ import annotations

@@ -39,6 +39,15 @@ OFTEN = 10  # H: the smallest that `sync_every="auto"` chooses
 CHOSEN = 20  # H: what it chose for GPT-2 with 0.2M when the work of exchanges was allowed 1.25 %
 ACCUMULATED = 8  # batches whose gradients DDP adds, as on the bandwidth page
 BATCHES = (1, 4)  # times the blocks of a size, at the smallest size
+# what people would use instead, by row of `benchmarks.bandwidth`, and every how many steps it
+# exchanges weights (H; irrelevant for gradients): as often as ours, and as in that row
+PEERS = (
+    ("ddp_powersgd", 100),
+    ("ddp_powersgd_1", 100),
+    ("local_sgd", OFTEN),
+    ("torchft_delay", 100),
+    ("torchft_delay", OFTEN),
+)
 Settings = Mapping[str, Any]  # fields of a cell
 MULOCO: Settings = {"outer_lr": 0.7, "momentum": 0.6}  # arXiv:2505.23725
 SPARSELOCO: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}  # arXiv:2508.15706
@@ -116,6 +125,8 @@ class Cell:
         restart_every: outer steps between two restarts of the momentum; 0: never.
         radial: average norms and directions apart.
         batch: times the blocks per step of its size, in so many fewer steps.
+        peer: of `PEERS`: another method that two ranks use instead, with `replicas` 0 and without
+            the settings of ours except H; "" for DDP and ours.
     """
 
     model: str
@@ -133,6 +144,7 @@ class Cell:
     restart_every: int = 0
     radial: bool = False
     batch: int = 1
+    peer: str = ""
 
     @property
     def outer(self) -> tuple[Any, ...]:
@@ -461,10 +473,16 @@ def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
         if m == 4:
             plain = (Cell(model, middle, 1, 0, 2, OFTEN, **LOCAL_SGD) for model in models)
             yield from _with_own_search(losses, plain, seeds)
+            yield from _with_own_search(losses, peer_cells(), seeds)
     for batch in BATCHES:
         common: dict[str, Any] = {"models": steady, "batch": batch, "sync_every": OFTEN}
         cells = grid(small, 1, LONG, replicas=(2, 4, 8), **common)
         yield from _with_own_search(losses, cells, seeds)
+
+
+def peer_cells() -> list[Cell]:
+    """Return the cells of other methods, with open rate."""
+    return [Cell(MODELS[0], TUNED[-1], 1, 0, 0, every, peer=peer) for peer, every in PEERS]
 
 
 def _with_own_search(losses: Losses, cells: Iterable[Cell], seeds: int) -> Iterator[Cell]:

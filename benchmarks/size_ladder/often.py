@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
+from benchmarks.bandwidth.figures import LABELS
 from benchmarks.common.runs import mean_text
 from benchmarks.size_ladder.cells import (
     ACCUMULATED,
@@ -26,6 +27,7 @@ from benchmarks.size_ladder.cells import (
     Losses,
     lr_of,
     pairs,
+    peer_cells,
     percent,
     reference,
     row,
@@ -55,6 +57,9 @@ Written down before the first run with H = {OFTEN}:
   standard errors of the mean, over the pairs of the models that have three seeds. If it wins, it
   becomes the default for small H. Written down before the first of these runs, when M = 2 had been
   run with the default.
+- *What people would do instead.* GPT-2 at {SIZE} with two ranks, each method with its own best
+  rate: no verdict, the losses stand beside the times and bytes of `benchmarks.bandwidth`. Written
+  down before the first of these runs, when local SGD had been run as above, with our overlap.
 - *Factor of tokens.* How many times as many tokens DiLoCo takes as DDP to the same loss. DDP's
   loss is interpolated linearly over log(tokens), between complete runs of {HALF}, {SHORT} and
   {LONG} tokens per parameter with the same seed and rate.
@@ -210,6 +215,20 @@ def often_table(losses: Losses) -> list[str]:
         if runs:
             factors = _factor_text([tokens_factor(losses, run) for run, _ in runs])
             lines.append(f"| {model} | {m} | {every} | {_columns(losses, runs)} | {factors} |")
+    return lines
+
+
+def peers_table(losses: Losses) -> list[str]:
+    """Return the runs of other methods as Markdown lines."""
+    lines = [
+        "| method | H | seeds | DDP's rate | DDP | its rate | its loss | gap |",
+        "|" + "---|" * 8,
+    ]
+    for cell in peer_cells():
+        runs = runs_of(losses, cell)
+        if runs:
+            every = 1 if cell.peer.startswith("ddp") else cell.sync_every
+            lines.append(f"| {LABELS[cell.peer]} | {every} | {_columns(losses, runs)} |")
     return lines
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bandwidth import __main__ as bandwidth
+from benchmarks.bandwidth.job import WORKLOADS
+from benchmarks.bandwidth.torchft_job import Loop, fragments
 from benchmarks.common import fits
 from benchmarks.lab import why_unavailable
 from benchmarks.lion_bandwidth import __main__ as lion_bandwidth
@@ -45,6 +47,16 @@ def test_a_round_measures_whole_cycles_and_interface_and_ledger_agree(tmp_path: 
         assert node["wire_bytes"] < 4 * 2000, "a barrier of 500 bytes after each leg"
     assert "| + fp4 |" in page.read_text()
     assert page.read_text().count("- command: `python -m benchmarks.bandwidth") == 1
+
+
+def test_torchft_trains_the_small_model_in_two_fragments() -> None:
+    options = bandwidth.parse(["--size", "0.19M", "--rows", "torchft", "torchft_delay"])
+    loop = Loop(WORKLOADS[options.size])
+    loop.step()
+    assert len(loop.step_s) == 1
+    first, second = ({*part.parameters()} for part in fragments(loop.model))
+    assert first.isdisjoint(second)
+    assert first | second == {*loop.model.parameters()}
 
 
 @needs_lab

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ BATCHES = (1, 4)  # times the blocks of a size, at the smallest size
 PEERS = (
     ("ddp_powersgd", 100),
     ("ddp_powersgd_1", 100),
+    ("ddp_powersgd_late", 100),
     ("local_sgd", OFTEN),
     ("torchft_delay", 100),
     ("torchft_delay", OFTEN),
@@ -53,6 +55,9 @@ MULOCO: Settings = {"outer_lr": 0.7, "momentum": 0.6}  # arXiv:2505.23725
 SPARSELOCO: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}  # arXiv:2508.15706
 # the plain mean of the replicas' weights, at the same H and overlap
 LOCAL_SGD: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}
+# the same, mixed half and half with the local weights as by default, so that no step is discarded
+MIXED_MEAN: Settings = {"outer_lr": 1.0, "momentum": 0.0}
+MIXED_MEAN_REPLICAS = (2, 4)
 # changes of the paper's outer step, tried at the smallest size; the first two follow the rule of
 # arXiv:2503.09799, Figure 7, that the outer learning rate grows with M
 TRIALS: tuple[Settings, ...] = (
@@ -474,10 +479,11 @@ def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
             plain = (Cell(model, middle, 1, 0, 2, OFTEN, **LOCAL_SGD) for model in models)
             yield from _with_own_search(losses, plain, seeds)
             yield from _with_own_search(losses, peer_cells(), seeds)
-    for batch in BATCHES:
-        common: dict[str, Any] = {"models": steady, "batch": batch, "sync_every": OFTEN}
-        cells = grid(small, 1, LONG, replicas=(2, 4, 8), **common)
-        yield from _with_own_search(losses, cells, seeds)
+    for ms, outers in ((MIXED_MEAN_REPLICAS, ({}, MIXED_MEAN)), (REPLICAS[-1:], ({},))):
+        for outer, batch in product(outers, BATCHES):
+            common: dict[str, Any] = {"models": steady, "batch": batch, "sync_every": OFTEN}
+            cells = grid(small, 1, LONG, replicas=ms, **common, **outer)
+            yield from _with_own_search(losses, cells, seeds)
 
 
 def peer_cells() -> list[Cell]:

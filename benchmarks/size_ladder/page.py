@@ -13,8 +13,10 @@ from itertools import product
 from benchmarks.common.page import result_page
 from benchmarks.common.runs import MISSING, mean_text
 from benchmarks.size_ladder.cells import (
+    BATCHES,
     BLOCK,
     LONG,
+    MIXED_MEAN_REPLICAS,
     MODELS,
     NAMES,
     OFTEN,
@@ -46,6 +48,7 @@ from benchmarks.size_ladder.often import (
     batch_table,
     findings,
     local_sgd_pairs,
+    mixed_mean_pairs,
     often_table,
     peers_table,
     summary,
@@ -384,6 +387,7 @@ def verdicts(losses: Losses) -> list[str]:
     lines += _wire_findings(losses)
     lines += [_muon(losses, tokens) for tokens in (SHORT, LONG)]
     lines += _outer_findings(losses) + _local_sgd_findings(losses)
+    lines += _mixed_mean_findings(losses)
     s = pooled_deviation(losses)
     if s is not None:
         lines.append(
@@ -579,6 +583,22 @@ def _local_sgd_findings(losses: Losses) -> list[str]:
         " instead."
     )
     return [f"- **Found, {what}:** {told}. {note}"]
+
+
+def _mixed_mean_findings(losses: Losses) -> list[str]:
+    """Return what the mean of weights loses against the default outer step if none is discarded."""
+    texts = []
+    for batch in BATCHES:
+        runs = {str(m): mixed_mean_pairs(losses, m, batch) for m in MIXED_MEAN_REPLICAS}
+        found = {m: [percent(losses, *each) for each in of_m] for m, of_m in runs.items()}
+        if len(decided(found)) == len(found):
+            by_m = ", ".join(
+                f"{mean_text(gaps, '+.2f', ' %')} with M = {m}" for m, gaps in found.items()
+            )
+            told = judged(found, 0.0, ("wins", "loses"))
+            texts.append(f"batch x {batch}: {told} ({by_m})")
+    what = f"mean with mix 0.5 against the default outer step, H = {OFTEN}, {SEARCHED}"
+    return [f"- **Found, {what}:** {'; '.join(texts)}."] if texts else []
 
 
 def _outer_findings(losses: Losses) -> list[str]:

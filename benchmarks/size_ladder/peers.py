@@ -116,9 +116,11 @@ def torchft_diloco(trained: Trained) -> Iterator[AfterStep]:
     del lighthouse
 
 
-METHODS: Mapping[str, Method] = {  # by row of `benchmarks.bandwidth`
+METHODS: Mapping[str, Method] = {  # by row of `benchmarks.bandwidth`, or an own one
     "ddp_powersgd": partial(hooked_ddp, partial(powersgd, 4)),
     "ddp_powersgd_1": partial(hooked_ddp, partial(powersgd, 1)),
+    # after a tenth of the 1,826 steps, with which torch's documentation suggests to begin tuning
+    "ddp_powersgd_late": partial(hooked_ddp, partial(powersgd, 4, start=183)),
     "local_sgd": local_sgd,
     "torchft_delay": torchft_diloco,
 }

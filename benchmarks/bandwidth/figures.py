@@ -29,6 +29,7 @@ LABELS = {
     "auto": '`sync_every="auto"`, fp4',
     "torchft": "torchft DiLoCo, no delay",
     "torchft_delay": "torchft DiLoCo, delay 5, alpha 0.5",
+    "torchft_often": "torchft DiLoCo every 10 steps, delay 4, alpha 0.5",
 }
 # the same training without communication, in the loop and processes of the row; other rows take
 # turns with `none`
@@ -37,6 +38,7 @@ BASELINES = {
     "ddp_powersgd_1": "ddp_powersgd_1_none",
     "torchft": "torchft_none",
     "torchft_delay": "torchft_delay_none",
+    "torchft_often": "torchft_often_none",
 }
 FEWEST_ROUNDS = 3  # a median of fewer rounds does not remove an interruption
 

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.bandwidth.figures import BASELINES
 from benchmarks.lab import NetLab
 
-TORCHFT_ROWS = ("torchft", "torchft_delay")
+TORCHFT_ROWS = ("torchft", "torchft_delay", "torchft_often")
 DDP_ROWS = ("ddp", "ddp_bf16")  # slow on a slow link
 # torch's hook starts all-reduces in callbacks. On a busy machine two buckets may start in a
 # different order on each rank; gloo then aborts, and with it all rows of the job.

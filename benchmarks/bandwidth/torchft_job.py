@@ -121,9 +121,9 @@ def measure(row: str, steps: int, sync_every: int, workload: Workload) -> list[W
 
     Args:
         row: "torchft" blocks at a sync; "torchft_delay" lands 5 steps later, or as many as torchft
-            allows, and mixes with alpha 0.5.
+            allows, and mixes with alpha 0.5; so does "torchft_often", every 10 steps.
         steps: in each of the two windows.
-        sync_every: H of a fragment.
+        sync_every: H of a fragment in the other rows.
         workload: the model and the batch of a rank.
 
     Raises:
@@ -136,8 +136,10 @@ def measure(row: str, steps: int, sync_every: int, workload: Workload) -> list[W
     outer = [
         torch.optim.SGD(part.parameters(), lr=0.4, momentum=0.9, nesterov=True) for part in parts
     ]
+    if row == "torchft_often":
+        sync_every = 10
     period = sync_every // len(parts)
-    delayed = row == "torchft_delay"
+    delayed = row != "torchft"
     delay = min(5, period - 1) if delayed else 0
     rank = int(os.environ["RANK"])
     manager = new_manager(rank, ours.model, ours.optimizer)

@@ -42,7 +42,7 @@ BATCH_MODEL = "llama"
 AIMS = {2: (0.5, 1.05), 4: (1.0, 1.1), 8: (2.0, 1.2)}  # percent above DDP, factor of tokens
 README_AIM = 2.0  # percent above DDP: GPT-2, M = 2
 SIGMAS = 2.0
-LATE_POWERSGD = "DDP, PowerSGD rank 4 after 10 % of the steps"
+PEER_LABELS = LABELS | {"ddp_powersgd_late": "DDP, PowerSGD rank 4 after 10 % of the steps"}
 SUCCESS = f"""\
 Written down before the first run with H = {OFTEN}:
 
@@ -244,7 +244,8 @@ def peers_table(losses: Losses) -> list[str]:
         runs = runs_of(losses, cell)
         if runs:
             every = 1 if cell.peer.startswith("ddp") else cell.sync_every
-            label = LABELS.get(cell.peer, LATE_POWERSGD)
+            often = (cell.peer, cell.sync_every) == ("torchft_delay", OFTEN)
+            label = PEER_LABELS["torchft_often" if often else cell.peer]
             lines.append(f"| {label} | {every} | {_columns(losses, runs)} |")
     return lines
 

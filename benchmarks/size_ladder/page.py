@@ -176,10 +176,9 @@ def page_lines(records: Records, picture: str) -> list[str]:
         "",
         f"{MODELS[0]}, {SIZE}, {SHORT} tokens per parameter, two ranks; each method with its own"
         " best rate. Real processes train with torch's PowerSGD hook, torch's periodic averager or"
-        " torchft, each with the settings that it has in"
-        f" [the table of times and bytes](../bandwidth/small.md). With H = {OFTEN} torchft's delay"
-        " is 4, the most that it allows. As after a fit of ours, the mean of the ranks' weights is"
-        " evaluated. These runs cannot be interrupted.",
+        " torchft, each with the settings that it has in the"
+        " [table of times and bytes](../bandwidth/small.md). As after a fit of ours, the mean of"
+        " the ranks' weights is evaluated. These runs cannot be interrupted.",
         "",
         *peers_table(losses),
         "",

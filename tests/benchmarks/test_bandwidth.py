@@ -50,7 +50,7 @@ def test_a_round_measures_whole_cycles_and_interface_and_ledger_agree(tmp_path: 
 
 
 def test_torchft_trains_the_small_model_in_two_fragments() -> None:
-    options = bandwidth.parse(["--size", "0.19M", "--rows", "torchft", "torchft_delay"])
+    options = bandwidth.parse(["--size", "0.19M", "--rows", "torchft_delay", "torchft_often"])
     loop = Loop(WORKLOADS[options.size])
     loop.step()
     assert len(loop.step_s) == 1

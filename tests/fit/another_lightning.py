@@ -44,9 +44,10 @@ def forget_ours() -> None:
 
 
 def _is_lightnings(one: Any) -> bool:
-    if isinstance(one, ModuleType):
+    kind = type(one)  # isinstance would ask a weak proxy's object, which may be gone
+    if issubclass(kind, ModuleType):
         return one.__name__.split(".")[0] == "lightning"
-    module = getattr(one, "__module__", None) if isinstance(one, type | FunctionType) else None
+    module = getattr(one, "__module__", None) if issubclass(kind, type | FunctionType) else None
     return isinstance(module, str) and module.split(".")[0] == "lightning"
 
 

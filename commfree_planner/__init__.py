@@ -24,7 +24,7 @@ methods), `inside` (traffic within a replica), `advice` (a setting of Streaming 
 
 Latency is one way; consecutive messages do not wait for each other's latency. Encoding, decoding
 and the outer optimizer take the time that you pass (`sync_seconds`). Not modelled: replicas of
-different speed, memory, the state that an elastic replica stores every four cycles.
+different speed, memory, the bursts in which an elastic replica stores its state (its bytes count).
 """
 
 from commfree_planner.advice import Advice, advise

@@ -17,7 +17,7 @@ from commfree_planner.bytes_sent import (
 from commfree_planner.layer_sums import LayerSums
 from commfree_planner.model import build_exchange
 from commfree_planner.simulation import Exchange, Message
-from commfree_planner.store import store_exchange
+from commfree_planner.store import STATE_BYTES, STATE_CYCLES, store_exchange
 from commfree_planner.training import Training
 
 DATA_PARALLEL = "data parallel"
@@ -101,7 +101,10 @@ def lion(training: Training) -> Exchange:
 
 
 def elastic(training: Training, *, hub: bool) -> Exchange:
-    """Return the messages of `ElasticDiLoCoStrategy`, without the state that the log keeps.
+    """Return the messages of `ElasticDiLoCoStrategy`, and the state that one replica stores.
+
+    The state is spread evenly over the exchanges of its cycles. The link is that of the replica
+    that stores it.
 
     Args:
         training: the run.
@@ -109,6 +112,7 @@ def elastic(training: Training, *, hub: bool) -> Exchange:
             of all replicas. Otherwise it is as fast as all of them together, like a bucket.
     """
     model, members = training.model, training.num_replicas
+    state = STATE_BYTES * model.params / (STATE_CYCLES * training.fragment_count)  # per exchange
 
     def message(layers: Sequence[int]) -> Message:
         numel = sum(map(model.layer_params, layers))
@@ -117,11 +121,11 @@ def elastic(training: Training, *, hub: bool) -> Exchange:
         return Message(
             0,
             0,
-            exchange.sent,
+            exchange.sent + state / members,
             rounds=2 * requests,
             connections=members if hub else 1,
             phases=4 if exchange.two_phase else 2,
-            moved_bytes=exchange.total if hub else exchange.moved,
+            moved_bytes=state + (exchange.total if hub else exchange.moved),
         )
 
     fragments = model.fragments(training.fragment_count)

@@ -12,6 +12,8 @@ route      a replica sends      a replica sends and reads   all replicas togethe
 gather     u                    M u                         M^2 u
 two-phase  (1 + 1/M) u          (3 - 1/M) u                 (3 M - 1) u
 =========  ===================  ==========================  ====================
+
+One member also stores the outer state every four cycles, for those that join.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from commfree_planner.bytes_sent import BLOCK, payload_bytes
+
+STATE_BYTES = 8  # per parameter: the global copy and the momentum, in fp32
+STATE_CYCLES = 4  # after so many, one member stores the outer state
 
 _MOST_PARTS = 32  # of a message
 _LEAST_BLOCKS = 16  # in a part

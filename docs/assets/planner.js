@@ -126,10 +126,12 @@ function diloco(run, name, count, wire, pace) {
   return exchanges(run, name, count, wire, pace, sent, sent);
 }
 
-// the link is busy for `moved` bytes: those of one member or, if the store is one machine, of all
+// the link is busy for `moved` bytes: those of one member or, if the store is one machine, of all. One member also stores
+// the state, 8 bytes per parameter every 4 cycles, here spread evenly
 function elastic(run, name, count, wire, pace, moved) {
   const found = fragmentsOf(run, count).map(numel => storeExchange(numel, run.replicas, wire));
-  return exchanges(run, name, count, wire, pace, found.map(one => one.sent), found.map(one => one[moved]));
+  const state = 8 * run.parameters / (4 * count), sent = found.map(one => one.sent + state / run.replicas);
+  return exchanges(run, name, count, wire, pace, sent, found.map(one => one[moved] + state));
 }
 
 function exchanges(run, name, count, wire, pace, sent, moved) {

@@ -192,7 +192,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         min_replicas: minimum number of replicas. If there are fewer, all of them wait when the
             next fragment is due to land. Those that start first do not wait for others otherwise:
             the first exchanges may be those of one replica, and the others join. The forecast of
-            `traffic()` is for this number.
+            `traffic()` is for this number, without the state that one replica stores every four
+            cycles.
         max_replicas: number of slots, each with its share of the training data. The shares of empty
             slots are not trained on.
         sync: how replicas of unequal speed stay together. "steps": every replica takes `sync_every`

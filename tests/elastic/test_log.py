@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import time
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from commfree_planner.store import STATE_BYTES
 from lightning_commfree.elastic import log as log_module
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.log import (
@@ -272,7 +275,12 @@ def test_a_sleeper_continues_from_a_state_when_messages_are_deleted() -> None:
     assert replicas[0].final is not None
     for name, tensor in sleeper.final.items():
         assert torch.equal(tensor, replicas[0].final[name])
-    assert len(job.store.list("state/")) <= 3
+    states = job.store.list("state/")
+    assert len(states) <= 3
+    state = torch.load(io.BytesIO(job.store.objects[states[0]]), weights_only=True)
+    sizes = [leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+    numel = sum(tensor.numel() for tensor in sleeper.final.values())
+    assert sum(sizes) == STATE_BYTES * numel, "as the planner counts it"
     assert len(job.store.list("x/")) < len(job.store.list("commit/"))
 
 

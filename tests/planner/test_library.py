@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import sys
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from commfree_planner import (
     exchange_bytes,
     payload_bytes,
 )
-from commfree_planner.store import store_exchange
+from commfree_planner.store import STATE_CYCLES, store_exchange
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.diloco import CODECS, Schedule, split_into_fragments
 from lightning_commfree.diloco.exchange import cheaper_exchange
+from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.parts import StoreExchange
 from lightning_commfree.elastic.transport import StoreTransport
 
@@ -73,6 +75,8 @@ def test_exchanges_through_a_store_move_the_predicted_bytes(wire, members) -> No
         assert predicted.moved == found[0].moved_bytes
         assert predicted.total == sum(sent) + sum(read)
         ways.add(two_phase)
+    default = signature(ElasticDiLoCo).parameters["state_cycles"].default
+    assert default == STATE_CYCLES
     assert len(ways) == (2 if members > 2 and wire != "int2" else 1)
 
 

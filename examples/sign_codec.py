@@ -1,9 +1,12 @@
 """A codec of your own: the sign of every value and their mean magnitude, 1 bit a parameter.
 
-So coarse a codec needs error feedback: what it loses is added to the next outer gradient.
+So coarse a codec needs error feedback: what it loses is added to the next outer gradient. With a
+weight of 1, the outer optimizer must have no momentum.
 
 python examples/sign_codec.py
 """
+
+from functools import partial
 
 import lightning as L
 import torch
@@ -18,7 +21,7 @@ SCALE_BYTES = 4
 class SignCodec:
     """Scaled signs with error feedback (EF-signSGD, arXiv:1901.09847)."""
 
-    name, error_feedback = "sign", True
+    name, error_feedback = "sign", 1.0
 
     def num_bytes(self, numel):
         return SCALE_BYTES + -(-numel // 8)
@@ -42,6 +45,9 @@ class SignCodec:
 
 
 if __name__ == "__main__":
-    strategy = StreamingDiLoCoStrategy(sync_every=10, wire_dtype=SignCodec())
+    outer = partial(torch.optim.SGD, lr=1.0)  # momentum would repeat the residual
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=10, mix=0.0, wire_dtype=SignCodec(), outer_optimizer=outer
+    )
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2)
     trainer.fit(BoringModel())

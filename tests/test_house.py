@@ -24,7 +24,6 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_commfree"
-PLANNER = "commfree_planner"  # in the same wheel
 PLANNER = "commfree_planner"  # beside it: whoever asks for a plan does not wait for torch
 CHANNEL = Path("comm/channel.py")
 JOB = Path("comm/job.py")  # makes the framework's process group, and sends nothing
@@ -238,7 +237,7 @@ def defined_in(file: Path) -> set[str]:
                 found |= {node.name} | {f"{node.name}.{one.name}" for one in functions}
             case ast.FunctionDef():
                 found.add(node.name)
-            case ast.AnnAssign(target=ast.Name(id=name)):
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
                 found.add(name)
     return found
 

@@ -2,9 +2,9 @@
 
 During training, no rank asks the others whether they want to stop. It puts its wish into the header
 of the next exchange that is due anyway, and every rank acts on the union of all wishes when that
-exchange has landed, which is after the same step on all ranks. Only where all ranks meet anyway
-(after a validation, when an epoch ends and before a save), they also ask each other
-(`Stopping.agree_here` in `fit/stopping.py`).
+exchange has landed, which is after the same step on all ranks. They ask each other only then, once,
+before they stop (`Stopping.agree_after_step` in `fit/stopping.py`), and where all of them meet
+anyway: after a validation, when an epoch ends and before a save (`Stopping.agree_here`).
 """
 
 from __future__ import annotations

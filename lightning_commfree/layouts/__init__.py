@@ -5,8 +5,8 @@ fully_shard       shards of it, as FSDP2 holds them; `fsdp` shards a module, wit
 tensor_parallel   parts of every layer, with the all-reduces of `domino` hidden
 sharded           what both sharded layouts have in common
 
-Each implements the contract `fit.contracts.Layout`. To add a layout, write one more file, and
-select it in `choose_layout`.
+Each implements the contract `fit.contracts.Layout`. To add a layout, write one more file, select it
+in `choose_layout`, and give it a name that tells whether a fit may resume (`layout_name`).
 """
 
 from __future__ import annotations

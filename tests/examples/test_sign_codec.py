@@ -30,7 +30,7 @@ FEW = STEPS // 2  # enough where no sign is sent, and to see a mistake
 class Forgetful(SignCodec):
     """The likely mistake: what the signs lose is lost."""
 
-    error_feedback = False
+    error_feedback = 0.0
 
 
 def test_it_is_as_short_as_the_page_says() -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 class Forgetful(TopKCodec):
     """The likely mistake: what is not sent is lost."""
 
-    error_feedback = False
+    error_feedback = 0.0
 
 
 def test_it_is_as_short_as_the_page_says() -> None:

@@ -302,19 +302,24 @@ def test_the_table_in_readme_is_what_was_measured_and_predicted() -> None:
 
 def test_the_alternatives_are_what_was_measured() -> None:
     page = ROOT / "benchmarks/bandwidth/small.md"
-    slow, fast = (
-        {row[0]: row for row in rows_of(page, f"## {rate}")} for rate in ("20mbit", "100mbit")
+    slow, *faster = (
+        {row[0]: row for row in rows_of(page, f"## {rate}")}
+        for rate in ("20mbit", "100mbit", "1gbit")
     )
     shown = rows_of(DOCS / "figures.md", "## What people would do instead")
-    assert len(shown) == 6
+    assert len(shown) == 8
     heading, ladder = "## Exchanges as often as a link hides", LADDER.read_text("utf-8")
     often = {tuple(row[:3]): row[8] for row in rows_of(LADDER, heading)}
     [added] = re.findall(r"gradients of 8 batches:\*\* (\S+ ± \S+ %) above", ladder)
     losses = {'`sync_every="auto"`, fp4': often["gpt2", "2", "10"], "DDP": "0"}
     losses["DDP, gradients of 8 batches"] = added
+    for method, _, seeds, *_, gap in rows_of(LADDER, "## What people would do instead"):
+        assert seeds == "3"
+        losses[method] = gap
     for method, *figures, loss in shown:
-        assert figures == [slow[method][1], fast[method][1], slow[method][8]]
-        assert loss == losses.get(method, "not measured")
+        ms = [link[method][1] for link in (slow, *faster)]
+        assert figures == [*ms, slow[method][7], slow[method][8]]
+        assert loss == losses[method]
 
 
 def test_the_plot_shows_the_saved_losses(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._late_flights = 0  # landings in a row that did not count its message
         self._sent: set[int] = set()  # fragments in flight for which this replica sent a message
         self._wait_for_copies: Callable[[], None] = lambda: None  # of the latest state
+        self._state_due = -1  # flight after which this replica last had to store a state
+        self._stored = -1, -1  # flights of the two latest states
         self._lateness = Lateness(len(fragments), settings.overlap_steps)
         super().__init__(module, fragments, settings, transport, within, requests)
         self._frozen_digests = self._frozen.digests()
@@ -457,10 +459,21 @@ class ElasticDiLoCo(StreamingDiLoCo):
         return saved
 
     def _write_state(self, flight: int) -> None:
-        """Store the outer state after a flight, and delete what no replica needs any more."""
-        log = self._log
+        """Store the outer state after a flight, and delete what no replica needs any more.
+
+        A state is several times as large as all messages of its cycles. If the link has not carried
+        the one before, this one is left out.
+        """
+        log, every = self._log, self.state_every
+        if self._state_due != flight - every:  # another replica was to store that one
+            self._stored = flight - every, flight - 2 * every
+        self._state_due = flight
+        if log.is_storing():
+            return
+        before, first = self._stored
+        self._stored = flight, before
         log.write_state(flight, self._copied_state())
-        log.later(lambda: log.delete_before(flight - self.state_every, self.state_every))
+        log.after_states(lambda: log.delete_before(before, before - first))
 
     def _continue_from(self, flight: int, state: bytes, keep: bool) -> None:
         """Continue as if `flight` had just landed; `keep`: with this replica's outer gradients."""

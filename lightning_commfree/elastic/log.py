@@ -24,8 +24,8 @@ In a replica of several ranks, each of them has its own part of messages and sta
 decides for the whole replica (`elastic.ranks`), while the others only read their parts of what it
 has decided.
 
-Two threads talk to the store: one creates messages and states in order, the other one looks for
-what others created. Training waits only in `JobLog.landed`.
+Three threads talk to the store: one creates messages, one states, which are much larger and must
+not delay a message, and one looks for what others created. Training waits only in `JobLog.landed`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from lightning_commfree.stores.store import Store, StoreError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Jobs = queue.SimpleQueue[Callable[[], object] | None]
 _log = logging.getLogger(__name__)
 
 ABSTAINS = b"-"  # message of a replica that has no finite values
@@ -202,8 +203,10 @@ class JobLog:
         self._interval_s = 0.0  # between the latest two launches
         self._took_s: deque[float] = deque(maxlen=_RECENT)  # from launch to commit
         self._new: set[str] = set()  # replicas that came, and have not been heard from
-        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        # The training thread and both threads below read and change `launched`, `_flights`, the
+        self._jobs: Jobs = queue.SimpleQueue()
+        self._state_jobs: Jobs = queue.SimpleQueue()
+        self._storing = False  # a state
+        # The training thread and all threads below read and change `launched`, `_flights`, the
         # messages of a flight, `_latest`, `_heard`, `_new` and `_others_launched`: hold the lock.
         self._lock, self._wake = threading.RLock(), threading.Event()
         self._roster_lock = threading.Lock()  # held during a request
@@ -213,7 +216,7 @@ class JobLog:
             threading.Thread(
                 target=self._run, args=(work,), name=f"log {work.__name__}", daemon=True
             )
-            for work in (self._upload, self._look)
+            for work in (self._upload, self._store_states, self._look)
         ]
 
     # -- joining
@@ -386,18 +389,25 @@ class JobLog:
     def write_state(self, flight: int, state: Callable[[], bytes], is_final: bool = False) -> None:
         """Create the state after a flight; the final one ends the job.
 
-        `state` runs on the thread that creates objects.
+        `state` runs on the thread that creates states.
         """
+        self._storing = True
 
         def write() -> None:
-            self._create(f"state/{_END if is_final else flight}", state())
+            key = f"state/{_END if is_final else flight}"
+            self._create(key, state(), self.ranks.meet_for_state)
             if self.ranks.rank == 0 and is_final:
                 self.store.create("end", str(flight + 1).encode())
             elif self.ranks.rank == 0:
                 self._point_to(flight)
-            self.ranks.meet()  # no rank may delete anything before that
+            self.ranks.meet_for_state()  # no rank may delete anything before that
+            self._storing = False
 
-        self.later(write)
+        self.after_states(write)
+
+    def is_storing(self) -> bool:
+        """Return whether rank 0 has not stored an earlier state yet; collective."""
+        return bool(self.ranks.first(lambda: self._storing))
 
     def start(self, launched: int) -> None:
         """Start the threads; the next flight to launch has the number `launched`."""
@@ -556,14 +566,18 @@ class JobLog:
             self.store.overwrite("head", str(flight).encode())
 
     def later(self, job: Callable[[], object]) -> None:
-        """Run `job`, a request, on the thread that creates objects, until it succeeds."""
+        """Run `job`, a request, on the thread that creates messages, until it succeeds."""
         self._jobs.put(job)
 
-    def delete_before(self, newest: int, every: int) -> None:
-        """Delete what no replica needs that begins with one of the two latest states.
+    def after_states(self, job: Callable[[], object]) -> None:
+        """Run `job` on the thread that creates states, after those that are to be created."""
+        self._state_jobs.put(job)
 
-        Call this again with `newest` larger by `every` after each state; it deletes the state
-        `newest`, and the messages of the `every` flights up to it.
+    def delete_before(self, newest: int, every: int) -> None:
+        """Delete the state `newest`, and the messages of the `every` flights up to it.
+
+        Call this after each state, with the one before it and the flights between that and the one
+        before it. Then whoever begins with one of the two latest states finds all that it needs.
         """
         for flight in range(max(newest - every, -1) + 1, newest + 1):
             # no flight had more members than the roster has entries
@@ -591,14 +605,20 @@ class JobLog:
     def close(self) -> None:
         """Complete what is to be created, unless `leave` has a limit, and stop the threads."""
         self._jobs.put(None)
-        started = [thread for thread in self._threads if thread.ident is not None]
-        for thread in started:
+        self._state_jobs.put(None)
+        *create, look = self._threads
+        for thread in create:
+            self._join(thread)
+        self._closed = True
+        self._stop.set()
+        self._wake.set()
+        self._join(look)
+        self.ranks.close()
+
+    def _join(self, thread: threading.Thread) -> None:
+        if thread.ident is not None:  # it has been started
             left_s = min(self._leave_by_s - time.monotonic(), threading.TIMEOUT_MAX)
             thread.join(max(left_s, 0.0))
-            self._closed = True  # the first thread has done its jobs
-            self._stop.set()
-            self._wake.set()
-        self.ranks.close()
 
     # -- the threads
 
@@ -617,8 +637,13 @@ class JobLog:
             job()
             self._wake.set()
 
+    def _store_states(self) -> None:
+        """Run the jobs of `after_states` in order; the work of the second thread."""
+        while (job := self._state_jobs.get()) is not None:
+            job()
+
     def _look(self) -> None:
-        """Look for what others have created, until `close`; the work of the second thread."""
+        """Look for what others have created, until `close`; the work of the third thread."""
         while not self._closed:
             if self._watch_at_s() <= time.monotonic():
                 self._watch()
@@ -812,11 +837,11 @@ class JobLog:
         """Tell a newcomer that this replica still needs its slot (`enroll`)."""
         self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
 
-    def _create(self, key: str, data: bytes) -> None:
-        """Create this rank's part of an object, rank 0 last."""
+    def _create(self, key: str, data: bytes, meet: Callable[[], None] | None = None) -> None:
+        """Create this rank's part of an object, rank 0 last; by default on the first thread."""
         if self._suffix:
             self.store.create(f"{key}{self._suffix}", data)
-        self.ranks.meet()
+        (meet or self.ranks.meet)()
         if not self._suffix:
             self.store.create(key, data)
 

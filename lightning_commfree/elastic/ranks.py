@@ -20,13 +20,18 @@ TAG = "decisions"
 class ReplicaRanks:
     """One rank's connections to the other ranks of its replica; by default, it is the only one.
 
-    `decisions` is for the training thread, and `uploads` for the thread of the log that creates
-    objects. Both are in host memory, and connect the same ranks.
+    `decisions` is for the training thread, `messages` and `states` for the threads of the log that
+    create them. All are in host memory, and connect the same ranks.
     """
 
-    def __init__(self, decisions: Channel | None = None, uploads: Channel | None = None) -> None:
+    def __init__(
+        self,
+        decisions: Channel | None = None,
+        messages: Channel | None = None,
+        states: Channel | None = None,
+    ) -> None:
         self._decisions = decisions or Channel([0], 0, Ledger())
-        self._uploads = uploads or self._decisions
+        self._uploads = [messages or self._decisions, states or self._decisions]
         self.rank, self.size = self._decisions.rank, self._decisions.size
 
     def gather(self, value: int) -> list[int]:
@@ -42,12 +47,20 @@ class ReplicaRanks:
         return self.gather(make() if self.rank == 0 else 0)[0]
 
     def meet(self) -> None:
-        """Wait for the other ranks; collective, on the thread that creates objects."""
+        """Wait for the other ranks; collective, on the thread that creates messages."""
+        self._meet(self._uploads[0])
+
+    def meet_for_state(self) -> None:
+        """Wait for the other ranks; collective, on the thread that creates states."""
+        self._meet(self._uploads[1])
+
+    def _meet(self, channel: Channel) -> None:
         if self.size > 1:
-            self._uploads.ledger.ignore_waits_of_this_thread()
-            self._uploads.all_gather(torch.zeros(1, dtype=torch.uint8), TAG).wait()
+            channel.ledger.ignore_waits_of_this_thread()
+            channel.all_gather(torch.zeros(1, dtype=torch.uint8), TAG).wait()
 
     def close(self) -> None:
-        """Close the channel that is only for uploads."""
-        if self._uploads is not self._decisions:
-            self._uploads.close()
+        """Close the channels that are only for uploads."""
+        for channel in self._uploads:
+            if channel is not self._decisions:
+                channel.close()

@@ -449,14 +449,17 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             return ReplicaRanks()
         decisions = copy(self.channels.world)
         decisions.ledger = self.group_ledger  # nothing goes to other replicas
-        uploads = Channel.open(
-            [decisions.ranks],
-            self.global_rank,
-            self.group_ledger,
-            timeout=self.ranks.timeout,
-            parent=self.channels.world,
+        messages, states = (
+            Channel.open(
+                [decisions.ranks],
+                self.global_rank,
+                self.group_ledger,
+                timeout=self.ranks.timeout,
+                parent=self.channels.world,
+            )
+            for _ in range(2)
         )
-        return ReplicaRanks(decisions, uploads)
+        return ReplicaRanks(decisions, messages, states)
 
     def _save_if_first(self, save: Any, *args: Any, **kwargs: Any) -> None:
         """Save if this replica is the first, or if SIGTERM ends it and it may continue."""

@@ -85,7 +85,7 @@ class Replica:
     trains: bool = False
     continued: list[bool] = field(default_factory=list)  # whether it did so, at each return
     rank: int = 0
-    meetings: list[Meeting] = field(default_factory=lambda: [Meeting(1) for _ in range(3)])
+    meetings: list[Meeting] = field(default_factory=lambda: [Meeting(1) for _ in range(4)])
 
     def __post_init__(self) -> None:
         self.module = Net(width=self.job.width)  # here: its seed is that of all threads
@@ -134,7 +134,7 @@ class Replica:
         job, module = self.job, self.module
         settings = job.settings()
         fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-        within, decisions, uploads = (ThreadChannel(one, self.rank) for one in self.meetings)
+        within, *channels = (ThreadChannel(one, self.rank) for one in self.meetings)
         self.log = log = JobLog(
             self.store or job.store,
             self.name,
@@ -142,7 +142,7 @@ class Replica:
             job.min_replicas,
             job.grace_s,
             job.by_time,
-            ReplicaRanks(decisions, uploads),
+            ReplicaRanks(*channels),
             lambda flight, members: transport.reduction(flight, members),
         )
         transport = StoreTransport(log, Ledger())
@@ -184,6 +184,11 @@ class Replica:
         finally:
             self.trains = False
             transport.close()
+            for thread in log._threads:
+                if thread.ident is not None:
+                    thread.join()  # a process that ends would end it, perhaps in a request
+            if self.killed:
+                self.error, self.away_s = Killed(), None
 
     def _begin(self, diloco: ElasticDiLoCo, optimizer: torch.optim.Optimizer) -> None:
         own: Any = self.own and torch.load(io.BytesIO(self.own), weights_only=True)
@@ -223,13 +228,17 @@ class Replica:
             raise Leaves
 
 
-def start_ranks(name: str, data: int, job: Job, act: Any = lambda *_: None) -> list[Replica]:
-    """Start all ranks of a replica."""
-    meetings = [Meeting(job.ranks) for _ in range(3)]
-    ranks = [
+def ranks_of(name: str, data: int, job: Job, act: Any = lambda *_: None) -> list[Replica]:
+    """Return all ranks of a replica."""
+    meetings = [Meeting(job.ranks) for _ in range(4)]
+    return [
         Replica(name, data, job, act, rank=rank, meetings=meetings) for rank in range(job.ranks)
     ]
-    return [rank.start() for rank in ranks]
+
+
+def start_ranks(name: str, data: int, job: Job, act: Any = lambda *_: None) -> list[Replica]:
+    """Start all ranks of a replica."""
+    return [rank.start() for rank in ranks_of(name, data, job, act)]
 
 
 def play(replicas: Sequence[Replica], limit_s: float = 60.0) -> None:

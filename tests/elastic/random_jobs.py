@@ -52,6 +52,7 @@ class Faults:
             self.leaves_at.clear()
         self.poisoned_at = draw.randrange(steps) if draw.random() < 0.1 else None
         self.requests = 0
+        self.state_s = 0.0  # how long it takes to create a state
         self.what = f"naps {self.naps}, dies at {self.dies_at}, NaN at {self.poisoned_at}"
 
     def act(self, diloco: ElasticDiLoCo, step: int) -> None:
@@ -80,6 +81,8 @@ class Faults:
             if self.requests % 2:  # the request reaches the store, and its answer nobody
                 request()
             raise refused(verb)
+        if verb == "create" and key.startswith("state/"):
+            self.turns.sleep(self.state_s)
         found = request()
         self.nap()
         return found
@@ -123,6 +126,7 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
         faults = Faults(draw, turns, steps, mortal=i >= immortal)
         if is_auto:  # a link is measured in steps
             faults.step_s = max(faults.step_s, 0.01)
+        faults.state_s = auto.choice((0.0, 0.0, 0.3, 2.0))
         own: Any = FaultyStore(store, refused=fails, lost=fails, delay_s=delay_s, seed=seed + i)
         if late:
             own = ScriptedStore(own, Eventual(late))

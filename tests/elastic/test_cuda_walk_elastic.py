@@ -124,6 +124,12 @@ class WalkedLog:
         del flight
         return self.name
 
+    def is_storing(self) -> bool:
+        return False
+
+    def after_states(self, job: Callable[[], object]) -> None:
+        del job
+
     def write_state(self, flight: int, state: Callable[[], bytes], is_final: bool = False) -> None:
         del is_final
         self._states.append((flight, state))

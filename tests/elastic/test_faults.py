@@ -613,8 +613,9 @@ def test_who_leaves_in_an_outage_exits_as_after_sigterm(log: JobLog) -> None:
     flight = log.launch()
     log.store._store = ScriptedStore(log.store._store, lambda verb, *_: fail(verb))
     log.leave(0.0)
+    for run in (log.later, log.after_states):
+        run(lambda: log.store.get("head"))
     for thread in log._threads:
-        log.later(lambda: log.store.get("head"))
         thread.join()
     with pytest.raises(LeftError) as raised:
         log.landed(flight)

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -35,9 +36,11 @@ from tests.elastic.log_twin import (
     killing,
     listed_in,
     play,
+    ranks_of,
     wait_until,
 )
 from tests.elastic.memory_store import MemoryStore, RecordingStore
+from tests.elastic.scripted_store import ScriptedStore
 from tests.stores.faulty_store import FaultyStore
 
 pytestmark = pytest.mark.usefixtures("turns")
@@ -282,6 +285,37 @@ def test_a_sleeper_continues_from_a_state_when_messages_are_deleted() -> None:
     numel = sum(tensor.numel() for tensor in sleeper.final.values())
     assert sum(sizes) == STATE_BYTES * numel, "as the planner counts it"
     assert len(job.store.list("x/")) < len(job.store.list("commit/"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_that_takes_long_delays_no_message(ranks: int) -> None:
+    """The state is 16 times a message in fp4: on a slow link it takes several cycles."""
+    created_s: list[float] = []
+
+    def rule(verb: str, key: str, request: Callable[[], Any]) -> Any:
+        if verb == "create" and key.removeprefix("state/").isdigit():
+            time.sleep(2.5 * cycle_s)
+            created_s.append(time.monotonic())
+        return request()
+
+    cycle_s = FEW["sync_every"] * 0.02
+    job = Job(MemoryStore(), 200, FEW, grace_s=0.1, step_s=0.02, state_cycles=1, ranks=ranks)
+    replicas = [one for i in range(2) for one in ranks_of(f"r{i}", i, job)]
+    for one in replicas:
+        one.store = ScriptedStore(job.store, rule)
+        one.start()
+    play(replicas)
+    assert_equal_the_twin(replicas)
+    listed = listed_in(job.store)
+    assert listed == [["r0", "r1"]] * len(listed)
+    # the next one begins when it is due, after three cycles: the two between are left out
+    pauses_s = [after - before for before, after in pairwise(created_s)]
+    assert pauses_s == [pytest.approx(3 * cycle_s, abs=0.05)] * len(pauses_s)
+    assert len(pauses_s) > 4
+    # messages are kept since the state before the latest one
+    kept = {int(key.split("/")[1]) for key in job.store.list("x/")}
+    assert len(kept) <= 2 * 3 * FEW["num_fragments"] + 2 * FEW["num_fragments"]
+    assert len(job.store.list("state/")) <= 3 * ranks
 
 
 class Stopping(RecordingStore):

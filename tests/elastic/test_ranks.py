@@ -172,7 +172,7 @@ def test_a_store_that_fails_and_loses_answers_costs_no_step() -> None:
 
 def logs_of(store: MemoryStore, name: str) -> list[JobLog]:
     """Return the logs of a replica's two ranks."""
-    meetings = [Meeting(2), Meeting(2)]
+    meetings = [Meeting(2) for _ in range(3)]
     return [
         JobLog(store, name, lambda flight: (10,), ranks=ReplicaRanks(*channels))
         for channels in ([ThreadChannel(one, rank) for one in meetings] for rank in (0, 1))

@@ -320,6 +320,22 @@ def test_the_alternatives_are_what_was_measured() -> None:
         ms = [link[method][1] for link in (slow, *faster)]
         assert figures == [*ms, slow[method][7], slow[method][8]]
         assert loss == losses[method]
+    late = losses["DDP, PowerSGD rank 4 after 10 % of the steps"]
+    assert f"rank 4 then ends {late} above DDP" in prose_of_figures()
+
+
+def test_what_a_batch_and_an_outer_step_change_is_what_was_measured() -> None:
+    batches = rows_of(LADDER, "## More tokens in a step")
+    for m, words in (("2", "from {} to {} % with M = 2"), ("4", "{} to {} % with M = 4")):
+        small, large = (row[8] for row in batches if row[0] == m)
+        assert words.format(small[1:5], large[1:5]) in prose_of_figures()
+    mixed = re.findall(r"batch x \d: \+([\d.]+) %", LADDER.read_text("utf-8"))
+    told = "ends {} % above the default outer step at H = 10, and {} % with four times the batch"
+    assert told.format(*mixed) in prose_of_figures()
+
+
+def prose_of_figures() -> str:
+    return " ".join((DOCS / "figures.md").read_text("utf-8").split())
 
 
 def test_the_plot_shows_the_saved_losses(tmp_path: Path) -> None:

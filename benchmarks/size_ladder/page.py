@@ -730,7 +730,8 @@ def _outer(losses: Losses) -> list[str]:
 
 def _is_trial(cell: Cell) -> bool:
     plain = cell.wire == "fp4" and cell.optimizer == "adamw" and cell.size == SEARCHED
-    return plain and cell.replicas > 0 and cell != cell.with_papers_outer_step
+    often = cell.sync_every == OFTEN  # has findings of its own
+    return plain and cell.replicas > 0 and not often and cell != cell.with_papers_outer_step
 
 
 def _lion(losses: Losses) -> list[str]:

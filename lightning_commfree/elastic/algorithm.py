@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,8 +47,10 @@ from lightning_commfree.elastic.lateness import Lateness
 from lightning_commfree.elastic.log import MissedError, PostponedError
 from lightning_commfree.elastic.transport import NOT_LISTED, StoreTransport
 
+_log = logging.getLogger(__name__)
 _NO_SLOT = -1
 _IN_LOG = ("step", "paces", "pacer", "fragments")  # of the state that all replicas share
+_MOST_LEFT_OUT = 3  # states in a row
 _LATE = 4  # a replica whose messages have been too late so often begins when the others do
 
 
@@ -63,7 +66,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         left_at: position in the log of a replica that left, from a checkpoint; None after `begin`.
         continues: whether this replica has continued from that position.
         postponed: whether it leaves with landings due, which come first when it is back.
-        state_every: flights between two states in the log, a multiple of the number of fragments.
+        state_every: least number of flights between two states in the log, a multiple of the number
+            of fragments.
         note: called with what happens, for a log of this replica's own. After a landing, the last
             argument is a function that returns a digest of the fragment's global copy; it makes the
             host wait for the device.
@@ -95,7 +99,8 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._sent: set[int] = set()  # fragments in flight for which this replica sent a message
         self._wait_for_copies: Callable[[], None] = lambda: None  # of the latest state
         self._state_due = -1  # flight after which this replica last had to store a state
-        self._stored = -1, -1  # flights of the two latest states
+        self._stored = -1, -1  # flights of the two latest states, as far as this replica knows
+        self._left_out = 0  # states in a row
         self._lateness = Lateness(len(fragments), settings.overlap_steps)
         super().__init__(module, fragments, settings, transport, within, requests)
         self._frozen_digests = self._frozen.digests()
@@ -469,7 +474,17 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self._stored = flight - every, flight - 2 * every
         self._state_due = flight
         if log.is_storing():
+            self._left_out += 1
+            if self._left_out == _MOST_LEFT_OUT:
+                _log.warning(
+                    "To store the outer state takes more than %d times as long as the time between"
+                    " two states. Replicas that join read all messages since the latest one, which"
+                    " are kept until then. Use a faster link to the store, or exchange less often.",
+                    _MOST_LEFT_OUT,
+                )
             return
+        if self._left_out < _MOST_LEFT_OUT:  # otherwise it has been said
+            self._left_out = 0
         before, first = self._stored
         self._stored = flight, before
         log.write_state(flight, self._copied_state())

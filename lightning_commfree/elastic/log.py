@@ -451,7 +451,7 @@ class JobLog:
         self.later(lambda: self.store.create(key, LEAVES))
 
     def is_stored(self) -> bool:
-        """Wait until the store has all that this replica has created; collective.
+        """Wait until the store has all messages that this replica has created; collective.
 
         Return False if the time to leave passes before that.
         """
@@ -577,7 +577,8 @@ class JobLog:
         """Delete the state `newest`, and the messages of the `every` flights up to it.
 
         Call this after each state, with the one before it and the flights between that and the one
-        before it. Then whoever begins with one of the two latest states finds all that it needs.
+        before it. Then whoever begins with one of the two latest states finds all that it needs; if
+        another replica has stored the one before, late or not at all, it may have to begin again.
         """
         for flight in range(max(newest - every, -1) + 1, newest + 1):
             # no flight had more members than the roster has entries

@@ -6,6 +6,7 @@ machine's role. The service must honor `If-None-Match: *`, which `probe` checks.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from lightning_commfree.stores.store import Keys, StoreError, check_key, check_prefix
 
+PIECE_BYTES = 16 << 20
 Result = TypeVar("Result")
 
 
@@ -21,7 +23,8 @@ class ObjectStore:
 
     Args:
         url: such as `s3://bucket/run`.
-        timeout_s: how long one request may take.
+        timeout_s: how long a request may take for every 16 MB that it moves. Larger objects are
+            read in pieces of 16 MB.
     """
 
     def __init__(self, url: str, timeout_s: float = 60.0) -> None:
@@ -34,26 +37,33 @@ class ObjectStore:
             ) from error
         self.address = url
         self._obstore: Any = obstore
+        self._from_url, self._timeout_s = from_url, timeout_s
         try:
-            self._bucket: Any = from_url(
-                url,
-                client_options={  # replaces what obstore would read from the environment
-                    "timeout": timedelta(seconds=timeout_s),
-                    "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
-                },
-                # A create repeated by obstore would hide that the first one succeeded.
-                retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
-            )
+            self._bucket = self._client()
         except obstore.exceptions.BaseError as error:
             raise ValueError(f"The store {url} cannot be opened: {error}") from error
+
+    def _client(self, pieces: int = 1) -> Any:
+        """Return a client for requests that move up to so many pieces."""
+        return self._from_url(
+            self.address,
+            client_options={  # replaces what obstore would read from the environment
+                "timeout": timedelta(seconds=pieces * self._timeout_s),
+                "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true"),
+            },
+            # A create repeated by obstore would hide that the first one succeeded.
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
+        )
 
     def create(self, key: str, data: bytes) -> bool:
         """Put the object on condition that the key is absent; return whether this call did."""
         check_key(key)
+        pieces = math.ceil(len(data) / PIECE_BYTES)
+        bucket = self._client(pieces) if pieces > 1 else self._bucket
 
         def put() -> bool:
-            try:
-                self._obstore.put(self._bucket, key, data, mode="create", use_multipart=False)
+            try:  # a condition excludes several parts
+                self._obstore.put(bucket, key, data, mode="create", use_multipart=False)
             except (FileExistsError, self._obstore.exceptions.AlreadyExistsError):
                 return False
             return True
@@ -63,18 +73,22 @@ class ObjectStore:
     def get(self, key: str) -> bytes | None:
         """Get the object; None if the key is absent."""
         check_key(key)
-        return self._ask(
-            "get", lambda: bytes(self._obstore.get(self._bucket, key).bytes()), absent=None
-        )
+
+        def read() -> bytes:
+            found = self._obstore.get(self._bucket, key)
+            size = found.meta["size"]
+            if size <= PIECE_BYTES:
+                return bytes(found.bytes())
+            del found  # ends the request
+            starts = range(0, size, PIECE_BYTES)
+            return b"".join(self._range(key, at, min(PIECE_BYTES, size - at)) for at in starts)
+
+        return self._ask("get", read, absent=None)
 
     def get_range(self, key: str, start: int, length: int) -> bytes | None:
         """Get a range of the object; None if the key is absent."""
         check_key(key)
-        return self._ask(
-            "get_range",
-            lambda: bytes(self._obstore.get_range(self._bucket, key, start=start, length=length)),
-            absent=None,
-        )
+        return self._ask("get_range", lambda: self._range(key, start, length), absent=None)
 
     def list(self, prefix: str) -> Keys:
         """List the objects, page by page, and return their keys, sorted."""
@@ -95,6 +109,9 @@ class ObjectStore:
         """Put the object."""
         check_key(key)
         self._ask("overwrite", lambda: self._obstore.put(self._bucket, key, data))
+
+    def _range(self, key: str, start: int, length: int) -> bytes:
+        return bytes(self._obstore.get_range(self._bucket, key, start=start, length=length))
 
     def _ask(self, verb: str, request: Callable[[], Result], **absent: None) -> Result | Any:
         """Run a request; if the key is absent, return `absent` where it is given.

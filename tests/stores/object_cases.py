@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import socket
+import threading
+import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 
 import pytest
 from moto.server import ThreadedMotoServer
 
-from lightning_commfree.stores import retrying
+from lightning_commfree.stores import objects, retrying
+from lightning_commfree.stores.objects import ObjectStore
 from lightning_commfree.stores.retrying import Retrying
 from lightning_commfree.stores.store import Store, StoreError, open_store
 from tests.stores.contract import check_big_values, check_keys, check_race, check_verbs
@@ -47,6 +54,66 @@ def test_verbs_and_keys(store: Store) -> None:
 
 def test_big_values(store: Store) -> None:
     check_big_values(store)
+
+
+class Slow(BaseHTTPRequestHandler):
+    """A bucket behind a link of 1 MB/s, with one object."""
+
+    protocol_version = "HTTP/1.1"
+    data = b""
+
+    def do_PUT(self) -> None:
+        size, data = int(self.headers["Content-Length"]), b""
+        while len(data) < size:
+            part = self.rfile.read(min(size - len(data), 100_000))
+            if not part:
+                return  # the client has given up
+            data += part
+            time.sleep(0.1)
+        Slow.data = data
+        self.answer(200, b"")
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range")
+        if asked is None:
+            return self.answer(200, self.data)
+        first, last = map(int, asked.removeprefix("bytes=").split("-"))
+        part, size = self.data[first : last + 1], len(self.data)
+        return self.answer(
+            206, part, {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{size}"}
+        )
+
+    def answer(
+        self, code: int, body: bytes, more: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.send_response(code)
+        about = {"ETag": '"1"', "Last-Modified": "Mon, 30 Nov 2026 08:00:00 GMT"}
+        for name, value in {**about, "Content-Length": str(len(body)), **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with suppress(OSError):  # a client may have read enough
+            for at in range(0, len(body), 100_000):
+                self.wfile.write(body[at : at + 100_000])
+                time.sleep(0.1)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_large_object_may_take_longer_than_a_small_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the state of a large model does over a slow link: 1.5 s, in pieces of 0.1 s."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    data = random.Random(0).randbytes(1_500_000)
+    with pytest.raises(StoreError):
+        ObjectStore("s3://bucket/slow", timeout_s=1.0).create("a", data)
+    monkeypatch.setattr(objects, "PIECE_BYTES", 100_000)
+    slow = ObjectStore("s3://bucket/slow", timeout_s=1.0)
+    assert slow.create("a", data)
+    assert slow.get("a") == data
+    server.shutdown()
 
 
 def test_one_winner(store: Store) -> None:

@@ -477,9 +477,10 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self._left_out += 1
             if self._left_out == _MOST_LEFT_OUT:
                 _log.warning(
-                    "To store the outer state takes more than %d times as long as the time between"
-                    " two states. Replicas that join read all messages since the latest one, which"
-                    " are kept until then. Use a faster link to the store, or exchange less often.",
+                    "Storing the outer state takes more than %d times as long as the time between"
+                    " two states. Until the next one is stored, replicas that join read all"
+                    " messages since the last. Use a faster link to the store, or raise"
+                    " `sync_every`.",
                     _MOST_LEFT_OUT,
                 )
             return

@@ -314,7 +314,7 @@ def test_a_state_that_takes_long_delays_no_message(
     pauses_s = [after - before for before, after in pairwise(created_s)]
     assert pauses_s == [pytest.approx(cycles * cycle_s, abs=0.05)] * len(pauses_s)
     assert len(pauses_s) > 2
-    assert caplog.text.count("To store the outer state takes") == (cycles > 3)
+    assert caplog.text.count("Storing the outer state takes") == (cycles > 3)
     # messages are kept since the state before the latest one
     kept = {int(key.split("/")[1]) for key in job.store.list("x/")}
     assert len(kept) <= 2 * (cycles + 1) * FEW["num_fragments"]

@@ -23,8 +23,8 @@ class ObjectStore:
 
     Args:
         url: such as `s3://bucket/run`.
-        timeout_s: how long a request may take for every 16 MB that it moves. Larger objects are
-            read in pieces of 16 MB.
+        timeout_s: how long one request may take. To create an object of more than 16 MB, it is as
+            much longer as the object is larger; such an object is read in pieces of 16 MB.
     """
 
     def __init__(self, url: str, timeout_s: float = 60.0) -> None:

@@ -484,6 +484,8 @@ def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
             common: dict[str, Any] = {"models": steady, "batch": batch, "sync_every": OFTEN}
             cells = grid(small, 1, LONG, replicas=ms, **common, **outer)
             yield from _with_own_search(losses, cells, seeds)
+    eight = grid(middle, 1, replicas=(8,), models=MODELS[:1], sync_every=OFTEN)
+    yield from _with_own_search(losses, eight, seeds)
 
 
 def peer_cells() -> list[Cell]:

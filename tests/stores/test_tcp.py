@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_commfree.stores import command
+from lightning_commfree.stores import command, tcp
 from lightning_commfree.stores.retrying import Retrying
 from lightning_commfree.stores.store import StoreError, StoreLostError
 from lightning_commfree.stores.tcp import TcpStore
@@ -66,6 +67,42 @@ def test_a_server_that_does_not_answer_is_an_outage_that_ends() -> None:
                 store.get("a")
         os.kill(process.pid, signal.SIGCONT)
         assert Retrying(store, timeout_s=10).get("a") == b"1"
+
+
+def begin_a_set(port: int) -> socket.socket:
+    """Send the beginning of a request, as a slow link does (torch's protocol: `TCPStore.cpp`)."""
+    slow = socket.create_connection(("127.0.0.1", port), 5)
+    validate, put, length = 0, 1, 1 << 20
+    slow.sendall(struct.pack("<BIBQ", validate, 0x3C85F7CE, put, length))
+    time.sleep(0.2)  # the server reads it
+    return slow
+
+
+@pytest.mark.parametrize("has_libuv", [True, False])
+def test_a_request_that_takes_long_stops_no_other_member(
+    has_libuv: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    create, said = tcp.TCPStore, "This build of torch has no libuv"
+
+    def server_of_this_build(*args: Any, **options: Any) -> Any:
+        if options["use_libuv"] and not has_libuv:
+            raise RuntimeError("use_libuv was requested but PyTorch was built without")
+        return create(*args, **options)
+
+    port = free_port()
+    with monkeypatch.context() as patch:
+        patch.setattr(tcp, "TCPStore", server_of_this_build)
+        served = tcp.serve("127.0.0.1", port)
+    store = TcpStore("127.0.0.1", port, timeout_s=2.0)
+    assert store.create("a", b"1")
+    with begin_a_set(port):
+        if has_libuv:
+            assert store.get("a") == b"1"
+        else:
+            with pytest.raises(StoreError, match="no answer for 2 s"):
+                store.get("a")
+    assert (said in caplog.text) is not has_libuv
+    del served
 
 
 def test_a_restarted_server_has_lost_everything_and_says_so() -> None:

@@ -13,7 +13,7 @@ gather     u                    M u                         M^2 u
 two-phase  (1 + 1/M) u          (3 - 1/M) u                 (3 M - 1) u
 =========  ===================  ==========================  ====================
 
-One member also stores the outer state every four cycles, for those that join.
+One member also stores the outer state at most every four cycles, for those that join.
 """
 
 from __future__ import annotations

@@ -98,8 +98,6 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._late_flights = 0  # landings in a row that did not count its message
         self._sent: set[int] = set()  # fragments in flight for which this replica sent a message
         self._wait_for_copies: Callable[[], None] = lambda: None  # of the latest state
-        self._state_due = -1  # flight after which this replica last had to store a state
-        self._stored = -1, -1  # flights of the two latest states, as far as this replica knows
         self._left_out = 0  # states in a row
         self._lateness = Lateness(len(fragments), settings.overlap_steps)
         super().__init__(module, fragments, settings, transport, within, requests)
@@ -326,7 +324,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         self._trained_since = [self.inner_steps] * total
         # without being listed, this replica may be the only one that is left
         if self.view.rank in (0, NOT_LISTED):
-            self._log.write_state(self._log.launched - 1, self._copied_state(), is_final=True)
+            self._log.write_final_state(self._log.launched - 1, self._copied_state())
 
     @override
     def wait_in_flight(self) -> None:
@@ -469,11 +467,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
         A state is several times as large as all messages of its cycles. If the link has not carried
         the one before, this one is left out.
         """
-        log, every = self._log, self.state_every
-        if self._state_due != flight - every:  # another replica was to store that one
-            self._stored = flight - every, flight - 2 * every
-        self._state_due = flight
-        if log.is_storing():
+        if self._log.is_storing():
             self._left_out += 1
             if self._left_out == _MOST_LEFT_OUT:
                 _log.warning(
@@ -486,10 +480,7 @@ class ElasticDiLoCo(StreamingDiLoCo):
             return
         if self._left_out < _MOST_LEFT_OUT:  # otherwise it has been said
             self._left_out = 0
-        before, first = self._stored
-        self._stored = flight, before
-        log.write_state(flight, self._copied_state())
-        log.after_states(lambda: log.delete_before(before, before - first))
+        self._log.write_state(flight, self._copied_state(), self.state_every)
 
     def _continue_from(self, flight: int, state: bytes, keep: bool) -> None:
         """Continue as if `flight` had just landed; `keep`: with this replica's outer gradients."""

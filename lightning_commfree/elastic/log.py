@@ -8,10 +8,11 @@
     commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
     y/F/NAME      mean of the parts that NAME owns of these messages, if they are many (`parts`)
     go/F          flight F has been launched by some replica; only with `by_time`
-    state/F       outer state after flight F
+    state/F       outer state after flight F, without its data (`states`)
     state/NAME    outer state with which the job begins, of the replica that created `config`
     head          number of a recent state; overwritten, and may be stale if a replica was stopped
                   while it wrote it
+    low           number of the first flight whose messages have not been deleted; as `head`
     end           number of flights of the job, once a replica has landed all of them
     state/end     outer state after the last flight, with the final weights; created before `end`
 
@@ -20,9 +21,9 @@ message is deleted only after `head` has moved beyond its flight, so a listed me
 exist means either that it was deleted, if `head` or `end` says so, or that the store is slow.
 
 In a replica of several ranks, each of them has its own part of messages and states: rank R > 0 adds
-".R" to their keys. Rank 0 creates its part when all others exist, so who finds it finds all. Rank 0
-decides for the whole replica (`elastic.ranks`), while the others only read their parts of what it
-has decided.
+".R" to the keys of its messages. Rank 0 creates its part when all others exist, so who finds it
+finds all. Rank 0 decides for the whole replica (`elastic.ranks`), while the others only read their
+parts of what it has decided.
 
 Three threads talk to the store: one creates messages, one states, which are much larger and must
 not delay a message, and one looks for what others created. Training waits only in `JobLog.landed`.
@@ -40,6 +41,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import product
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from lightning_commfree.elastic.decision import (
@@ -53,9 +55,16 @@ from lightning_commfree.elastic.decision import (
     Rules,
     decide,
 )
-from lightning_commfree.elastic.parts import SIZE_BYTES, StoreExchange, opened, size_of
+from lightning_commfree.elastic.parts import (
+    SIZE_BYTES,
+    StoreExchange,
+    opened,
+    opened_from,
+    size_of,
+)
 from lightning_commfree.elastic.polling import PAUSE_S, first_look_s, look_at_s, watch_pause_s
 from lightning_commfree.elastic.ranks import ReplicaRanks
+from lightning_commfree.elastic.states import States
 from lightning_commfree.stores.retrying import Retrying, VerbCount
 from lightning_commfree.stores.store import Store, StoreError
 
@@ -161,7 +170,8 @@ class JobLog:
     """One rank's access to the log. Its methods are for the training thread.
 
     `begin`, `end`, `newest_state` and `landed` are collective within the replica.
-    `min_replicas` is the minimum number of messages for a commit.
+    `min_replicas` is the minimum number of messages for a commit. `for_states` is the same store
+    by another connection, so that messages neither wait for states nor seem late when those fail.
     """
 
     def __init__(
@@ -175,13 +185,15 @@ class JobLog:
         ranks: ReplicaRanks | None = None,  # None: the replica has a single rank
         # exchange of a flight with so many members, if these own parts
         reduction: Callable[[int, int], StoreExchange | None] = lambda flight, members: None,
+        for_states: Store | None = None,
     ) -> None:
         self._stop = threading.Event()  # ends pauses between tries of a request
         self.store, self.name = Retrying(store, stop=self._stop), name
         self._sizes, self.min_replicas = sizes, min_replicas
         self._grace_s, self._by_time = grace_s, by_time
         self.ranks = ranks or ReplicaRanks()
-        self._suffix = f".{self.ranks.rank}" if self.ranks.rank else ""
+        self._suffix = _suffix(self.ranks.rank)
+        self.states = States(Retrying(for_states or store, stop=self._stop), name, self.ranks)
         self._reduction = reduction
         self.launched = 0  # number of the next flight to launch
         self.last_round = math.inf  # number of the first flight of the last round, once it is known
@@ -231,11 +243,10 @@ class JobLog:
         Raises:
             ValueError: the job has other settings.
         """
-        own = f"state/{self.name}{self._suffix}"
-        if self.ranks.first(lambda: self.store.get("config") is None):
+        is_new = self.ranks.first(lambda: self.store.get("config") is None)
+        if is_new:
             # before the settings: who finds settings finds the states of all ranks
-            self.store.create(own, state())
-            self.ranks.gather(0)
+            self.states.create(self.name, state(), self.ranks.gather)
             if self.ranks.rank == 0:
                 mine = {"first": first, "founder": self.name, "settings": dict(config)}
                 self.store.create("config", json.dumps(mine, sort_keys=True).encode())
@@ -244,8 +255,8 @@ class JobLog:
             self._pause()
         theirs = json.loads(data)
         self._first, self._founder = int(theirs["first"]), str(theirs["founder"])
-        if self._founder != self.name:
-            self.store.delete(own)
+        if is_new and self._founder != self.name and self.ranks.rank == 0:
+            self.states.delete(self.name, [self.name])
         known = dict[str, str](theirs["settings"])
         differ = [
             f"`{key}` is {config.get(key, 'absent')} here and {known.get(key, 'absent')} there"
@@ -369,10 +380,10 @@ class JobLog:
         while True:
             flight = self.ranks.first(self._newest)
             if self.end() == flight + 1:
-                which: int | str = _END
+                which = _END
             else:
-                which = flight if flight >= self._first else self._founder
-            data = self.store.get(f"state/{which}{self._suffix}")
+                which = str(flight) if flight >= self._first else self._founder
+            data = self.states.read(which)
             if all(self.ranks.gather(data is not None)) and data is not None:
                 return flight, data
             self._pause()
@@ -386,24 +397,33 @@ class JobLog:
         names = (key.removeprefix("state/") for key in self.store.list("state/"))
         return max([head, *(int(name) for name in names if name.isdigit())])
 
-    def write_state(self, flight: int, state: Callable[[], bytes], is_final: bool = False) -> None:
-        """Create the state after a flight; the final one ends the job.
+    def write_state(self, flight: int, state: Callable[[], bytes], every: int) -> None:
+        """Create the state after a flight, and delete what is old; collective.
 
-        `state` runs on the thread that creates states.
+        `state` runs on the thread that creates states. `every` is the least number of flights
+        between two of them.
         """
-        self._storing = True
 
         def write() -> None:
-            key = f"state/{_END if is_final else flight}"
-            self._create(key, state(), self.ranks.meet_for_state)
-            if self.ranks.rank == 0 and is_final:
-                self.store.create("end", str(flight + 1).encode())
-            elif self.ranks.rank == 0:
+            self.states.create(str(flight), state(), self.ranks.gather_for_state)
+            if self.ranks.rank == 0:
                 self._point_to(flight)
-            self.ranks.meet_for_state()  # no rank may delete anything before that
             self._storing = False
+            if self.ranks.rank == 0:
+                self._delete_old(flight, every)
 
-        self.after_states(write)
+        self._storing = True
+        self._state_jobs.put(write)
+
+    def write_final_state(self, flight: int, state: Callable[[], bytes]) -> None:
+        """Create the state after the last flight, which ends the job; as `write_state`."""
+
+        def write() -> None:
+            self.states.create(_END, state(), self.ranks.gather_for_state)
+            if self.ranks.rank == 0:
+                self.store.create("end", str(flight + 1).encode())
+
+        self._state_jobs.put(write)
 
     def is_storing(self) -> bool:
         """Return whether rank 0 has not stored an earlier state yet; collective."""
@@ -561,34 +581,42 @@ class JobLog:
 
     def _point_to(self, flight: int) -> None:
         """Overwrite `head` unless it is newer: a replica that was stopped must not set it back."""
-        head = self.store.get("head")
+        head = self.states.store.get("head")
         if head is None or int(head) < flight:
-            self.store.overwrite("head", str(flight).encode())
+            self.states.store.overwrite("head", str(flight).encode())
 
     def later(self, job: Callable[[], object]) -> None:
         """Run `job`, a request, on the thread that creates messages, until it succeeds."""
         self._jobs.put(job)
 
-    def after_states(self, job: Callable[[], object]) -> None:
-        """Run `job` on the thread that creates states, after those that are to be created."""
-        self._state_jobs.put(job)
+    def _delete_old(self, newest: int, every: int) -> None:
+        """Delete what nobody needs who begins with the state `newest` or the one before it.
 
-    def delete_before(self, newest: int, every: int) -> None:
-        """Delete the state `newest`, and the messages of the `every` flights up to it.
-
-        Call this after each state, with the one before it and the flights between that and the one
-        before it. Then whoever begins with one of the two latest states finds all that it needs; if
-        another replica has stored the one before, late or not at all, it may have to begin again.
+        Whoever began with an older one may have to begin again.
         """
-        for flight in range(max(newest - every, -1) + 1, newest + 1):
-            # no flight had more members than the roster has entries
-            folders = "xy" if self._reduction(flight, len(self.roster)) else "x"
-            for name in {member.name for member in self.roster}:
-                for folder in folders:
-                    self.store.delete(f"{folder}/{flight}/{name}{self._suffix}")
-            self.store.delete(f"go/{flight}")
-        if newest >= 0:
-            self.store.delete(f"state/{newest}{self._suffix}")
+        store, names = self.states.store, {member.name for member in self.roster}
+        low = int(store.get("low") or self._first)
+        if newest < low - 1:  # it was late: two newer ones exist
+            self.states.delete(str(newest), names)
+            return
+        # the one before may be late, or left out; who stores the next one finds it if it comes
+        earlier = range(newest - every, low - 1, -every)
+        before = next((flight for flight in earlier if self.states.is_complete(str(flight))), None)
+        if before is None:
+            return
+        for flight in range(low, before + 1):
+            self._delete_messages(flight, names)
+        for flight in range(before - every, max(low - 2, self._first - 1), -every):
+            self.states.delete(str(flight), names)
+        store.overwrite("low", str(before + 1).encode())
+
+    def _delete_messages(self, flight: int, names: Iterable[str]) -> None:
+        """Delete the messages of replicas of these names in a flight, of all ranks."""
+        # no flight had more members than the roster has entries
+        folders = "xy" if self._reduction(flight, len(self.roster)) else "x"
+        for name, folder, rank in product(names, folders, range(self.ranks.size)):
+            self.states.store.delete(f"{folder}/{flight}/{name}{_suffix(rank)}")
+        self.states.store.delete(f"go/{flight}")
 
     def continue_at(self, flight: int) -> None:
         """Forget all flights that have not landed; `flight` is the next one to launch."""
@@ -639,7 +667,7 @@ class JobLog:
             self._wake.set()
 
     def _store_states(self) -> None:
-        """Run the jobs of `after_states` in order; the work of the second thread."""
+        """Store states in order; the work of the second thread."""
         while (job := self._state_jobs.get()) is not None:
             job()
 
@@ -838,11 +866,11 @@ class JobLog:
         """Tell a newcomer that this replica still needs its slot (`enroll`)."""
         self.later(lambda: self.store.create(f"here/{question}/{self.name}", b""))
 
-    def _create(self, key: str, data: bytes, meet: Callable[[], None] | None = None) -> None:
-        """Create this rank's part of an object, rank 0 last; by default on the first thread."""
+    def _create(self, key: str, data: bytes) -> None:
+        """Create this rank's part of a message, rank 0 last; on the thread that creates them."""
         if self._suffix:
             self.store.create(f"{key}{self._suffix}", data)
-        (meet or self.ranks.meet)()
+        self.ranks.meet()
         if not self._suffix:
             self.store.create(key, data)
 
@@ -904,14 +932,14 @@ class JobLog:
         if data is None and self._has_gone_on(flight):  # deleted
             known.missed = True
             known.landed.set()
-        return None if data is None else self._opened(key, data)
+        return None if data is None else opened_from(self.store.address, key, data)
 
     def _read_means(self, flight: int, known: _Flight, owners: Iterable[str]) -> None:
         """Read the means of the owners' parts, as far as the store shows them."""
         for name in owners:
             key = f"y/{flight}/{name}{self._suffix}"
             if (data := self.store.get(key)) is not None:
-                known.read[name] = self._opened(key, data)
+                known.read[name] = opened_from(self.store.address, key, data)
 
     def _reduce(self, flight: int, known: _Flight, owners: Iterable[str]) -> None:
         """Create the means of the owners' parts, or take those that others have created."""
@@ -930,18 +958,6 @@ class JobLog:
                 known.read[name] = opened(data)
             else:
                 self._read_means(flight, known, [name])
-
-    def _opened(self, key: str, data: bytes) -> list[memoryview]:
-        """Return the parts in an object, or raise a `ValueError` if it is damaged."""
-        try:
-            return opened(data)
-        except ValueError as error:
-            raise ValueError(
-                f"The object {key} in {self.store.address} is damaged: {error}. This replica ends."
-                " If the others end with the same error, the store has lost data: start another"
-                " job, in another store, from the newest checkpoint. If they do not, start this"
-                " replica again."
-            ) from None
 
     def _has_gone_on(self, flight: int) -> bool:
         """Return whether the job has a state after a flight."""
@@ -987,3 +1003,8 @@ class JobLog:
             for name in names:
                 self._heard[name] = max(self._heard.get(name, -1), flight)
             self._others_launched = max(self._others_launched, flight)
+
+
+def _suffix(rank: int) -> str:
+    """Return what a rank adds to the keys of its messages."""
+    return f".{rank}" if rank else ""

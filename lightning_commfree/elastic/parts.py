@@ -69,6 +69,22 @@ def opened(data: bytes) -> list[memoryview]:
     return parts
 
 
+def opened_from(address: str, key: str, data: bytes) -> list[memoryview]:
+    """Return the parts in an object of the store at `address`, as `opened`.
+
+    Raises:
+        ValueError: the data are damaged; for the user.
+    """
+    try:
+        return opened(data)
+    except ValueError as error:
+        raise ValueError(
+            f"The object {key} in {address} is damaged: {error}. This replica ends. If the others"
+            " end with the same error, the store has lost data: start another job, in another"
+            " store, from the newest checkpoint. If they do not, start this replica again."
+        ) from None
+
+
 def size_of(data: bytes) -> int:
     """Return the size of an object that begins with `data`."""
     return int.from_bytes(data[:SIZE_BYTES], "little")

@@ -36,11 +36,7 @@ class ReplicaRanks:
 
     def gather(self, value: int) -> list[int]:
         """Return the values of all ranks; collective, on the training thread."""
-        if self.size == 1:
-            return [value]
-        rows = self._decisions.all_gather(torch.tensor([value], dtype=torch.int64), TAG).wait()
-        values: list[int] = rows.flatten().tolist()
-        return values
+        return self._gather(self._decisions, value)
 
     def first(self, make: Callable[[], int]) -> int:
         """Return what `make` returns on rank 0, where it runs; collective like `gather`."""
@@ -48,16 +44,24 @@ class ReplicaRanks:
 
     def meet(self) -> None:
         """Wait for the other ranks; collective, on the thread that creates messages."""
-        self._meet(self._uploads[0])
+        self._gather_uploads(0, 0)
 
-    def meet_for_state(self) -> None:
-        """Wait for the other ranks; collective, on the thread that creates states."""
-        self._meet(self._uploads[1])
+    def gather_for_state(self, value: int) -> list[int]:
+        """Return the values of all ranks; collective, on the thread that creates states."""
+        return self._gather_uploads(1, value)
 
-    def _meet(self, channel: Channel) -> None:
+    def _gather_uploads(self, which: int, value: int) -> list[int]:
+        channel = self._uploads[which]
         if self.size > 1:
             channel.ledger.ignore_waits_of_this_thread()
-            channel.all_gather(torch.zeros(1, dtype=torch.uint8), TAG).wait()
+        return self._gather(channel, value)
+
+    def _gather(self, channel: Channel, value: int) -> list[int]:
+        if self.size == 1:
+            return [value]
+        rows = channel.all_gather(torch.tensor([value], dtype=torch.int64), TAG).wait()
+        values: list[int] = rows.flatten().tolist()
+        return values
 
     def close(self) -> None:
         """Close the channels that are only for uploads."""

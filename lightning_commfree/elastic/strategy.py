@@ -192,8 +192,8 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         min_replicas: minimum number of replicas. If there are fewer, all of them wait when the
             next fragment is due to land. Those that start first do not wait for others otherwise:
             the first exchanges may be those of one replica, and the others join. The forecast of
-            `traffic()` is for this number, without the state that one replica stores every four
-            cycles.
+            `traffic()` is for this number, without the state that one replica stores at most
+            every four cycles.
         max_replicas: number of slots, each with its share of the training data. The shares of empty
             slots are not trained on.
         sync: how replicas of unequal speed stay together. "steps": every replica takes `sync_every`
@@ -323,7 +323,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         fragments = split_into_fragments(
             self.module, settings.num_fragments, settings.fragment_pattern, self.optimizers
         )
-        store = open_store(self.store)
+        store, for_states = open_store(self.store), open_store(self.store)
         probe(Retrying(store, self.ranks.timeout.total_seconds()))
         host = re.sub("[^A-Za-z0-9-]", "-", socket.gethostname())
         log = JobLog(
@@ -335,6 +335,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
             by_time and self.global_rank == 0,
             self._replica_ranks(),
             lambda flight, members: transport.reduction(flight, members),
+            for_states=for_states,
         )
         transport = StoreTransport(log, self.ledger)
         self._diloco = diloco = ElasticDiLoCo(

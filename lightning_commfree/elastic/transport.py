@@ -115,7 +115,7 @@ class StoreTransport(Transport):
         return Pending(result)
 
     def _message(self, exchange: StoreExchange, parts: Tensor, tag: str) -> bytes:
-        """Return the bytes to send; this runs on the log's thread."""
+        """Return the bytes to send; this runs on the log's thread that creates messages."""
         header = Header(*exchange.arrived(parts).headers[0].tolist())
         message = sealed([part.tobytes() for part in parts.numpy()])
         if header.nonfinite:

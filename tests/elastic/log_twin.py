@@ -30,6 +30,7 @@ from lightning_commfree.elastic.log import JobLog, LeftError
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.transport import StoreTransport
 from tests.diloco.training import ADAMW, DEFAULTS, WIDTH, Net, State, Trace, backward, follow
+from tests.elastic.memory_store import MemoryStore
 from tests.elastic.thread_channel import Meeting, ThreadChannel
 
 HEADER_BYTES = 9 * 8
@@ -387,7 +388,7 @@ class LogTwin:
         if int(self.store.objects.get("end", b"-1")) == flight + 1:
             which = "end"
         parts = [
-            torch.load(io.BytesIO(self.kept(f"state/{which}", rank)), weights_only=True)
+            torch.load(io.BytesIO(state_in(self.store, f"{which}", rank)), weights_only=True)
             for rank in range(self.replica.job.ranks)
         ]
         self.paces = parts[0]["paces"]
@@ -618,6 +619,14 @@ class LogTwin:
     def kept(self, key: str, rank: int = 0) -> bytes:
         suffix = f".{rank}" if rank else ""
         return (self.store.objects | self.store.deleted)[f"{key}{suffix}"]
+
+
+def state_in(store: MemoryStore, which: str, rank: int = 0) -> bytes:
+    """Return a state that a replica has stored, though it may have been deleted."""
+    kept = store.objects | store.deleted
+    name, counts = json.loads(kept[f"state/{which}"])
+    keys = (f"part/{which}.{name}.{rank}.{i}" for i in range(counts[rank]))
+    return b"".join(part for key in keys for part in parts_of(kept[key]))
 
 
 def assert_equal_the_twin(replicas: Sequence[Replica], least_landings: int = 1) -> list[LogTwin]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_commfree.elastic import states
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from tests.diloco.training import WIDTH
 from tests.elastic.log_twin import (
@@ -81,7 +82,7 @@ class Faults:
             if self.requests % 2:  # the request reaches the store, and its answer nobody
                 request()
             raise refused(verb)
-        if verb == "create" and key.startswith("state/"):
+        if verb == "create" and key.startswith("part/") and key.endswith(".0"):
             self.turns.sleep(self.state_s)
         found = request()
         self.nap()
@@ -167,6 +168,7 @@ def play_random_job(seed: int, turns: Turns) -> Counter[str]:
 def main(first: int, last: int) -> None:
     found: Counter[str] = Counter()
     torch.set_num_threads(1)
+    states.PART_BYTES = 20_000  # a state has one part, or some
     logging.disable()
     warnings.simplefilter("ignore")
     for seed in range(first, last + 1):

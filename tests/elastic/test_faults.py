@@ -276,16 +276,16 @@ def test_a_listed_message_that_is_not_visible_yet_is_awaited(log: JobLog) -> Non
 def test_a_replica_that_was_stopped_does_not_turn_the_head_back(log: JobLog) -> None:
     for flight in (7, 3, 11):
         log._point_to(flight)
-        log.store.create(f"state/{flight}", b"%d" % flight)
+        log.states.create(str(flight), b"%d" % flight, log.ranks.gather)
         assert log.newest_state()[0] == max(7, flight)
 
 
 def test_a_stale_head_stops_nobody(log: JobLog) -> None:
     """A replica that was stopped between its look at the head and its write set it back."""
-    for key, data in (("head", b"1"), ("state/7", b"seven"), ("state/7.1", b"of another rank")):
-        log.store.overwrite(key, data)
+    log.store.overwrite("head", b"1")
+    log.states.create("7", b"seven", log.ranks.gather)
     assert log.newest_state() == (7, b"seven")
-    log.store.create("state/end", b"final")
+    log.states.create("end", b"final", log.ranks.gather)
     assert log.newest_state() == (7, b"seven"), "nobody has written `end` yet"
     log.store.create("roster/1", b'["r1", 1]')
     log.store.create("commit/0", f"[{entry_of('r1')}]".encode())  # x/0/r1 was deleted
@@ -611,10 +611,11 @@ def test_who_leaves_in_an_outage_exits_as_after_sigterm(log: JobLog) -> None:
     """Not with the error of a thread whose request was not repeated any more."""
     log.start(0)
     flight = log.launch()
-    log.store._store = ScriptedStore(log.store._store, lambda verb, *_: fail(verb))
+    for store in (log.store, log.states.store):
+        store._store = ScriptedStore(store._store, lambda verb, *_: fail(verb))
     log.leave(0.0)
-    for run in (log.later, log.after_states):
-        run(lambda: log.store.get("head"))
+    log.later(lambda: log.store.get("head"))
+    log.write_state(0, lambda: b"state", 1)
     for thread in log._threads:
         thread.join()
     with pytest.raises(LeftError) as raised:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
 
+from commfree_planner.store import STATE_BYTES
 from lightning_commfree.elastic.algorithm import ElasticDiLoCo
 from lightning_commfree.elastic.polling import first_look_s, look_at_s, watch_pause_s
+from lightning_commfree.elastic.states import PART_BYTES
 from tests.elastic.log_twin import HEADER_BYTES, SEAL_BYTES, Job, Replica, play
 from tests.elastic.memory_store import MemoryStore, RecordingStore
 from tests.pages import ROOT
@@ -105,12 +108,14 @@ def test_requests_and_bytes_are_those_of_the_formula() -> None:
         watches = 2 + (time.monotonic() - began_s) / 1.0
         assert len(one.those("get", "commit/", done=False)) <= looks + watches
         # states are put by one of them, which deletes what is old
-        counts = transport.log.store.counts()
-        for verb, count in counts.items():
+        counted = [of.counts() for of in (transport.log.store, transport.log.states.store)]
+        for verb in set().union(*counted):
+            counts = [count[verb] for count in counted if verb in count]
             mine = [r for r in one.requests if r.verb == verb]
-            assert (count.requests, count.failures) == (len(mine), 0)
-            assert count.sent_bytes == sum(r.sent for r in mine)
-            assert count.received_bytes == sum(r.received for r in mine)
+            assert sum(count.requests for count in counts) == len(mine)
+            assert sum(count.failures for count in counts) == 0
+            assert sum(count.sent_bytes for count in counts) == sum(r.sent for r in mine)
+            assert sum(count.received_bytes for count in counts) == sum(r.received for r in mine)
     assert sorted(commits) == sorted(f"commit/{flight}" for flight in flights)
     states = [r for one in stores for r in one.those("create", "state/")]
     # the first one, one every four cycles, and the last one; two may have begun, or have ended
@@ -123,9 +128,11 @@ def test_requests_and_bytes_are_those_of_the_formula() -> None:
 def test_the_price_of_a_day_in_the_docs() -> None:
     replicas, fragments, interval_s = 3, 8, 12.5
     exchanges = 86_400 / interval_s
-    puts = 2 + 1 / replicas + 2 / (4 * fragments * replicas)
+    parts = math.ceil(STATE_BYTES * 100e6 / PART_BYTES)
+    puts = 2 + 1 / replicas + (parts + 3) / (4 * fragments * replicas)
     looks = 2 * replicas + 2 * interval_s / watch_pause_s(interval_s)
     gets = 2 * (replicas - 1) + 1 - 1 / replicas + looks
+    gets += (parts + replicas + 3) / (4 * fragments * replicas)
     usd = exchanges * (puts * 0.005 + gets * 0.0004) / 1000
     read_gb = 86_400 / 100 * 2 * (replicas - 1) / replicas * 0.05
     page = " ".join((ROOT / "docs/elastic.md").read_text("utf-8").split())

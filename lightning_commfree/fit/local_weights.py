@@ -30,8 +30,8 @@ from lightning_commfree.host import ModelCheckpoint, TrainerStatus, callbacks, p
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.model.loading import LoadWatch
 from lightning_commfree.model.replication import broadcast_initial_weights, digests_of_all
+from lightning_commfree.model.shards import copy_to_cpu
 from lightning_commfree.model.weight_swap import OuterView, WeightSwap
-from lightning_commfree.resume.rank_files import copy_to_cpu
 
 END_TAG = "end"
 

@@ -29,8 +29,8 @@ from lightning_commfree.layouts import (
 )
 from lightning_commfree.lion import LionSettings, LionVotes, only_lion, refuse_without_momenta
 from lightning_commfree.model.replication import AveragedBuffers
+from lightning_commfree.model.shards import copy_to_cpu
 from lightning_commfree.resume.contents import KEY
-from lightning_commfree.resume.rank_files import copy_to_cpu
 
 _WHY_NOT_MANUAL = (
     "its ranks exchange something at every optimizer step, but manual optimization may step any"

@@ -8,10 +8,11 @@ tensors operates on the rank's local storage (`local_tensor`). Checkpoints conta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -100,6 +101,38 @@ def full_tensors(state: Any, keep: bool) -> Any:
         return gathered[id(value)]
 
     return map_nested(state, gather)
+
+
+def local_tensors(state: Any) -> Any:
+    """Return a copy of nested containers, with each tensor replaced by this rank's local part."""
+    return map_nested(
+        state, lambda value, _: local_tensor(value) if isinstance(value, Tensor) else value
+    )
+
+
+def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
+    """Return nested containers with copies of their tensors in CPU memory.
+
+    If `only` is given, copy only tensors that share memory with a tensor in `only`.
+    """
+    shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
+    copies: dict[Any, Tensor] = {}  # tied tensors are copied, and later written, once
+
+    def to_cpu(value: Any, _: str) -> Any:
+        """Return a CPU copy of a tensor that is to be copied; otherwise return the value itself."""
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+            return value
+        local = local_tensor(value)
+        if shared is not None and local.untyped_storage().data_ptr() not in shared:
+            return value
+        key: Any = id(value)
+        if local.numel():  # two tensor objects may share the same memory
+            key = local.data_ptr(), local.dtype, local.shape, local.stride()
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return map_nested(state, to_cpu)
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_commfree.host import DDPStrategy, pl
+from lightning_commfree.model.shards import local_tensors
 from lightning_commfree.resume.changes import FitChanges
 from lightning_commfree.resume.copies import Ranks
 from lightning_commfree.resume.data_position import (
@@ -55,7 +56,7 @@ from lightning_commfree.resume.data_position import (
 from lightning_commfree.resume.hook_changes import HookChanges, named_tensors
 from lightning_commfree.resume.loader_parts import order_state, sizes_of
 from lightning_commfree.resume.own_tensors import OwnTensors
-from lightning_commfree.resume.rank_files import local_tensors, plain_or_none
+from lightning_commfree.resume.rank_files import plain_or_none
 
 if TYPE_CHECKING:
     from lightning_commfree.resume.exact import Resumable, ResumableLayout

@@ -28,6 +28,7 @@ from lightning_commfree.lightning_internals import (
     hide_resume_warning,
 )
 from lightning_commfree.model.replication import AveragedBuffers
+from lightning_commfree.model.shards import copy_to_cpu
 from lightning_commfree.resume.changes import FitChanges
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.contents import (
@@ -49,7 +50,7 @@ from lightning_commfree.resume.folders import write_folder
 from lightning_commfree.resume.hook_changes import HookChanges, named_tensors
 from lightning_commfree.resume.loops import restore_loops, unknown_callbacks
 from lightning_commfree.resume.own_tensors import OwnTensors
-from lightning_commfree.resume.rank_files import Owner, RankFiles, copy_to_cpu, file_of_rank
+from lightning_commfree.resume.rank_files import Owner, RankFiles, file_of_rank
 
 RESTORED = (
     "weights, optimizers, schedulers, the strategy's state, random numbers and the position in the"

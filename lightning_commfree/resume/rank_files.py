@@ -21,16 +21,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from torch import Tensor
 
-from lightning_commfree.model.shards import local_tensor, map_nested
 from lightning_commfree.resume.files import FilePath, read_verified, write_atomic
 
 FOLDER = ".commfree"
@@ -170,38 +167,6 @@ def _rejected(file: str, why: str) -> RuntimeError:
         f"The rank file {file!r} cannot be used: {why}. Nothing was loaded. Restore the files as"
         " they were saved, or resume from another checkpoint."
     )
-
-
-def local_tensors(state: Any) -> Any:
-    """Return a copy of nested containers, with each tensor replaced by this rank's local part."""
-    return map_nested(
-        state, lambda value, _: local_tensor(value) if isinstance(value, Tensor) else value
-    )
-
-
-def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
-    """Return nested containers with copies of their tensors in CPU memory.
-
-    If `only` is given, copy only tensors that share memory with a tensor in `only`.
-    """
-    shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
-    copies: dict[Any, Tensor] = {}  # tied tensors are copied, and later written, once
-
-    def to_cpu(value: Any, _: str) -> Any:
-        """Return a CPU copy of a tensor that is to be copied; otherwise return the value itself."""
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
-            return value
-        local = local_tensor(value)
-        if shared is not None and local.untyped_storage().data_ptr() not in shared:
-            return value
-        key: Any = id(value)
-        if local.numel():  # two tensor objects may share the same memory
-            key = local.data_ptr(), local.dtype, local.shape, local.stride()
-        if key not in copies:
-            copies[key] = value.detach().to("cpu", copy=True)
-        return copies[key]
-
-    return map_nested(state, to_cpu)
 
 
 def plain_or_none(state: Any) -> Any:

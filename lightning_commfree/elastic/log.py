@@ -63,6 +63,7 @@ from lightning_commfree.elastic.parts import (
     size_of,
 )
 from lightning_commfree.elastic.polling import PAUSE_S, first_look_s, look_at_s, watch_pause_s
+from lightning_commfree.elastic.processes import has_ended, this_process
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.states import States
 from lightning_commfree.stores.retrying import Retrying, VerbCount
@@ -103,6 +104,7 @@ class Member(NamedTuple):
     slot: int  # index of its share of the training data; `_ASKS`: the entry is a question
     former: str = ""  # if it continues after SIGTERM (`take_over`): its name until then
     since: int = 0  # the first flight in which it has the new name
+    process: str = ""  # of its rank 0, from `this_process`
 
 
 class Landed(NamedTuple):
@@ -273,9 +275,10 @@ class JobLog:
     def enroll(self, max_replicas: int) -> Member | None:
         """Enter the roster with a free slot, and return the entry; None if no slot is free now.
 
-        If all slots have an owner, ask who is still there: a question in the roster. An owner that
-        does not answer loses its slot. If it comes back, two replicas train on one share. Only
-        rank 0 may call this.
+        If all slots have an owner, take that of a process that has ended on this machine. If there
+        is none, ask who is still there: a question in the roster. An owner that does not answer
+        loses its slot. If it comes back, two replicas train on one share. Only rank 0 may call
+        this.
         """
         asked: int | None = None  # number of the question
         while True:
@@ -284,12 +287,14 @@ class JobLog:
                 return mine[0]
             owners = {one.slot: n for n, one in enumerate(self.roster) if one.slot != _ASKS}
             free = [slot for slot in range(max_replicas) if slot not in owners]
+            free = free or [s for s, n in owners.items() if has_ended(self.roster[n].process)]
             if not free and asked is not None:
                 free = self._silent(owners, asked)
                 if not free:
                     return None
             number = len(self.roster)
-            me = Member(self.name, min(free) if free else _ASKS)
+            slot = min(free) if free else _ASKS
+            me = Member(self.name, slot, process=this_process())
             if not self.store.create(f"roster/{number}", json.dumps(me).encode()):
                 self._pause()  # another one was faster
             elif not free:
@@ -318,7 +323,7 @@ class JobLog:
             slot = next((slot for slot, owner in slots.items() if owner == former), _ASKS)
             if slot == _ASKS:
                 return False
-            me = Member(self.name, slot, former, flight)
+            me = Member(self.name, slot, former, flight, this_process())
             if not self.store.create(f"roster/{len(self.roster)}", json.dumps(me).encode()):
                 self._pause()  # another one was faster
 

@@ -28,6 +28,7 @@ from lightning_commfree.elastic.log import (
     _Flight,
 )
 from lightning_commfree.elastic.parts import sealed
+from lightning_commfree.elastic.processes import this_process
 from tests.diloco.training import Run, assert_same_bits, twin
 from tests.elastic.log_twin import (
     Job,
@@ -434,23 +435,42 @@ def test_who_comes_after_the_end_gets_the_final_weights() -> None:
     assert not job.store.list("roster/")[1:]
 
 
+def member(name: str, slot: int) -> Member:
+    return Member(name, slot, process=this_process())
+
+
 def test_a_slot_whose_owner_does_not_answer_is_free(
     log: JobLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_module, "_ANSWER_S", 2.0)
     log.begin({}, lambda: b"state")
-    assert log.enroll(2) == Member("r0", 0)
-    assert log.enroll(2) == Member("r0", 0)  # again, after a lost answer
+    assert log.enroll(2) == member("r0", 0)
+    assert log.enroll(2) == member("r0", 0)  # again, after a lost answer
     other, third = (
         JobLog(log.store, name, lambda flight: (len(MESSAGE),)) for name in ("r1", "r2")
     )
-    assert other.enroll(2) == Member("r1", 1)
+    assert other.enroll(2) == member("r1", 1)
     log.start(0)  # and `other` has died
-    assert third.enroll(2) == Member("r2", 1)
+    assert third.enroll(2) == member("r2", 1)
     third.start(0)
     late = JobLog(log.store, "r3", lambda flight: (len(MESSAGE),))
     assert late.enroll(2) is None
     third.close()
+
+
+@pytest.mark.skipif(not this_process(), reason="needs /proc")
+def test_the_slot_of_a_process_that_was_killed_on_this_machine_is_free_at_once(
+    log: JobLog,
+) -> None:
+    log.begin({}, lambda: b"state")
+    assert log.enroll(3) == member("r0", 0)
+    *machine, began = this_process().split(" ")
+    for slot, process in ((1, ""), (2, " ".join([*machine, f"{began}0"]))):
+        dead = Member(f"r{slot}", slot, process=process)
+        log.store.create(f"roster/{slot}", json.dumps(dead).encode())
+    again = JobLog(log.store, "again", lambda flight: (len(MESSAGE),))
+    assert again.enroll(3) == member("again", 2)
+    assert [one.slot for one in again.roster] == [0, 1, 2, 2], "nobody was asked"
 
 
 def test_a_message_of_another_size_is_not_listed(log: JobLog) -> None:

@@ -8,11 +8,12 @@
     commit/F      replicas whose messages are averaged in flight F, in order (`decision`)
     y/F/NAME      mean of the parts that NAME owns of these messages, if they are many (`parts`)
     go/F          flight F has been launched by some replica; only with `by_time`
-    state/F       outer state after flight F, without its data (`states`)
+    state/F       outer state after flight F; the data of all states are in part/ (`states`)
     state/NAME    outer state with which the job begins, of the replica that created `config`
     head          number of a recent state; overwritten, and may be stale if a replica was stopped
                   while it wrote it
-    low           number of the first flight whose messages have not been deleted; as `head`
+    low           number of the first flight whose messages have not been deleted; overwritten, and
+                  may be stale, as `head`
     end           number of flights of the job, once a replica has landed all of them
     state/end     outer state after the last flight, with the final weights; created before `end`
 
@@ -194,7 +195,7 @@ class JobLog:
         self._sizes, self.min_replicas = sizes, min_replicas
         self._grace_s, self._by_time = grace_s, by_time
         self.ranks = ranks or ReplicaRanks()
-        self._suffix = _suffix(self.ranks.rank)
+        self._suffix = f".{self.ranks.rank}" if self.ranks.rank else ""
         self.states = States(Retrying(for_states or store, stop=self._stop), name, self.ranks)
         self._reduction = reduction
         self.launched = 0  # number of the next flight to launch
@@ -255,6 +256,7 @@ class JobLog:
             self.ranks.gather(0)
         while (data := self.store.get("config")) is None:
             self._pause()
+        self.states.is_complete(self.name)  # connects: from now on, a replaced server is noticed
         theirs = json.loads(data)
         self._first, self._founder = int(theirs["first"]), str(theirs["founder"])
         if is_new and self._founder != self.name and self.ranks.rank == 0:
@@ -382,8 +384,18 @@ class JobLog:
     @_leaving
     def newest_state(self) -> tuple[int, bytes]:
         """Return the number of the newest state, and this rank's part of it."""
+        tried = math.inf
         while True:
             flight = self.ranks.first(self._newest)
+            if flight > tried:
+                _log.warning(
+                    "The outer state after exchange %d was deleted while this replica read it. It"
+                    " reads the next one. If this goes on, its link to %s is too slow for the job:"
+                    " raise `sync_every`.",
+                    tried,
+                    self.store.address,
+                )
+            tried = flight
             if self.end() == flight + 1:
                 which = _END
             else:
@@ -414,24 +426,33 @@ class JobLog:
             if self.ranks.rank == 0:
                 self._point_to(flight)
             self._storing = False
-            if self.ranks.rank == 0:
-                self._delete_old(flight, every)
+            self._delete_old(flight, every)
 
         self._storing = True
         self._state_jobs.put(write)
 
     def write_final_state(self, flight: int, state: Callable[[], bytes]) -> None:
-        """Create the state after the last flight, which ends the job; as `write_state`."""
+        """Create the state after the last flight, which ends the job; wait until it is stored.
+
+        Collective; `state` runs on the thread that creates states.
+        """
+        stored = threading.Event()
 
         def write() -> None:
             self.states.create(_END, state(), self.ranks.gather_for_state)
             if self.ranks.rank == 0:
-                self.store.create("end", str(flight + 1).encode())
+                self.states.store.create("end", str(flight + 1).encode())
+            stored.set()
 
         self._state_jobs.put(write)
+        while not stored.wait(0.1):
+            self._check_threads()
 
     def is_storing(self) -> bool:
-        """Return whether rank 0 has not stored an earlier state yet; collective."""
+        """Return whether rank 0 has not stored an earlier state yet; collective.
+
+        To delete what is old, after that, does not count.
+        """
         return bool(self.ranks.first(lambda: self._storing))
 
     def start(self, launched: int) -> None:
@@ -498,15 +519,8 @@ class JobLog:
             known.due_s, known.away_s = time.monotonic(), self.store.away_s
         self._wake.set()
         say_s = known.due_s + _SAY_S
-        while True:
-            if self._error is not None:
-                raise RuntimeError(
-                    f"A thread that uses {self.store.address} has ended."
-                ) from self._error
-            if known.landed.wait(0.1):
-                break
-            if time.monotonic() > self._leave_by_s:
-                raise LeftError(TERMINATED)
+        while not known.landed.wait(0.1):
+            self._check_threads()
             # several ranks would have to agree on it, and after the last round there is no job
             leaves = self._leave_by_s < math.inf
             if leaves and self.ranks.size == 1 and self.last_round == math.inf:
@@ -527,6 +541,14 @@ class JobLog:
             known.messages.get(self.name_in(flight)) == ABSTAINS,
             None if known.up_s is None else known.up_s + known.down_s,
         )
+
+    def _check_threads(self) -> None:
+        """Raise the error of a thread, or `LeftError` if the time to leave has passed."""
+        if self._error is not None:
+            text = f"A thread that uses {self.store.address} has ended."
+            raise RuntimeError(text) from self._error
+        if time.monotonic() > self._leave_by_s:
+            raise LeftError(TERMINATED)
 
     def _why_waiting(self, flight: int, known: _Flight) -> str:
         """Return a sentence for the user about what training waits for."""
@@ -595,33 +617,54 @@ class JobLog:
         self._jobs.put(job)
 
     def _delete_old(self, newest: int, every: int) -> None:
-        """Delete what nobody needs who begins with the state `newest` or the one before it.
+        """Delete what is not needed to begin with the state `newest` or the one before it.
 
-        Whoever began with an older one may have to begin again.
+        Collective. Whoever began with an older one may have to begin again.
         """
-        store, names = self.states.store, {member.name for member in self.roster}
-        low = int(store.get("low") or self._first)
-        if newest < low - 1:  # it was late: two newer ones exist
-            self.states.delete(str(newest), names)
-            return
-        # the one before may be late, or left out; who stores the next one finds it if it comes
-        earlier = range(newest - every, low - 1, -every)
-        before = next((flight for flight in earlier if self.states.is_complete(str(flight))), None)
-        if before is None:
-            return
+        gather, is_first = self.ranks.gather_for_state, self.ranks.rank == 0
+        low, before = self._span_of_old(newest, every) if is_first else (0, 0)
+        low, before = gather(low)[0], gather(before)[0]
+        names = self._names_since(low - every)
         for flight in range(low, before + 1):
             self._delete_messages(flight, names)
-        for flight in range(before - every, max(low - 2, self._first - 1), -every):
-            self.states.delete(str(flight), names)
-        store.overwrite("low", str(before + 1).encode())
+        gather(0)  # all ranks have deleted theirs
+        if not is_first:
+            return
+        if newest < low - 1:  # it was late: two newer ones exist
+            self.states.delete(str(newest), names)
+        elif before >= low:
+            if low == self._first:
+                self.states.delete(self._founder, [self._founder])
+            for flight in range(before - every, max(low - 2, self._first - 1), -every):
+                self.states.delete(str(flight), names)
+            self.states.store.overwrite("low", str(before + 1).encode())
+
+    def _span_of_old(self, newest: int, every: int) -> tuple[int, int]:
+        """Return the first flight whose messages are there, and the last whose are not needed.
+
+        The last one is less than the first if all are needed.
+        """
+        low = int(self.states.store.get("low") or self._first)
+        # The state before may still be on its way, or was left out. If it comes later, whoever
+        # stores the next state deletes it.
+        earlier = range(newest - every, low - 1, -every)
+        complete = (flight for flight in earlier if self.states.is_complete(str(flight)))
+        return low, next(complete, low - 1)
+
+    def _names_since(self, flight: int) -> set[str]:
+        """Return the replicas that may have sent a message in a flight or later."""
+        owners = {one.slot: one.name for one in self.roster}
+        with self._lock:
+            return {*owners.values(), *(n for n, last in self._heard.items() if last >= flight)}
 
     def _delete_messages(self, flight: int, names: Iterable[str]) -> None:
-        """Delete the messages of replicas of these names in a flight, of all ranks."""
+        """Delete this rank's part of the messages of replicas of these names in a flight."""
         # no flight had more members than the roster has entries
         folders = "xy" if self._reduction(flight, len(self.roster)) else "x"
-        for name, folder, rank in product(names, folders, range(self.ranks.size)):
-            self.states.store.delete(f"{folder}/{flight}/{name}{_suffix(rank)}")
-        self.states.store.delete(f"go/{flight}")
+        for name, folder in product(names, folders):
+            self.states.store.delete(f"{folder}/{flight}/{name}{self._suffix}")
+        if self.ranks.rank == 0:
+            self.states.store.delete(f"go/{flight}")
 
     def continue_at(self, flight: int) -> None:
         """Forget all flights that have not landed; `flight` is the next one to launch."""
@@ -1008,8 +1051,3 @@ class JobLog:
             for name in names:
                 self._heard[name] = max(self._heard.get(name, -1), flight)
             self._others_launched = max(self._others_launched, flight)
-
-
-def _suffix(rank: int) -> str:
-    """Return what a rank adds to the keys of its messages."""
-    return f".{rank}" if rank else ""

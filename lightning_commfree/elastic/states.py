@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
-from lightning_commfree.elastic.parts import opened_from, sealed
+from lightning_commfree.elastic.parts import SEAL_BYTES, opened_from, sealed
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.stores.retrying import Retrying
 
-PART_BYTES = 16 << 20
+PART_BYTES = (16 << 20) - SEAL_BYTES  # with its seal, one request of a bucket (`stores.objects`)
 
 
 class States:
@@ -29,22 +29,25 @@ class States:
 
     def create(self, which: str, data: bytes, gather: Callable[[int], list[int]]) -> None:
         """Store this rank's state; rank 0 completes it. Collective, through `gather`."""
+        is_first = self._ranks.rank == 0
+        if gather(is_first and self.is_complete(which))[0]:
+            return
         starts = range(0, len(data), PART_BYTES)
         for i, start in enumerate(starts):
             key = self._key(which, self._name, self._ranks.rank, i)
-            self.store.create(key, sealed([data[start:][:PART_BYTES]]))
+            self.store.create(key, sealed([data[start : start + PART_BYTES]]))
         counts = gather(len(starts))
-        if self._ranks.rank:
-            return
-        if not self.store.create(f"state/{which}", json.dumps([self._name, counts]).encode()):
-            self._delete_parts(which, self._name)  # another replica was faster
+        if is_first and not self.store.create(f"state/{which}", self._record(counts)):
+            name, _ = self._find(which) or (self._name, [])
+            if name != self._name:  # another replica was faster
+                self._delete_parts(which, self._name, counts)
 
     def read(self, which: str) -> bytes | None:
-        """Return this rank's state; None if there is none, or if it is being deleted."""
-        found = self.store.get(f"state/{which}")
+        """Return this rank's state; None if the store does not show all of it."""
+        found = self._find(which)
         if found is None:
             return None
-        name, counts = json.loads(found)
+        name, counts = found
         parts: list[memoryview] = []
         for i in range(counts[self._ranks.rank]):
             key = self._key(which, name, self._ranks.rank, i)
@@ -55,21 +58,38 @@ class States:
 
     def is_complete(self, which: str) -> bool:
         """Return whether all ranks of a replica have stored this state."""
-        return self.store.get_range(f"state/{which}", 0, 1) is not None
+        return self._find(which) is not None
 
     def delete(self, which: str, names: Iterable[str]) -> None:
         """Delete a state of all ranks, and what replicas of these names have stored of it."""
-        self.store.delete(f"state/{which}")  # first: nobody should begin to read it
-        for name in names:
-            self._delete_parts(which, name)
+        if found := self._find(which):
+            self._delete_parts(which, *found)
+            self.store.delete(f"state/{which}")  # last: whoever finds it deletes the parts again
+        for name in names:  # they may have died before they had stored all
+            counts = [self._count(which, name, rank) for rank in range(self._ranks.size)]
+            self._delete_parts(which, name, counts)
 
-    def _delete_parts(self, which: str, name: str) -> None:
-        """Delete the parts from one replica, which may have died before it had stored all."""
-        for rank in range(self._ranks.size):
-            count = 0
-            while self.store.get_range(self._key(which, name, rank, count), 0, 1) is not None:
-                count += 1
-            for i in reversed(range(count)):  # if this ends early, the rest will still be found
+    def _record(self, counts: list[int]) -> bytes:
+        return json.dumps([self._name, counts]).encode()
+
+    def _find(self, which: str) -> tuple[str, list[int]] | None:
+        """Return the name and the numbers of parts in a record; None if there is none."""
+        found = self.store.get(f"state/{which}")
+        if found is None:
+            return None
+        name, counts = json.loads(found)
+        return name, counts
+
+    def _count(self, which: str, name: str, rank: int) -> int:
+        """Return how many parts of a rank are there, without a gap."""
+        count = 0
+        while self.store.get_range(self._key(which, name, rank, count), 0, 1) is not None:
+            count += 1
+        return count
+
+    def _delete_parts(self, which: str, name: str, counts: list[int]) -> None:
+        for rank, count in enumerate(counts):
+            for i in reversed(range(count)):  # if this ends early, `_count` still finds the rest
                 self.store.delete(self._key(which, name, rank, i))
 
     @staticmethod

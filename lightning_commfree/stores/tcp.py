@@ -171,7 +171,7 @@ class TcpStore:
                 found: bytes | None = store.get(name) if store.check([name]) else None
             except dist.DistStoreError:  # deleted between the two
                 return None
-            return found
+            return found or None  # no entry is empty: deleted within `get`, if libuv serves
 
         return self._ask(verb, get)
 
@@ -269,20 +269,27 @@ def serve(host: str, port: int) -> Any:
         listener.listen(128)
 
         def store(use_libuv: bool) -> Any:
-            return TCPStore(
-                host,
-                port,
-                None,
-                True,
-                wait_for_workers=False,
-                master_listen_fd=os.dup(listener.fileno()),
-                use_libuv=use_libuv,
-            )
+            descriptor = os.dup(listener.fileno())
+            try:
+                return TCPStore(
+                    host,
+                    port,
+                    None,
+                    True,
+                    wait_for_workers=False,
+                    master_listen_fd=descriptor,
+                    use_libuv=use_libuv,
+                )
+            except RuntimeError:
+                os.close(descriptor)  # it has not been used
+                raise
 
         try:
             # The other server reads each request to its end before it looks at those of others.
             return store(use_libuv=True)
-        except RuntimeError:  # some builds of torch, such as Debian's, lack libuv
+        except RuntimeError as error:  # some builds of torch, such as Debian's, lack libuv
+            if "libuv" not in str(error):
+                raise
             _log.warning(
                 "This build of torch has no libuv. While one replica sends up to 4 MB, the requests"
                 " of all others wait: 1.7 s if its link has 20 Mbit/s. Where links are slow, serve"

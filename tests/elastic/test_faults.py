@@ -623,6 +623,18 @@ def test_who_leaves_in_an_outage_exits_as_after_sigterm(log: JobLog) -> None:
     assert raised.value.code == 143
 
 
+def test_a_job_whose_states_cannot_be_stored_does_not_end_in_silence(log: JobLog) -> None:
+    def fails() -> bytes:
+        raise ValueError("no state")
+
+    log.start(0)
+    log.write_state(0, fails, 1)
+    with pytest.raises(RuntimeError, match="A thread that uses memory has ended") as raised:
+        log.write_final_state(1, lambda: b"final")
+    assert str(raised.value.__cause__) == "no state"
+    assert log.end() < 0
+
+
 def test_who_leaves_in_an_outage_while_joining_exits_as_after_sigterm(log: JobLog) -> None:
     joiner = JobLog(
         ScriptedStore(log.store, lambda verb, *_: fail(verb)), "r1", lambda _: (len(MESSAGE),)

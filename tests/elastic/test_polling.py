@@ -132,7 +132,7 @@ def test_the_price_of_a_day_in_the_docs() -> None:
     puts = 2 + 1 / replicas + (parts + 3) / (4 * fragments * replicas)
     looks = 2 * replicas + 2 * interval_s / watch_pause_s(interval_s)
     gets = 2 * (replicas - 1) + 1 - 1 / replicas + looks
-    gets += (parts + replicas + 3) / (4 * fragments * replicas)
+    gets += (replicas + 5) / (4 * fragments * replicas)
     usd = exchanges * (puts * 0.005 + gets * 0.0004) / 1000
     read_gb = 86_400 / 100 * 2 * (replicas - 1) / replicas * 0.05
     page = " ".join((ROOT / "docs/elastic.md").read_text("utf-8").split())

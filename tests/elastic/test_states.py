@@ -11,6 +11,7 @@ from lightning_commfree.elastic import states as states_module
 from lightning_commfree.elastic.log import JobLog, Member
 from lightning_commfree.elastic.ranks import ReplicaRanks
 from lightning_commfree.elastic.states import States
+from lightning_commfree.stores.objects import PIECE_BYTES
 from lightning_commfree.stores.retrying import Retrying
 from tests.elastic.log_twin import Job, Replica, assert_equal_the_twin, play, state_in
 from tests.elastic.memory_store import MemoryStore
@@ -40,12 +41,13 @@ def test_a_state_is_complete_when_all_its_parts_are_there() -> None:
     seen: list[Any] = []
 
     def gather(value: int) -> list[int]:
-        seen.extend([other.read("3"), other.is_complete("3"), sorted(store.objects)])
+        seen.append((other.read("3"), other.is_complete("3"), sorted(store.objects)))
         return [value]
 
     other = states_of(store, "r1")
     states_of(store, "r0").create("3", b"0123456789", gather)
-    assert seen == [None, False, [f"part/3.r0.0.{i}" for i in range(3)]]
+    parts = [f"part/3.r0.0.{i}" for i in range(3)]
+    assert seen == [(None, False, []), (None, False, parts)]
     assert other.is_complete("3")
     assert other.read("3") == b"0123456789" == state_in(store, "3")
 
@@ -60,6 +62,30 @@ def test_the_first_that_completes_a_state_wins() -> None:
     states_of(store, "r0").create("end", b"0123456789", gather)
     assert states_of(store, "r2").read("end") == b"another state"
     assert [key for key in store.objects if ".r0." in key] == []
+    states_of(store, "r2").create("end", b"a third one", alone)
+    assert [key for key in store.objects if ".r2." in key] == [], "nothing was sent"
+
+
+def test_a_state_whose_record_is_shown_late_keeps_its_parts() -> None:
+    """The answer to the request that created it was lost, and the store shows it only later."""
+    store = MemoryStore()
+
+    def rule(verb: str, key: str, request: Callable[[], Any]) -> Any:
+        if verb == "create" and key == "state/3":
+            request()
+            return False
+        return None if verb == "get" and key == "state/3" else request()
+
+    late = States(Retrying(ScriptedStore(store, rule)), "r0", ReplicaRanks())
+    late.create("3", b"0123456789", alone)
+    assert states_of(store, "r1").read("3") == b"0123456789"
+
+
+def test_a_part_with_its_seal_is_one_request_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    store = MemoryStore()
+    states_of(store, "r0").create("3", bytes(states_module.PART_BYTES), alone)
+    assert len(store.objects["part/3.r0.0.0"]) == PIECE_BYTES
 
 
 def test_a_state_that_is_being_deleted_is_none() -> None:
@@ -104,10 +130,10 @@ class Writers:
 
     @property
     def kept(self) -> list[int]:
-        """The flights of states that the store has, complete or not."""
+        """The flights of states that the store has, complete or not; -1 is the first state."""
         keys = [*self.store.list("state/"), *self.store.list("part/")]
         names = {key.split("/")[1].split(".")[0] for key in keys}
-        return sorted(int(name) for name in names if name.isdigit())
+        return sorted(-1 if name == "r0" else int(name) for name in names)
 
     @property
     def messages_from(self) -> int:
@@ -121,7 +147,7 @@ def test_the_latest_two_states_are_kept_and_the_messages_after_the_first_of_them
     job = Writers()
     for flight, name in zip(range(3, 40, EVERY), ["r0", "r0", "r1", "r2"] * 3, strict=False):
         job.write(name, flight)
-        assert job.kept == [f for f in (flight - EVERY, flight) if f > 0]
+        assert job.kept == [flight - EVERY, flight]
         assert job.messages_from == max(flight - EVERY + 1, 0)
 
 
@@ -142,6 +168,22 @@ def test_a_late_state_of_another_writer_leaves_nothing_behind() -> None:
     job.write("r1", 27)
     job.write("r2", 19)
     assert (job.kept, job.messages_from) == ([23, 27], 24)
+
+
+def test_parts_that_came_after_the_others_had_deleted_the_state_are_deleted() -> None:
+    job = Writers()
+    job.write("r0", 3)
+    job.put("r1", 7)
+    late = {key: data for key, data in job.store.objects.items() if "7" in key}
+    for key in late:
+        job.store.delete(key)
+    for flight in (11, 15, 19):
+        job.write("r0", flight)
+    parts = sorted(key for key in late if key.startswith("part/"))
+    for key in (parts[-1], "state/7"):  # the first part is not there any more
+        job.store.create(key, late[key])
+    job.logs["r1"]._delete_old(7, EVERY)
+    assert job.kept == [15, 19]
 
 
 def test_a_late_state_that_is_one_of_the_latest_two_is_kept() -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,6 +104,31 @@ def test_a_request_that_takes_long_stops_no_other_member(
                 store.get("a")
     assert (said in caplog.text) is not has_libuv
     del served
+
+
+def test_two_that_delete_the_same_keys_meet_no_error() -> None:
+    """With libuv, a key that is deleted within a read looks empty."""
+    port = free_port()
+    with server(port):
+        stores = [TcpStore("127.0.0.1", port) for _ in range(2)]
+        for i in range(500):
+            stores[0].create(f"a/{i}", b"1")
+        errors: list[Exception] = []
+
+        def delete_all(store: TcpStore) -> None:
+            try:
+                for i in range(500):
+                    store.delete(f"a/{i}")
+            except Exception as error:  # noqa: BLE001 - asserted below
+                errors.append(error)
+
+        threads = [threading.Thread(target=delete_all, args=(store,)) for store in stores]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert stores[0].list("a/") == []
 
 
 def test_a_restarted_server_has_lost_everything_and_says_so() -> None:

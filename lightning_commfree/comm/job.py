@@ -98,6 +98,7 @@ class RankInfo:
     chosen_backend: str | None  # the user's choice for all groups on `device`, if any
     device: torch.device
     main_address: str | None  # address of rank 0's machine; None if there is only one machine
+    main_port: int | None = None  # at which the ranks meet
 
     @property
     def backend(self) -> str:
@@ -191,20 +192,28 @@ def joining(info: RankInfo) -> Iterator[None]:
     """Context manager around the creation of the first process group; warns if it takes over 20 s.
 
     The creation blocks until all ranks have come. The warning names the address to which they
-    connect.
+    connect, and how to start the others.
     """
     if info.size == 1:
         yield
         return
-    address = info.main_address or "127.0.0.1"
+    host, port = info.main_address or "127.0.0.1", info.main_port
     text = (
-        f"Rank {info.rank} is waiting until all {info.size} ranks have connected to {address}."
-        " Start the others, with the same address and port."
+        f"Rank {info.rank} is waiting until all {info.size} ranks have connected to {host}:{port}."
     )
-    if info.main_address is not None and address in ("localhost", "127.0.0.1", "::1"):
+    if info.main_address is None:
+        text += " Start the others, with the same address and port."
+    elif host in ("localhost", "127.0.0.1", "::1"):
         text += (
-            " No other machine can reach this address: set MASTER_ADDR on all machines to the"
-            " address of the first one, and NODE_RANK to 0, 1, ..., or use torchrun."
+            " No other machine can reach this address, which is used if MASTER_ADDR is not set: set"
+            " MASTER_ADDR on all machines to the address of the first one, MASTER_PORT to one port,"
+            " and NODE_RANK to 0, 1, ..., or use torchrun."
+        )
+    else:
+        text += (
+            " Unless a launcher such as torchrun or srun starts the others, run the same command on"
+            f" each machine with MASTER_ADDR={host} MASTER_PORT={port} and its own NODE_RANK, from"
+            " 0 on."
         )
     with _warning_after(text):
         yield
@@ -213,7 +222,8 @@ def joining(info: RankInfo) -> Iterator[None]:
 @contextmanager
 def _warning_after(text: str) -> Iterator[None]:
     """Context manager that warns with `text` if its block takes over `WARN_AFTER_S` seconds."""
-    timer = threading.Timer(WARN_AFTER_S, warnings.warn, [text])
+    # explicit, or the line of the standard library that runs the function would be printed
+    timer = threading.Timer(WARN_AFTER_S, warnings.warn_explicit, [text, UserWarning, __name__, 1])
     timer.start()
     try:
         yield

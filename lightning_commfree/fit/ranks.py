@@ -237,4 +237,5 @@ class Ranks:
             self._backend,
             strategy.root_device,
             environment.main_address if environment is not None and several else None,
+            None if environment is None else environment.main_port,
         )

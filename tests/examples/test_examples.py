@@ -149,6 +149,12 @@ def test_the_notebook_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.Monke
     assert found is not None, last
     assert float(found[2]) < 0.5 * float(found[1])
 
+    kept = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    shown = str([cell.outputs for cell in kept.cells if cell.cell_type == "code"])
+    assert re.search(r"loss \S+ before, \S+ after", shown), "stored as it was run"
+    assert "Trained 256 steps" in shown
+    assert "Warning" not in shown
+
     wrong = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
         executed(wrong, tmp_path)

@@ -17,6 +17,7 @@ from tests.fit.models import Tiny, loader, quiet_trainer
 from tests.world import free_port, run_ranks
 
 TIMEOUT_S = 3
+PORT = free_port()
 
 
 def validate_on_rank_0(rank: int, size: int) -> Any:
@@ -49,7 +50,7 @@ def test_a_validation_on_one_rank_names_the_missing_ranks(tmp_path: Path) -> Non
 def fit_on_one_of_two_machines(address: str, folder: Path) -> None:
     os.environ.pop("MASTER_ADDR", None)
     os.environ.update({"MASTER_ADDR": address} if address else {})
-    os.environ["MASTER_PORT"] = str(free_port())
+    os.environ["MASTER_PORT"] = str(PORT)
     job.WARN_AFTER_S = TIMEOUT_S / 6
     strategy = StreamingDiLoCoStrategy(timeout=timedelta(seconds=TIMEOUT_S))
     trainer = quiet_trainer(strategy=strategy, devices=1, num_nodes=2, max_steps=5)
@@ -70,5 +71,9 @@ def test_a_machine_that_waits_for_the_others_says_so(address: str, tmp_path: Pat
     one.join(60)
     said = (tmp_path / "said").read_text()
     where = address or "127.0.0.1"
-    assert said.startswith(f"Rank 0 is waiting until all 2 ranks have connected to {where}.")
-    assert ("set MASTER_ADDR on all machines" in said) == (not address)
+    assert said.startswith(f"Rank 0 is waiting until all 2 ranks have connected to {where}:{PORT}.")
+    assert ("used if MASTER_ADDR is not set: set MASTER_ADDR on all machines" in said) == (
+        not address
+    )
+    others = f"run the same command on each machine with MASTER_ADDR={address} MASTER_PORT={PORT}"
+    assert (others in said) == bool(address)

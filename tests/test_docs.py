@@ -221,14 +221,10 @@ def test_the_price_is_what_the_size_ladder_measured() -> None:
         tuple(row[:3]): row for row in rows_of(LADDER, "## Exchanges as often as a link hides")
     }
     gap, factor = (often["gpt2", "2", "10"][place].removeprefix("+") for place in (8, 9))
-    [added] = re.findall(r"gradients of 8 batches:\*\* \+(\S+)", LADDER.read_text("utf-8"))
     four = often["gpt2", "4", "10"][8].removeprefix("+").split()[0]
-    price = f"| **{gap.split()[0]} %**, or {factor.split()[0]} times the tokens"
-    price += f" | {two[-1]:.0f} % | {float(four):.1f} % | {float(added):.0f} %, and "
-    small = ROOT / "benchmarks/bandwidth/small.md"
-    ms = {row[0]: row[1] for row in rows_of(small, "## 20mbit")}["DDP, gradients of 8 batches"]
-    price += f"{float(ms) / 1000:.3f} s a batch |"
-    assert price in readme
+    assert f"| **{gap.split()[0]} %**, or {factor.split()[0]} times the tokens |" in readme
+    prices = f"Every 100 steps ours loses {two[-1]:.0f} %; with four machines, every 10 steps,"
+    assert f"{prices} {float(four):.1f} %." in readme
     page = " ".join((DOCS / "figures.md").read_text("utf-8").split())
     assert f"end {gap} above DDP" in page
     assert f"reaches that loss with 1/{factor.split()[0]} of the tokens" in page
@@ -279,16 +275,12 @@ def sizes(cell: str) -> list[float]:
 def test_the_table_in_readme_is_what_was_measured_and_predicted() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     table = re.findall(r"^\| (?:measured|predicted): .*$", readme, re.MULTILINE)
-    auto = '`sync_every="auto"`, fp4'
-    pages = (("result.md", "## 100mbit", "+ fp4"), ("small.md", "## 20mbit", auto))
-    expected = []
-    for name, heading, ours in pages:
-        measured = {row[0]: row for row in rows_of(ROOT / "benchmarks/bandwidth" / name, heading)}
-        assert heading[3:].replace("mbit", " Mbit/s") in table[len(expected)]
-        rows = [measured[method] for method in ("no communication", "DDP", ours)]
-        ms = [float(row[1]) / 1000 for row in rows]
-        sent = [float(row[8].replace(",", "")) for row in rows]
-        expected.append([ms[0], ms[1], sent[1], ms[2], sent[2]])
+    large = {row[0]: row for row in rows_of(ROOT / "benchmarks/bandwidth/result.md", "## 100mbit")}
+    assert "100 Mbit/s" in table[0]
+    rows = [large[method] for method in ("no communication", "DDP", "+ fp4")]
+    ms = [float(row[1]) / 1000 for row in rows]
+    sent = [float(row[8].replace(",", "")) for row in rows]
+    expected = [[ms[0], ms[1], sent[1], ms[2], sent[2]]]
     planned = [
         re.findall(rf"^{re.escape(method)} .*% +([\d.]+) +([\d.]+)$", readme, re.MULTILINE)[0]
         for method in ("data parallel", "+ fp4")
@@ -322,6 +314,29 @@ def test_the_alternatives_are_what_was_measured() -> None:
         assert loss == losses[method]
     late = losses["DDP, PowerSGD rank 4 after 10 % of the steps"]
     assert f"rank 4 then ends {late} above DDP" in prose_of_figures()
+
+
+def test_the_alternatives_in_readme_are_those_of_the_page() -> None:
+    page = {row[0]: row for row in rows_of(DOCS / "figures.md", "## What people would do instead")}
+    names = {
+        "DDP": "DDP",
+        "**Streaming DiLoCo, every 10 steps**": '`sync_every="auto"`, fp4',
+        "torchft's DiLoCo, every 10 steps": "torchft DiLoCo every 10 steps, delay 4, alpha 0.5",
+        "averaging every 10 steps": "local SGD (plain mean every 10 steps, fp32)",
+        "DDP, PowerSGD rank 4": "DDP, PowerSGD rank 4",
+        "DDP, 8 batches accumulated": "DDP, gradients of 8 batches",
+    }
+    readme = (ROOT / "README.md").read_text("utf-8")
+    [heading] = re.findall(r"^\*\*The price is loss\.\*\*.*$", readme, re.MULTILINE)
+    shown = rows_of(ROOT / "README.md", heading)
+    assert [row[0] for row in shown] == list(names)
+    for name, *cells in shown:
+        _, slow, fast, _, _, num_bytes, loss = page[names[name]]
+        figures = [float(slow) / 1000, float(fast) / 1000, float(num_bytes.replace(",", ""))]
+        bare = [cell.replace("*", "") for cell in cells]
+        assert [f"{s:.3f}" for s in figures[:2]] == bare[:2]
+        assert f"{figures[2] / 1000:.3g}" == bare[2]
+        assert bare[3].removesuffix(" %").partition(" %")[0] == loss.split()[0].lstrip("+")
 
 
 def test_what_a_batch_and_an_outer_step_change_is_what_was_measured() -> None:

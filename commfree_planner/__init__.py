@@ -19,8 +19,9 @@ tau     `overlap_steps`     inner steps
 Read in this order: `bytes_sent` (bytes of a payload), `tcp` (latency and loss), `simulation`
 (utilization, and the bandwidth for a target), `layer_sums` (tensor parallelism), `store` (elastic
 replicas), `model` (layers and fragments), `training` (the user's run), `methods` (the compared
-methods), `inside` (traffic within a replica), `advice` (a setting of Streaming DiLoCo), `pace`
-(what `sync_every="auto"` would choose), `choice` (the strategy), `command` (`commfree-plan`).
+methods), `inside` (traffic within a replica), `pace` (what `sync_every="auto"` would choose),
+`advice` (a fixed setting of Streaming DiLoCo), `choice` (the strategy), `command`
+(`commfree-plan`).
 
 Latency is one way; consecutive messages do not wait for each other's latency. Encoding, decoding
 and the outer optimizer take the time that you pass (`sync_seconds`). Not modelled: replicas of

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from commfree_planner.advice import Advice
 from commfree_planner.methods import BF16, DATA_PARALLEL, DOMINO, LION, POWER_SGD, methods
+from commfree_planner.pace import auto_line, plan_auto
 from commfree_planner.training import Training
+
+STREAMING = "streaming_diloco"
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ def choose(training: Training, gbit_per_s: float, target: float, advice: Advice)
     """Return the strategy that changes training least and reaches the target.
 
     It prefers plain data parallelism, then data parallelism with bf16 gradients, then Streaming
-    DiLoCo. If none reaches the target, it returns Streaming DiLoCo or Distributed Lion, whichever
-    has the higher utilization.
+    DiLoCo: with its default, `sync_every="auto"`, unless the user has fixed H or tau. If none
+    reaches the target, it returns Streaming DiLoCo or Distributed Lion, whichever has the higher
+    utilization.
 
     Args:
         training: the run.
@@ -55,15 +59,41 @@ def choose(training: Training, gbit_per_s: float, target: float, advice: Advice)
             f" gradients rounded to bf16 for {reached[BF16]:.1%}, which reaches the target."
         )
         return Choice("ddp", "ddp_comm_hook=bf16_compress_hook", reached[BF16], (reason,))
-    setting = (
-        f"sync_every={advice.sync_every}, num_fragments={advice.num_fragments},"
-        f" overlap_steps={advice.overlap_steps}, wire_dtype={training.wire_dtype!r}"
+    found = _streaming(training, gbit_per_s, advice)
+    if found.utilization < target and reached[LION] > found.utilization:
+        found = Choice("distributed_lion", "", reached[LION], ())
+    reasons = _reasons(reached, found.strategy, found.utilization, target)
+    return replace(found, reasons=(*found.reasons, *reasons))
+
+
+def alternatives(
+    training: Training, gbit_per_s: float, target: float, choice: Choice, advice: Advice
+) -> list[str]:
+    """Return the settings of Streaming DiLoCo that `choice` does not name, as lines of text."""
+    lines = advice.lines(target)
+    if choice.strategy != STREAMING:
+        return [auto_line(training, gbit_per_s), *lines]
+    return [*lines, auto_line(training, gbit_per_s)] if advice.fixed else lines
+
+
+def _streaming(training: Training, gbit_per_s: float, advice: Advice) -> Choice:
+    """Return Streaming DiLoCo with what the user has fixed; by default, with "auto"."""
+    wire = training.wire_dtype
+    if advice.fixed:
+        setting = (
+            f"sync_every={advice.sync_every}, num_fragments={advice.num_fragments},"
+            f" overlap_steps={advice.overlap_steps}, wire_dtype={wire!r}"
+        )
+        return Choice(STREAMING, setting, advice.utilization, ())
+    auto, count = plan_auto(training, gbit_per_s), training.num_fragments
+    setting = 'sync_every="auto"'
+    setting += "" if count is None else f", num_fragments={count}"
+    setting += "" if wire == Training.wire_dtype else f", wire_dtype={wire!r}"
+    reason = (
+        f'"auto" is the default. It exchanges every {auto.sync_every} steps on this link, with'
+        f" overlap_steps={auto.overlap_steps}."
     )
-    if advice.utilization < target and reached[LION] > advice.utilization:
-        setting, best, name = "", reached[LION], "distributed_lion"
-    else:
-        best, name = advice.utilization, "streaming_diloco"
-    return Choice(name, setting, best, tuple(_reasons(reached, name, best, target)))
+    return Choice(STREAMING, setting, auto.utilization, (reason,))
 
 
 def _reasons(reached: dict[str, float], name: str, best: float, target: float) -> Iterator[str]:

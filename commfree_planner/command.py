@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 
 from commfree_planner.advice import Advice, advise, plain
 from commfree_planner.bytes_sent import GRADIENT_DTYPES, WIRE_DTYPES
-from commfree_planner.choice import Choice, choose
+from commfree_planner.choice import Choice, alternatives, choose
 from commfree_planner.inside import inside_line
 from commfree_planner.methods import Method, methods
 from commfree_planner.model import Model
-from commfree_planner.pace import auto_line
 from commfree_planner.training import Training
 
 _WIDTH = 80  # columns of a standard terminal
@@ -65,9 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--width", type=int, help="activations per token; default: GPT-2's")
     add("--num-replicas", type=int, default=2)
     add("--replica-size", type=int, default=1, help="ranks of a replica; if above 1, adds a line")
-    add("--sync-every", type=int, default=100)
+    add("--sync-every", type=int, help="to fix it; default: 100 in the tables")
     add("--num-fragments", type=int, help="default: 3 blocks per fragment")
-    add("--overlap-steps", type=int, default=1)
+    add("--overlap-steps", type=int, help="to fix it; default: 1 in the tables")
     add("--wire-dtype", choices=WIRE_DTYPES, default="fp4")
     add("--gradient-dtype", choices=GRADIENT_DTYPES, default="fp32", help="of DDP's gradients")
     add("--target", type=float, default=0.95, help="share of the time for computing")
@@ -96,13 +95,13 @@ def _plan(options: argparse.Namespace) -> tuple[Training, Advice]:
 
     in_blocks = parameters - outside
     sizes = [in_blocks * (i + 1) // blocks - in_blocks * i // blocks for i in range(blocks)]
+    pace = {"sync_every": options.sync_every, "overlap_steps": options.overlap_steps}
+    fixed = {name: steps for name, steps in pace.items() if steps is not None}
     training = Training(
         Model(tuple(sizes), outside, options.width),
         options.step_time,
         num_replicas=options.num_replicas,
-        sync_every=options.sync_every,
         num_fragments=options.num_fragments,
-        overlap_steps=options.overlap_steps,
         wire_dtype=options.wire_dtype,
         gradient_dtype=options.gradient_dtype,
         latency_s=options.latency,
@@ -110,8 +109,9 @@ def _plan(options: argparse.Namespace) -> tuple[Training, Advice]:
         bbr=options.bbr,
         sync_seconds=options.sync_time,
         tokens_per_step=options.tokens_per_step,
+        **fixed,
     )
-    return training, advise(training, options.bandwidth, options.target)
+    return training, advise(training, options.bandwidth, options.target, fixed)
 
 
 def _lines(
@@ -127,16 +127,9 @@ def _lines(
     yield from _folded(f"Use strategy={choice.strategy}{setting}: {choice.utilization:.1%}.")
     for reason in choice.reasons:
         yield from _folded(f"- {reason}", "  ")
-    verdict = "reaches" if advice.reaches_target else "does not reach"
     yield ""
-    yield from _folded(
-        f"Advice for streaming_diloco: sync_every={advice.sync_every}"
-        f" num_fragments={advice.num_fragments} overlap_steps={advice.overlap_steps}:"
-        f" utilization {advice.utilization:.1%}, which {verdict} {target:.0%}."
-    )
-    for reason in advice.reasons:
-        yield from _folded(f"- {reason}", "  ")
-    yield from _folded(auto_line(training, gbit_per_s))
+    for line in alternatives(training, gbit_per_s, target, choice, advice):
+        yield from _folded(line, "  " if line.startswith("- ") else "")
 
 
 def _utilization_rows(

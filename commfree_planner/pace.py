@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from commfree_planner.training import Training
 
@@ -57,7 +58,7 @@ def choose_pace(
 
 
 def auto_pace(training: Training, gbit_per_s: float) -> tuple[int, int]:
-    """Return the H and tau on which `sync_every="auto"` settles; the training's H is ignored.
+    """Return the H and tau on which `sync_every="auto"` settles; the training's are ignored.
 
     TCP's windows and losses are not counted.
     """
@@ -75,14 +76,29 @@ def auto_pace(training: Training, gbit_per_s: float) -> tuple[int, int]:
     return now
 
 
-def auto_line(training: Training, gbit_per_s: float) -> str:
-    """Return a sentence about `sync_every="auto"`."""
-    if training.num_replicas == 1:
-        return "sync_every=auto: one replica sends nothing."
+class AutoPlan(NamedTuple):
+    """What `sync_every="auto"` settles on, and the utilization then."""
+
+    sync_every: int
+    overlap_steps: int
+    utilization: float
+
+
+def plan_auto(training: Training, gbit_per_s: float) -> AutoPlan:
+    """Return the plan of `sync_every="auto"`; the training's H and tau are ignored."""
     sync_every, overlap_steps = auto_pace(training, gbit_per_s)
     found = replace(training, sync_every=sync_every, overlap_steps=overlap_steps)
     exchange = found.diloco(found.fragment_count, overlap_steps, found.wire_dtype)
+    return AutoPlan(sync_every, overlap_steps, found.utilization(exchange, gbit_per_s))
+
+
+def auto_line(training: Training, gbit_per_s: float) -> str:
+    """Return a sentence about `sync_every="auto"`."""
+    if training.num_replicas == 1:
+        return 'streaming_diloco with sync_every="auto", its default: one replica sends nothing.'
+    auto = plan_auto(training, gbit_per_s)
     return (
-        f"sync_every=auto would exchange every {sync_every} steps with overlap_steps="
-        f"{overlap_steps}: utilization {found.utilization(exchange, gbit_per_s):.1%}."
+        'streaming_diloco with sync_every="auto", its default, would exchange every'
+        f" {auto.sync_every} steps with overlap_steps={auto.overlap_steps}: utilization"
+        f" {auto.utilization:.1%}."
     )

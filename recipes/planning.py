@@ -17,7 +17,6 @@ from rich.text import Text
 from torch import nn
 
 from commfree_planner import (
-    Advice,
     Choice,
     Method,
     Model,
@@ -29,7 +28,7 @@ from commfree_planner import (
     methods,
 )
 from commfree_planner.advice import plain
-from commfree_planner.pace import auto_line
+from commfree_planner.choice import alternatives
 from lightning_commfree.comm.text import counted, human_bytes
 from lightning_commfree.diloco import CODECS
 from recipes.training.language_model import LanguageModel, built_from_config
@@ -41,9 +40,7 @@ FIGURE = "plan.png"
 _DEVICE_GB = (24, 40, 80)  # of common GPUs
 _TRAINING_KEYS = (
     "num_replicas",
-    "sync_every",
     "num_fragments",
-    "overlap_steps",
     "wire_dtype",
     "gradient_dtype",
     "tokens_per_step",
@@ -52,7 +49,7 @@ _TRAINING_KEYS = (
 )
 
 
-def plan(config: Config, console: Console) -> Advice:
+def plan(config: Config, console: Console) -> Choice:
     """Print the table and the advice, and write the figure.
 
     Args:
@@ -60,18 +57,19 @@ def plan(config: Config, console: Console) -> Advice:
         console: where to print.
 
     Returns:
-        The advice that was printed.
+        The recommended strategy, as printed.
 
     Raises:
         ValueError: a value is out of range, or the model has no list of blocks.
     """
     model = model_from_config(config["model"], config["vocab_size"])
     given = {key: config[key] for key in _TRAINING_KEYS}
+    fixed = {key: config[key] for key in ("sync_every", "overlap_steps") if config[key] is not None}
     times = {"latency_s": config["latency"], "sync_seconds": config["sync_time"]}
-    training = Training(model, config["step_time"], **times, **given)
+    training = Training(model, config["step_time"], **times, **given, **fixed)
     gbit_per_s = config["bandwidth"]
     compared = methods(training)
-    advice = advise(training, gbit_per_s, config["advice_target"])
+    advice = advise(training, gbit_per_s, config["advice_target"], fixed)
     choice = choose(training, gbit_per_s, config["advice_target"], advice)
     console.print(Text(_header(training, config)))
     console.print(utilization_table(training, compared, gbit_per_s))
@@ -81,12 +79,12 @@ def plan(config: Config, console: Console) -> Advice:
     if config["replica_size"] > 1:
         console.print(Text(inside_line(training, config["replica_size"])))
     console.print(Text("\n".join(choice_lines(choice))))
-    console.print(Text("\n".join(advice_lines(advice, config["advice_target"]))))
-    console.print(Text(auto_line(training, gbit_per_s)))
+    others = alternatives(training, gbit_per_s, config["advice_target"], choice, advice)
+    console.print(Text("\n".join(others)))
     path = Path(config["run_dir"]) / FIGURE
     draw_training(training, compared, gbit_per_s, path)
     console.print(Text(f"figure: {path}"), soft_wrap=True)
-    return advice
+    return choice
 
 
 def memory_line(model: Model, replica_size: int, wire_dtype: str = "fp4") -> str:
@@ -194,17 +192,6 @@ def choice_lines(choice: Choice) -> list[str]:
         f"Use strategy={choice.strategy}{setting}: {choice.utilization:.1%}.",
         *(f"- {reason}" for reason in choice.reasons),
         "",
-    ]
-
-
-def advice_lines(advice: Advice, target: float) -> list[str]:
-    """Return the advice as lines of text."""
-    verdict = "reaches" if advice.reaches_target else "does not reach"
-    return [
-        f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}"
-        f" overlap_steps={advice.overlap_steps}: utilization {advice.utilization:.1%}, which"
-        f" {verdict} {target:.0%}.",
-        *(f"- {reason}" for reason in advice.reasons),
     ]
 
 

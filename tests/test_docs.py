@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from commfree_planner import payload_bytes
-from commfree_planner.pace import SYNC_EVERY
+from commfree_planner import Training, payload_bytes
+from commfree_planner.advice import MOST_OVERLAP_STEPS
+from commfree_planner.command import main as plan
+from commfree_planner.pace import OVERLAP_STEPS, SYNC_EVERY
 from docs.site.loss_over_bytes import TARGET as PLOT
 from docs.site.loss_over_bytes import description, draw, points
 from docs.site.messages import sentences
@@ -21,7 +23,7 @@ from docs.site.reference import MODULES, SHOWN, STRATEGIES, packages
 from docs.site.schedule_svg import SCHEDULE, TARGET, drawing, flights
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.diloco.messages import _MIN_EXCHANGES
-from lightning_commfree.diloco.settings import default_outer_optimizer
+from lightning_commfree.diloco.settings import DiLoCoSettings, default_outer_optimizer
 from lightning_commfree.diloco.streaming import Landing
 from lightning_commfree.lion.voting import vote_shares
 
@@ -253,12 +255,142 @@ def test_pages_name_the_values_of_the_code() -> None:
         ("troubleshooting", "Below {} times it is a warning"),
     ):
         assert saying.format(_MIN_EXCHANGES) in pages[page]
+    docstring = " ".join(str(StreamingDiLoCoStrategy.__doc__).split())
+    assert f"learning rate is {_lr(4, 100)} with at least four replicas" in docstring
+    assert f"of at least 100, otherwise {_lr(2, 100)};" in docstring
     conf = (ROOT / "conf/strategy/streaming_diloco.yaml").read_text("utf-8")
     assert f"lr {_lr(2, 100)} (4 replicas and 100 steps or more: {_lr(4, 100)})" in conf
     for row in rows_of(DOCS / "tuning.md", "## Which wire"):
         wire, bits = row[0].strip('`"'), float(row[1])
         many = 1 << 20
         assert 8 * payload_bytes(many, wire) / many == pytest.approx(bits, abs=0.006), wire
+
+
+# Where pages say how to begin
+
+
+def started(page: Path, heading: str) -> dict[str, list[str]]:
+    """Return the rows of a page's table of starting values, by setting without its symbol."""
+    return {row[0].split(" (")[0]: row[1:] for row in rows_of(page, heading)}
+
+
+def words(path: Path) -> str:
+    return " ".join(path.read_text("utf-8").split())
+
+
+def test_pages_recommend_the_same_overlap() -> None:
+    """`docs/tuning.md` gives the reasons; the other pages say the same or link to it."""
+    most = f"to {MOST_OVERLAP_STEPS} at most with a fixed `sync_every`"
+    docstring = " ".join(str(StreamingDiLoCoStrategy.__doc__).split())
+    shown = {name: words(DOCS / f"{name}.md") for name in ("choose", "figures", "tuning")}
+    for page, text in {**shown, "docstring": docstring}.items():
+        assert most in text, page
+    conf = words(ROOT / "conf/strategy/streaming_diloco.yaml")
+    assert f"overlap_steps: {Training.overlap_steps} # tau, default 1" in conf
+    assert f"{MOST_OVERLAP_STEPS} at most with a fixed sync_every" in conf
+    store = "with a bucket and a fixed sync_every, a second of training"
+    assert store in words(ROOT / "conf/strategy/elastic_diloco.yaml")
+    assert "With a fixed `sync_every`, choose `overlap_steps`" in words(DOCS / "elastic.md")
+    assert "a bucket, with a fixed `sync_every`:* a second of training" in shown["tuning"]
+    for page in ("elastic", "figures", "limits", "planner"):
+        assert "tuning.md#how-many-steps-an-exchange-may-take" in words(DOCS / f"{page}.md")
+
+    least, limit = OVERLAP_STEPS[0], SYNC_EVERY[0] - 2
+    choices = f"{', '.join(map(str, OVERLAP_STEPS[:-1]))} and {OVERLAP_STEPS[-1]} steps"
+    assert f"begins with {least}, and takes the smallest of {choices}" in shown["tuning"]
+    assert f"at most {limit}, because a fit begins with a cycle of {limit + 2}" in shown["tuning"]
+    assert f"tau is {least} at first" in docstring
+    assert f"this is its smallest value, at most {limit}" in docstring
+    DiLoCoSettings(overlap_steps=limit)
+    with pytest.raises(ValueError, match=f"must be at most {limit}"):
+        DiLoCoSettings(overlap_steps=limit + 1)
+
+    begins = f"With a fixed `sync_every`:* begin with the default of {Training.overlap_steps}. "
+    assert begins in shown["tuning"]
+    assert DiLoCoSettings().overlap_steps == Training.overlap_steps
+    assert f"an overlap of {MOST_OVERLAP_STEPS}, learning rates tuned" in shown["figures"]
+    assert f"the overlap of the bandwidth page ({MOST_OVERLAP_STEPS})" in words(LADDER)
+
+    # no page has another limit, whichever way it words it
+    limits = {
+        number
+        for path in [ROOT / "README.md", *DOCS.glob("*.md"), ROOT / "recipes/README.md"]
+        for sentence in re.split(r"(?<=[.|;]) ", words(path))
+        if "overlap" in sentence
+        for number in re.findall(r"(\d+) at most|[Aa]t most (\d+)", sentence)
+    }
+    assert {int(first or second) for first, second in limits} == {MOST_OVERLAP_STEPS}
+
+
+def test_pages_start_with_the_same_settings() -> None:
+    """The tables of `docs/choose.md` and `docs/tuning.md`, and what others say about rates."""
+    chosen = started(DOCS / "choose.md", "## 4. Which settings?")
+    tuned = started(DOCS / "tuning.md", "## Starting points")
+    for here, there in (("`sync_every`",) * 2, ("`overlap_steps`",) * 2, INNER_RATES):
+        assert chosen[here][0].startswith(tuned[there][0]), here
+    assert tuned["`sync_every`"][0] == f'`"{DiLoCoSettings().sync_every}"`'
+    assert tuned["`overlap_steps`"][0] == 'the default; `sync_every="auto"` raises it'
+    assert tuned["`mix`"][0] == str(DiLoCoSettings().mix)
+    assert tuned["`wire_dtype`"][0] == f'`"{DiLoCoSettings().wire_dtype}"`'
+    assert tuned["outer learning rate"][0] == "the default"
+    shortest = f"as low as the link hides, from {SYNC_EVERY[0]} on"
+    assert shortest in chosen["`sync_every`"][1]
+    assert shortest in tuned["`sync_every`"][1]
+
+    two, eight = "DDP's, and half of it", "with eight replicas a half and a quarter"
+    assert tuned["inner learning rate"][0] == chosen["learning rate"][0] == two
+    assert tuned["inner learning rate"][1].startswith(eight)
+    assert chosen["learning rate"][1] == eight
+    assert "Try DDP's learning rate and half of it." in words(ROOT / "README.md")
+    linked = "(tuning.md#the-inner-learning-rate)"
+    assert f"[inner DDP's and half of it]{linked}" in words(DOCS / "troubleshooting.md")
+    coming = started(DOCS / "coming_from.md", "## Lightning's `ddp`")
+    assert coming["your learning rate"][0] == f"DDP's, and [half of it]{linked}"
+
+
+INNER_RATES = ("learning rate", "inner learning rate")
+RATES = {"2": (1.0, 0.5), "4": (1.0, 0.5), "8": (0.5, 0.25)}  # times DDP's, by replicas
+
+
+def test_the_inner_rates_to_start_with_are_close_to_the_best_ones() -> None:
+    ddp, ratios = {}, []  # of AdamW
+    for size, tokens, model, optimizer, method, tried, _ in rows_of(LADDER, "## Learning rates"):
+        losses = {
+            float(loss): float(rate) for rate, loss in re.findall(r"([\d.]+): ([\d.]+)", tried)
+        }
+        best = losses[min(losses)]
+        if optimizer == "adamw" and method == "DDP":
+            ddp[size, tokens, model] = best
+        elif optimizer == "adamw" and method != "M = 1":
+            ratios.append((method.removeprefix("M = "), best / ddp[size, tokens, model]))
+    often = rows_of(LADDER, "## Exchanges as often as a link hides")
+    frequent = [(row[1], row[0], float(row[6]) / float(row[4])) for row in often]
+    [(exception, ratio)] = [(model, r) for m, model, r in frequent if m == "8"]
+    assert (exception, ratio) == ("llama", 1.0), "as the page says"
+    ratios += [(m, r) for m, _, r in frequent if m != "8"]
+    assert {m for m, _ in ratios} == RATES.keys()
+    distances = [min(max(r / s, s / r) for s in RATES[m]) for m, r in ratios]
+    assert f"a factor of {max(distances):.2f} of DDP's" in words(DOCS / "tuning.md")
+
+
+def test_pages_and_planner_advise_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    [shown] = re.findall(r"\$ (commfree-plan [^`]+)", (DOCS / "choose.md").read_text("utf-8"))
+    plan(shown.replace("\\\n", " ").split()[1:])
+    said = " ".join(capsys.readouterr().out.split())
+    auto = re.search(r"exchanges every (\d+) steps on this link, with overlap_steps=(\d+)", said)
+    assert 'Use strategy=streaming_diloco (sync_every="auto")' in said
+    assert auto
+    tuning = words(DOCS / "tuning.md")
+    assert f'`"auto"` exchanges every {auto[1]} steps with an overlap of {auto[2]}.' in tuning
+    readme = words(ROOT / "README.md")
+    assert f"--sync-every {auto[1]} --overlap-steps {auto[2]} " in readme
+    assert re.search(rf"\| predicted: 124M, 100 Mbit/s \| {auto[1]} steps \|", readme)
+    # the alternative is within the limits that the pages name
+    fixed = re.search(r"fixed sync_every.*: sync_every=(\d+) .* overlap_steps=(\d+)", said)
+    assert fixed
+    assert int(fixed[1]) in SYNC_EVERY
+    assert Training.overlap_steps <= int(fixed[2]) <= MOST_OVERLAP_STEPS
+    assert "the smallest H of this list, or 300, that computes for 95 % of the time" in tuning
 
 
 def _lr(replicas: int, sync_every: int) -> float:

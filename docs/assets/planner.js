@@ -6,7 +6,7 @@
 const TARGET = 0.95; // share of the time for computing, from which a method is recommended
 const POWER_SGD_RANK = 4;
 const BLOCKS_PER_FRAGMENT = 3;
-const OVERLAP_STEPS = 1;
+const SYNC_EVERY = 100, OVERLAP_STEPS = 1; // defaults of `commfree-plan`
 const CYCLES = 100; // a link that is slightly too slow builds up a backlog for so long
 // of `sync_every="auto"`
 const AUTO_SYNC_EVERY = [10, 20, 30, 50, 100, 200];
@@ -181,10 +181,11 @@ function take(rows) {
     `If the weights must be equal after every step, use distributed_lion: ${percent(named("Lion, votes"))}.`;
 }
 
-// each option with its value, so that a line breaks only between them
+// each option with its value, so that a line breaks only between them. `commfree-plan` recommends "auto" unless H is
+// fixed
 const command = run => ["commfree-plan", `--parameters ${run.parameters}`, `--blocks ${run.blocks}`,
   `--outside ${run.outside}`, `--step-time ${run.seconds}`, `--bandwidth ${run.gbit}`,
-  `--num-replicas ${run.replicas}`, `--sync-every ${run.every}`];
+  `--num-replicas ${run.replicas}`, ...(run.every === SYNC_EVERY ? [] : [`--sync-every ${run.every}`])];
 
 function human(value, units) {
   let i = 0;

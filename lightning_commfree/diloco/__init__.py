@@ -23,10 +23,10 @@ gradients*, one fragment of the model at a time, while training continues. Each 
 symbol  name here           unit             default          source
 ======  ==================  ===============  ===============  =================================
 M       `View.size`         replicas         one per rank     section 2
-H       `sync_every`        inner steps      100              section 3; 30 and 100 ablated
+H       `sync_every`        inner steps      "auto"           `pace`; 30 and 100 in section 3
 P       `num_fragments`     fragments        3 blocks each    section 3.1; other layers: 1 more
 t_p     `Schedule.offset`   inner steps      floor(p H / P)   section 2.2
-tau     `overlap_steps`     inner steps      1                section 3; at most 5 recommended
+tau     `overlap_steps`     inner steps      1                section 3; `docs/tuning.md`
 alpha   `mix`               weight of local  0.5              Figure 10
 theta   `global_copy`       fp32             --               Algorithm 2
 Delta   `outer_gradient()`  old minus new    --               Algorithm 2

@@ -103,9 +103,10 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             (each fragment gets consecutive blocks) or "balanced" (tensors are assigned so that
             fragments have about equal bytes; for models without blocks).
         overlap_steps: tau, the number of inner steps from launch to landing; 0 blocks training
-            during the exchange. Several fragments may be in flight. At most 5 is recommended. With
-            `sync_every="auto"`, the least tau, at most 8; it is 5 at first, and grows as the link
-            requires.
+            during the exchange. Several fragments may be in flight. If training waits, raise it,
+            to 5 at most with a fixed `sync_every`. With `sync_every="auto"` leave it alone: tau is
+            5 at first and grows as the link requires, and this is its smallest value, at most 8.
+            See `docs/tuning.md`.
         mix: alpha in [0, 1], the weight of the local parameters when a fragment lands: 0 replaces
             them with the global copy, 1 keeps them.
         wire_dtype: the number format in which outer gradients are sent: "fp32", "bf16", "int8",

@@ -213,7 +213,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
 
     Example::
 
-        strategy = ElasticDiLoCoStrategy(store="file:///mnt/share/run1", sync_every=50)
+        strategy = ElasticDiLoCoStrategy(store="file:///mnt/share/run1")
         trainer = Trainer(strategy=strategy, devices=1, max_steps=10_000)
     """
 

@@ -126,9 +126,9 @@ class Plan(Section):  # noqa: D101 - the planner checks sizes against each other
     tokens_per_step: PositiveInt | None
     num_replicas: PositiveInt
     replica_size: PositiveInt
-    sync_every: PositiveInt
+    sync_every: PositiveInt | None
     num_fragments: PositiveInt | None
-    overlap_steps: NonNegativeInt | str  # the planner knows the words
+    overlap_steps: NonNegativeInt | None
     wire_dtype: str
     gradient_dtype: str
     targets: Annotated[list[InnerFraction], Field(min_length=1)]

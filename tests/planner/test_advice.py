@@ -11,39 +11,57 @@ from commfree_planner import (
     Model,
     advise,
 )
+from commfree_planner.pace import SYNC_EVERY
 from tests.planner.trainings import TRAINING
 
+FIXABLE = ["sync_every", "overlap_steps"]
 
-def test_a_fast_link_needs_no_overlap_and_the_default_p() -> None:
+
+def test_a_fast_link_needs_the_shortest_cycle_and_the_defaults() -> None:
     advice = advise(TRAINING, 1000.0, 0.95)
     assert advice.reaches_target
-    assert (advice.sync_every, advice.num_fragments, advice.overlap_steps) == (100, 3, 0)
+    assert (advice.sync_every, advice.num_fragments, advice.overlap_steps) == (10, 3, 1)
 
 
 @pytest.mark.parametrize("gbit_per_s", [0.006, 0.01, 0.03, 0.1])
-def test_the_advice_reaches_its_utilization_with_the_smallest_tau(gbit_per_s) -> None:
+def test_the_advice_reaches_its_utilization_with_the_smallest_h_and_tau(gbit_per_s) -> None:
     advice = advise(TRAINING, gbit_per_s, 0.95)
     training = replace(TRAINING, sync_every=advice.sync_every)
     exchange = training.diloco(advice.num_fragments, advice.overlap_steps, "fp4")
     assert training.utilization(exchange, gbit_per_s) == advice.utilization >= 0.95
-    for tau in range(advice.overlap_steps):
+    for tau in range(1, advice.overlap_steps):
         for count in range(1, 8):
             assert training.utilization(training.diloco(count, tau, "fp4"), gbit_per_s) < 0.95
+    for shorter in (h for h in SYNC_EVERY if h < advice.sync_every):
+        fixed = advise(replace(TRAINING, sync_every=shorter), gbit_per_s, 0.95, ["sync_every"])
+        assert fixed.utilization < 0.95
 
 
-def test_a_longer_cycle_is_the_last_resort_and_as_short_as_possible() -> None:
-    advice = advise(TRAINING, 0.006, 0.95)
-    assert advice.reaches_target
-    assert 100 < advice.sync_every <= 300
-    shorter = replace(TRAINING, sync_every=advice.sync_every - 1)
-    assert advise(shorter, 0.006, 0.95).sync_every == advice.sync_every
+@pytest.mark.parametrize("gbit_per_s", [0.001, 0.03, 1000.0])
+@pytest.mark.parametrize("fixed", [["sync_every"], ["overlap_steps"], FIXABLE])
+def test_the_advice_keeps_what_the_user_has_fixed(gbit_per_s, fixed) -> None:
+    for given in (
+        replace(TRAINING, sync_every=20, overlap_steps=10),
+        replace(TRAINING, sync_every=2, overlap_steps=0, num_fragments=4),
+        replace(TRAINING, sync_every=1, overlap_steps=0),
+        replace(TRAINING, sync_every=500, overlap_steps=400, num_fragments=1),
+    ):
+        advice = advise(given, gbit_per_s, 0.95, fixed)
+        for name in fixed:
+            assert getattr(advice, name) == getattr(given, name)
+        assert given.num_fragments in (None, advice.num_fragments)
+        assert advice.overlap_steps < advice.sync_every
+        assert f"your {' and '.join(fixed)}: sync_every=" in advice.lines(0.95)[0]
 
 
 def test_an_unreachable_target_is_reported() -> None:
     advice = advise(TRAINING, 1e-4, 0.95)
     assert not advice.reaches_target
-    assert advice.utilization < 0.95
-    assert any("No num_fragments, overlap_steps up to 5" in reason for reason in advice.reasons)
+    assert (advice.sync_every, advice.utilization < 0.95) == (300, True)
+    searched = "any num_fragments and overlap_steps up to 5 and sync_every up to 300 stays below"
+    assert any(searched in reason for reason in advice.reasons)
+    fixed = advise(replace(TRAINING, num_fragments=3), 1e-4, 0.95, FIXABLE)
+    assert any(reason.startswith("Training stays below 95%") for reason in fixed.reasons)
 
 
 def test_the_advice_names_the_savings_of_fp4() -> None:
@@ -56,7 +74,7 @@ def test_the_advice_names_the_savings_of_fp4() -> None:
 
 def test_one_replica_needs_no_advice() -> None:
     advice = advise(replace(TRAINING, num_replicas=1), 1e-6, 0.95)
-    assert (advice.utilization, advice.overlap_steps) == (1.0, 0)
+    assert (advice.utilization, advice.overlap_steps) == (1.0, 1)
     assert advice.reasons == ("One replica sends nothing, so it never waits.",)
 
 

@@ -27,6 +27,25 @@ def test_the_output_equals_the_golden_file(capsys: pytest.CaptureFixture[str]) -
     assert text == golden.read_text()
 
 
+def test_readmes_own_command_keeps_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    """And without them, it recommends the default."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    [command] = re.findall(r"^\$ commfree-plan (.*)$", readme, re.MULTILINE)
+    given = dict(re.findall(r"--(sync-every|overlap-steps) (\d+)", command))
+    main(command.split())
+    said = " ".join(capsys.readouterr().out.split())
+    every, overlap = given["sync-every"], given["overlap-steps"]
+    said_every, said_overlap = (
+        re.findall(rf"{name}=(\d+)", said.partition('sync_every="auto"')[0])
+        for name in ("sync_every", "overlap_steps")
+    )
+    assert (set(said_every), set(said_overlap)) == ({every}, {overlap})
+    main(re.sub(r"--(?:sync-every|overlap-steps) \d+", "", command).split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert 'Use strategy=streaming_diloco (sync_every="auto"): 100.0%.' in said
+    assert f"It exchanges every {every} steps on this link, with overlap_steps={overlap}." in said
+
+
 def test_a_replica_of_several_ranks_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     """124e6 values of 4 bytes; 4 ranks send 3/4 of them, twice with DDP, 3 times with FSDP."""
     lines = printed(capsys, "--replica-size", "4").splitlines()

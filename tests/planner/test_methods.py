@@ -22,6 +22,8 @@ from commfree_planner import (
     utilization,
 )
 from commfree_planner.bytes_sent import exchange_rounds, power_sgd_floats, vote_bytes
+from commfree_planner.choice import alternatives
+from commfree_planner.pace import plan_auto
 from commfree_planner.store import store_exchange
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
@@ -214,13 +216,35 @@ def test_bf16_is_recommended_if_half_of_the_bytes_suffice() -> None:
     assert choice.utilization >= 0.95
 
 
-def test_diloco_with_the_advised_setting_is_recommended_for_a_slow_link() -> None:
-    advice = advise(TRAINING, 0.01, 0.95)
+def test_diloco_with_auto_is_recommended_for_a_slow_link() -> None:
     choice = chosen(0.01, tokens_per_step=1024)
-    assert choice.strategy == "streaming_diloco"
-    assert choice.utilization == advice.utilization >= 0.95
-    count, tau = advice.num_fragments, advice.overlap_steps
-    assert f"num_fragments={count}, overlap_steps={tau}" in choice.setting
+    auto = plan_auto(TRAINING, 0.01)
+    assert (choice.strategy, choice.setting) == ("streaming_diloco", 'sync_every="auto"')
+    assert choice.utilization == auto.utilization >= 0.95
+    assert f"It exchanges every {auto.sync_every} steps" in choice.reasons[0]
+    assert f"overlap_steps={auto.overlap_steps}." in choice.reasons[0]
     text = " ".join(choice.reasons)
     assert "Use distributed_lion if weights must be equal after every step" in text
     assert "Use domino_tp between these ranks if the model does not fit on one device" in text
+
+
+def test_what_the_user_has_fixed_is_recommended_before_auto() -> None:
+    training = replace(TRAINING, sync_every=20, overlap_steps=10, num_fragments=3)
+    advice = advise(training, 0.05, 0.95, ["sync_every", "overlap_steps"])
+    choice = choose(training, 0.05, 0.95, advice)
+    assert choice.setting.startswith("sync_every=20, num_fragments=3, overlap_steps=10,")
+    assert choice.utilization == advice.utilization
+    assert 'sync_every="auto"' in alternatives(training, 0.05, 0.95, choice, advice)[-1]
+
+
+def test_auto_keeps_the_fragments_and_the_wire_that_are_not_defaults() -> None:
+    setting = chosen(0.01, num_fragments=4, wire_dtype="int2").setting
+    assert setting == "sync_every=\"auto\", num_fragments=4, wire_dtype='int2'"
+
+
+def test_alternatives_do_not_repeat_the_choice() -> None:
+    for gbit_per_s, named in ((1000.0, True), (0.01, False)):
+        advice = advise(TRAINING, gbit_per_s, 0.95)
+        choice = choose(TRAINING, gbit_per_s, 0.95, advice)
+        others = alternatives(TRAINING, gbit_per_s, 0.95, choice, advice)
+        assert any('"auto"' in line for line in others) == named

@@ -153,6 +153,16 @@ def test_the_command_on_the_page_prints_the_same_figures(
 
 
 @needs_node
+def test_the_command_on_the_page_fixes_h_only_if_the_reader_has_changed_it() -> None:
+    run = {**random_run(random.Random(3)), "every": 100}
+    runs = [run, {**run, "every": 30}]
+    shown = evaluated(f"{json.dumps(runs)}.map(run => page.command(run).join(' '))")
+    assert ["--sync-every" in command for command in shown] == [False, True]
+    [html] = re.findall(r'<input id="every".* value="(\d+)">', (DOCS / "planner.md").read_text())
+    assert int(html) == run["every"] == Training.sync_every, "the page begins with the default"
+
+
+@needs_node
 def test_a_number_out_of_range_is_named() -> None:
     whole = {"min": "1", "max": "200", "step": "1"}
     texts = ["12", "0", "1.5", "", "201"]
@@ -203,6 +213,12 @@ def test_the_page_the_command_and_choose_md_recommend_the_same() -> None:
         )
         assert (choice.strategy, choice.setting) == table_says
         assert sentence.startswith(f"Use {choice.strategy}"), inputs
+        assert (AUTO in sentence) == (choice.setting == AUTO), inputs
+        if AUTO in sentence:
+            every, overlap = auto_pace(run, gbit)
+            said_pace = f"every {every} steps on this link, with overlap_steps={overlap}."
+            assert said_pace in sentence, inputs
+            assert said_pace in choice.reasons[0], inputs
         assert ("bf16_compress_hook" in sentence) == ("bf16" in choice.setting), inputs
         chosen.append(table_says[:1] + (bool(table_says[1]),))
     assert len(set(chosen)) == 3, "all three recommendations occur"

@@ -46,6 +46,12 @@ def test_in_80_columns_it_is_as_it_is_kept(tmp_path: Path) -> None:
     assert text == (ROOT / "tests/recipes/golden/plan.txt").read_text()
 
 
+def test_the_advice_keeps_what_the_configuration_fixes(tmp_path: Path) -> None:
+    text = planned(tmp_path, "bandwidth=0.01", "sync_every=20", "overlap_steps=10")
+    assert "Use strategy=streaming_diloco (sync_every=20, num_fragments=2, overlap_steps=10" in text
+    assert "with your sync_every and overlap_steps: sync_every=20 num_fragments=2" in text
+
+
 def model_of(name: str, *overrides: str) -> Model:
     config = composed(f"model={name}", *overrides, "step_time=1", "bandwidth=1")
     config = OmegaConf.to_container(config, resolve=True)
@@ -92,7 +98,9 @@ def test_the_command_line(
         main()
     finally:
         Singleton.set_state(before)
-    assert "Advice: sync_every=100" in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert 'Use strategy=streaming_diloco (sync_every="auto")' in text
+    assert "a fixed sync_every, for runs that are equal bit for bit: sync_every=10" in text
     assert (tmp_path / "run" / recipe.FIGURE).read_bytes().startswith(PNG)
 
 

@@ -70,14 +70,26 @@ def test_the_reference_shows_every_public_name_and_the_strategies_first(site: Pa
     }
     assert shown.keys() == {"lightning_commfree", "commfree_planner", *SHOWN, *MODULES}
     for page, exported in packages(ROOT).items():
-        if page in shown:
+        if page in shown and page not in SHOWN:
             assert {*exported} <= {*shown[page]}, page
     for page, names in SHOWN.items():
-        assert {*names} <= {*shown[page]}, page
+        assert {name.rpartition(".")[2] for name in names} <= {*shown[page]}, page
     first = shown["lightning_commfree"]
     assert [name for name in first if name.endswith("Strategy")] == [*STRATEGIES]
     assert first.index("DistributedLion") > first.index(STRATEGIES[-1])
     assert "join" not in first, "members that nobody should call"
+    calls = {"fragments", "outer_weights", "figures", "traffic", "grad_norm"}
+    members = {name for name in first if name[0].islower()} - {"lightning_commfree"}
+    assert members == calls | {"from_pretrained_on_meta"}, "no hooks that Lightning calls"
+    guide = (DOCS / "planner.md").read_text("utf-8")
+    planner = {name.rpartition(".")[2] for name in SHOWN["commfree_planner"]}
+    assert {name for name in planner if f"`{name}`" in guide} == planner
+    assert {*shown["commfree_planner"]} == {
+        *planner,
+        "commfree_planner",
+        "utilization",
+        "needed_gbit_per_s",
+    }
 
 
 def test_a_search_finds_guides_before_results_and_no_source_code(site: Path) -> None:

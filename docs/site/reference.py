@@ -19,6 +19,17 @@ STRATEGIES = (
 # Per page, what it shows of a module; the first page shows all that the package exports. The other
 # names in the `__all__` of a package are for the library itself.
 SHOWN = {
+    # `methods.methods`, because a module has the name of the function
+    PLANNER: (
+        "Model",
+        "Training",
+        "Method",
+        "methods.methods",
+        "Advice",
+        "advise",
+        "Choice",
+        "choose",
+    ),
     "diloco": (
         "streaming_diloco",
         "Codec",
@@ -36,7 +47,16 @@ SHOWN = {
 }
 # the interfaces for writing your own algorithm or layout
 MODULES = ("comm.channel", "fit.contracts", "fit.fit", "model.weight_swap")
-WITHOUT_MEMBERS = ("DistributedLion",)  # they are torch's, or called by its strategy
+# Per class, the members that it shows, inherited ones too; all public members by default. The other
+# members of a strategy are hooks that Lightning or the library calls.
+_FOR_USERS = ("fragments", "outer_weights", "figures", "traffic", "grad_norm")
+MEMBERS: dict[str, Sequence[str]] = {
+    "DistributedLion": (),  # they are torch's, or called by its strategy
+    "Method": (),
+    "Model": (),
+    "Training": ("utilization", "needed_gbit_per_s"),
+    **dict.fromkeys(STRATEGIES, _FOR_USERS),
+}
 
 
 def exported(init: Path) -> list[str]:
@@ -89,8 +109,15 @@ def page(package: str, module: griffe.Object | griffe.Alias, names: Sequence[str
     """Return a page: the module docstring, verbatim, and then its names."""
     said = module.docstring.value if module.docstring else ""
     title = f"# `{package}`\n\n"
-    hidden = "    options:\n      members: false\n"
-    blocks = "\n".join(
-        f"::: {package}.{name}\n{hidden if name in WITHOUT_MEMBERS else ''}" for name in names
-    )
+    blocks = "\n".join(f"::: {package}.{name}\n{options(name)}" for name in names)
     return f"{title}````text\n{said}\n````\n\n{blocks}"
+
+
+def options(name: str) -> str:
+    """Return the options of mkdocstrings with which a class shows its `MEMBERS` only."""
+    if name not in MEMBERS:
+        return ""
+    if not MEMBERS[name]:
+        return "    options:\n      members: false\n"
+    members = ", ".join(MEMBERS[name])
+    return f"    options:\n      members: [{members}]\n      inherited_members: true\n"

@@ -236,8 +236,8 @@ def test_the_price_is_what_the_size_ladder_measured() -> None:
     }
     gap, factor = (often["gpt2", "2", "10"][place].removeprefix("+") for place in (8, 9))
     four = often["gpt2", "4", "10"][8].removeprefix("+").split()[0]
-    assert f"| **{gap.split()[0]} %**, or {factor.split()[0]} times the tokens |" in readme
-    prices = f"Every 100 steps ours loses {two[-1]:.0f} %; with four machines, every 10 steps,"
+    assert f"| **{gap}**: DDP's loss after {factor.split()[0]} times the tokens |" in readme
+    prices = f"loses {two[-1]:.0f} % every 100 steps; with four machines, every 10 steps,"
     assert f"{prices} {float(four):.1f} %." in readme
     page = " ".join((DOCS / "figures.md").read_text("utf-8").split())
     assert f"end {gap} above DDP" in page
@@ -480,7 +480,7 @@ def test_the_alternatives_in_readme_are_those_of_the_page() -> None:
         bare = [cell.replace("*", "") for cell in cells]
         assert [f"{s:.3f}" for s in figures[:2]] == bare[:2]
         assert f"{figures[2] / 1000:.3g}" == bare[2]
-        assert bare[3].removesuffix(" %").partition(" %")[0] == loss.split()[0].lstrip("+")
+        assert bare[3].partition(":")[0] == loss.lstrip("+")
 
 
 def test_what_a_batch_and_an_outer_step_change_is_what_was_measured() -> None:

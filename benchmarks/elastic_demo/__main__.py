@@ -179,13 +179,19 @@ def draw(runs: Mapping[str, Outcome], path: Path) -> None:
     members, loss, stall = figure.subplots(3, 1, sharex=True)
     for (name, outcome), colour in zip(runs.items(), ("0.6", "C0"), strict=True):
         rows = outcome.logs["a"]
-        at = [row.step for row in rows]
-        members.step(at, [row.members for row in rows], where="post", color=colour, label=name)
+        exchanged = [row for row in rows if row.members]
+        members.step(
+            [row.step for row in exchanged],
+            [row.members for row in exchanged],
+            where="post",
+            color=colour,
+            label=name,
+        )
         losses = [row.loss for row in rows]
         width = min(SMOOTH, len(losses))
         if width:
             smooth = np.convolve(losses, np.ones(width) / width, "valid")
-            loss.plot(at[-len(smooth) :], smooth, color=colour)
+            loss.plot([row.step for row in rows[width - 1 :]], smooth, color=colour)
         slowest = slowest_times(outcome.logs.values())
         stall.plot(list(slowest), list(slowest.values()), lw=0.8, color=colour)
     for event in runs["disturbed"].timeline:

@@ -202,6 +202,7 @@ def draw(runs: Mapping[str, Outcome], path: Path) -> None:
     members.set(ylim=(0, 5.2), yticks=range(4), ylabel="members of an exchange")
     loss.set(ylabel=f"training loss of a\n(mean of {SMOOTH} steps)")
     stall.set(ylabel="time of a step (s),\nslowest replica", xlabel="step", yscale="log")
+    stall.yaxis.set_major_formatter("{x:g}")
     figure.legend(loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=160)
 

@@ -133,23 +133,40 @@ bench: $(STAMP)
 gpu-check: $(STAMP)
 	$(PY) -m benchmarks.gpu_check $(GPU_ARGS)
 
-# --quiet leaves errors and warnings.
-INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-SHOW_PIP := PIP_VERBOSE=1 shows the downloads.
+# Errors and warnings are on stderr, so they are not filtered.
+INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+SHOW_PIP := PIP_VERBOSE=1 shows all that pip says.
+
+# Count packages in the output of pip. If pip changes its words, nothing is printed. A pipe ends with the exit code of its
+# last command, so a line tells this one that pip failed. A loop, not awk: mawk waits until its buffer is full.
+define show-progress
+{ packages=0; failed=0; \
+while IFS= read -r line; do \
+  if [ -n "$$PIP_VERBOSE" ]; then printf '%s\n' "$$line"; fi; \
+  case $$line in \
+    "Collecting "*) \
+      packages=$$((packages + 1)); \
+      if [ $$((packages % 10)) -eq 0 ]; then echo "  $$packages packages collected"; fi ;; \
+    "Installing collected packages"*) echo "  $$packages packages collected, installing them" ;; \
+    "make: pip failed") failed=1 ;; \
+  esac; \
+done; \
+exit $$failed; }
+endef
 
 # A stamp comes last, so that an interrupted set-up is resumed. What tests import is compiled here, even where Python is
 # told to write no bytecode: tests start many processes, of which each would compile it again.
 $(STAMP): pyproject.toml constraints.txt
 	@$(make-venv)
 	@echo "Installing the releases in constraints.txt into $(VENV): some minutes, once. $(SHOW_PIP)"
-	@$(INSTALL) -e '.[recipes,dev,docs]'
+	@{ $(INSTALL) -e '.[recipes,dev,docs]' || echo "make: pip failed"; } | $(show-progress)
 	@PYTHONDONTWRITEBYTECODE= $(PY) -c 'import torch, lightning.pytorch, transformers, ray.train.lightning, ray.train.torch'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
 	@$(make-venv)
 	@echo "Installing torch, Lightning and what else the demos need into $(VENV): a few minutes, once. $(SHOW_PIP)"
-	@$(INSTALL) -e '.[demo,numba]'
+	@{ $(INSTALL) -e '.[demo,numba]' || echo "make: pip failed"; } | $(show-progress)
 	@touch $@
 
 # A .venv without pip was interrupted while it was created: venv completes it.

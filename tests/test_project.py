@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -115,6 +116,32 @@ def test_the_demos_start_with_the_packages_that_their_set_up_installs(tmp_path: 
 
     (tmp_path / "one.py").write_text("import wandb.sdk\ndef late():\n    import peft\n")
     assert imported_at_start(tmp_path / "one.py") == {"wandb"}
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_set_up_counts_packages_and_fails_if_pip_does(tmp_path: Path, code: int) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        f"""#!/bin/sh
+        for n in 1 2 3 4 5 6 7 8 9 10 11; do echo "Collecting package$n"; done
+        echo "  Using cached package1.whl"
+        echo "Installing collected packages: package1"
+        [ "$3" = --version ] && exit
+        echo "WARNING: a warning" >&2
+        exit {code}
+        """
+    )
+    python.chmod(0o755)
+    stamp = tmp_path / ".demo-set-up-done"
+    made = subprocess.run(
+        ["make", f"VENV={tmp_path}", str(stamp)], cwd=ROOT, capture_output=True, text=True
+    )
+    counts = ["  10 packages collected", "  11 packages collected, installing them"]
+    assert made.stdout.splitlines()[1:] == counts
+    assert "WARNING: a warning" in made.stderr
+    assert (made.returncode != 0) == bool(code)
+    assert stamp.exists() == (code == 0)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])

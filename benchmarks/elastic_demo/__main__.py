@@ -55,6 +55,8 @@ joins skips to the others' next exchange.
 *Stall*: the time from one step to the next, so a step's own computation is in it. *Undisturbed*:
 the longest such time of the undisturbed run, which contains an exchange and the wait for the
 slowest replica.
+*Picture*: the members and the loss are those of replica a, and a dotted line is at the step that a
+had taken when the script acted. The lowest panel shows the slowest replica of each step.
 *Validation loss*: nats per token over the whole validation split, with the final weights of replica
 a. While a replica is away, its share of the data is not trained on, so the losses are not equal.
 All processes share one machine and loopback: the seconds do not apply to slow links."""
@@ -160,35 +162,49 @@ def validation_loss(config: dict[str, Any], path: Path) -> float:
     return token_loss(module, data.val_dataloader())
 
 
+def slowest_times(logs: Iterable[Sequence[Row]]) -> dict[int, float]:
+    """Return the longest time in seconds that any replica took to get to each step."""
+    found: dict[int, float] = {}
+    for rows in logs:
+        for before, after in pairwise(rows):
+            found[after.step] = max(found.get(after.step, 0.0), after.at_s - before.at_s)
+    return dict(sorted(found.items()))
+
+
 def draw(runs: Mapping[str, Outcome], path: Path) -> None:
-    """Write the picture: members, training loss and stalls, over the seconds of the fit."""
-    figure = Figure(figsize=(8, 8), layout="constrained")
+    """Write the picture: members, training loss and stalls, over the steps of the fit."""
+    # narrow, so that the text stays readable on a phone
+    figure = Figure(figsize=(5, 6.6), layout="constrained")
     FigureCanvasAgg(figure)  # not pyplot: it keeps global state and may need a display
     members, loss, stall = figure.subplots(3, 1, sharex=True)
     for (name, outcome), colour in zip(runs.items(), ("0.6", "C0"), strict=True):
         rows = outcome.logs["a"]
-        at = [row.at_s - outcome.begun_s for row in rows]
-        members.step(at, [row.members for row in rows], where="post", color=colour, label=name)
+        exchanged = [row for row in rows if row.members]
+        members.step(
+            [row.step for row in exchanged],
+            [row.members for row in exchanged],
+            where="post",
+            color=colour,
+            label=name,
+        )
         losses = [row.loss for row in rows]
         width = min(SMOOTH, len(losses))
         if width:
             smooth = np.convolve(losses, np.ones(width) / width, "valid")
-            loss.plot(at[-len(smooth) :], smooth, color=colour, label=name)
-    rough = runs["disturbed"]
-    for name, rows in rough.logs.items():
-        ends = [after.at_s - rough.begun_s for _, after in pairwise(rows)]
-        stall.plot(ends, [b.at_s - a.at_s for a, b in pairwise(rows)], lw=0.8, label=name)
-    for event in rough.timeline:
+            loss.plot([row.step for row in rows[width - 1 :]], smooth, color=colour)
+        slowest = slowest_times(outcome.logs.values())
+        stall.plot(list(slowest), list(slowest.values()), lw=0.8, color=colour)
+    for event in runs["disturbed"].timeline:
         if event.text.startswith(("SIG", "start")):
             for axes in (members, loss, stall):
-                axes.axvline(event.at_s, color="C3", lw=0.6, ls=":")
-            members.text(event.at_s, 3.1, event.text, rotation=30, fontsize=7)
-    members.set(ylim=(0, 4.2), ylabel="members of an exchange")
+                axes.axvline(event.step, color="C3", lw=0.8, ls=":")
+            members.text(event.step, 3.2, event.text, rotation=30, fontsize=9)
+    members.set(ylim=(0, 5.2), yticks=range(4), ylabel="members of an exchange")
     loss.set(ylabel=f"training loss of a\n(mean of {SMOOTH} steps)")
-    stall.set(ylabel="from step to step (s)", xlabel="seconds since the beginning", yscale="log")
-    for axes in (members, loss, stall):
-        axes.legend(fontsize=7, loc="lower left" if axes is members else "upper right")
-    figure.savefig(path, dpi=120)
+    stall.set(ylabel="time of a step (s),\nslowest replica", xlabel="step", yscale="log")
+    stall.yaxis.set_major_formatter("{x:g}")
+    figure.legend(loc="outside upper center", ncols=2)
+    figure.savefig(path, dpi=160)
 
 
 def opening(checks: Sequence[Check], picture: str) -> list[str]:

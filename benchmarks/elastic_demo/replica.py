@@ -40,7 +40,7 @@ class Row(NamedTuple):
     at_s: float  # of the machine's monotonic clock, which all processes share
     step: int  # of the common schedule
     loss: float  # training loss of this replica, nats per token
-    members: int  # of the latest exchange in which this replica took part
+    members: int  # of the latest exchange in which this replica took part; 0 before the first
 
 
 class Recorder(pl.Callback):
@@ -72,7 +72,8 @@ class Recorder(pl.Callback):
     ) -> None:
         time.sleep(max(0.0, self._begun_s + self._plan.step_s - time.monotonic()))
         strategy: Any = trainer.strategy
-        members = len(strategy._elastic.view.members)
+        transport = strategy._elastic.transport
+        members = len(transport.view.members) if transport.has_landed else 0
         row = Row(time.monotonic(), trainer.global_step, float(outputs["loss"]), members)
         self._file.write(json.dumps(row) + "\n")
         if trainer.global_step >= self._plan.hold_step:

@@ -78,5 +78,7 @@ def test_what_is_wrong_is_reported() -> None:
     assert weights.value == "1 and 2"
     assert found["longest stall"].value == "9.00 s"
     assert found["validation loss against the undisturbed run"].value == "+5.00 %"
+    slowest = demo.slowest_times(rough.logs.values())
+    assert slowest == pytest.approx({3: 0.1, 4: 9.0, 9: 0.1}), "of the slowest replica"
     missed = [check for check in found.values() if not check.met]
     assert len(missed) == 5, "all but the time of everything"

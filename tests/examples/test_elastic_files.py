@@ -1,7 +1,7 @@
-"""The script of a replica runs, and the files for SLURM and Kubernetes agree with the code.
+"""The script of a replica runs, and the files for SLURM, Kubernetes and SkyPilot fit the code.
 
-Neither system runs here. The manifest is validated against the schema of Kubernetes where the
-package `kubernetes-validate` is installed.
+None of these systems runs here. The manifest is validated against the schema of Kubernetes where
+the package `kubernetes-validate` is installed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ import multiprocessing
 import os
 import re
 import runpy
+import signal
 import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "elastic"
@@ -107,6 +114,32 @@ def test_the_manifest_follows_the_schema_of_kubernetes() -> None:
     broken["spec"]["completionmode"] = broken["spec"].pop("completionMode")
     with pytest.raises(validate.ValidationError):
         validate.validate(broken, KUBERNETES, strict=True)
+
+
+def test_the_skypilot_task_agrees_with_the_code() -> None:
+    task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text("utf-8"))
+    # as https://docs.skypilot.co/en/latest/reference/yaml-spec.html names them
+    known = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "setup", "run"}
+    assert set(task) == known
+    resources = task["resources"]
+    assert set(resources) == {"cpus", "memory", "use_spot", "job_recovery"}
+    assert resources["use_spot"] is True
+    assert task["num_nodes"] == 1
+    recovery = resources["job_recovery"]
+    assert set(recovery) == {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
+    assert recovery["recover_on_exit_codes"] == [128 + signal.SIGTERM], "a replica that left"
+
+    assert task["envs"]["COMMFREE_STORE"] is None, "the command names it"
+    assert '"COMMFREE_STORE"' in SCRIPT
+    for step in (task["setup"], task["run"]):
+        subprocess.run(["bash", "-n", "-c", step], check=True)
+    install, command = task["setup"].splitlines()[-1], task["run"].strip()
+    assert (ROOT / command.split()[-1]).is_file()
+    named = re.fullmatch(r"\S+ install -c (\S+) '\.\[(\w+)\]'", install)
+    assert named is not None
+    assert (ROOT / named[1]).is_file()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert named[2] in project["optional-dependencies"]
 
 
 def test_the_batch_script_parses_and_starts_what_exists() -> None:

@@ -228,3 +228,13 @@ def test_every_experiment_says_how_to_run_it() -> None:
         "# @package _global_",
         "# python -m recipes.finetune experiment=finetune_demo",
     ]
+
+
+def test_all_runs_but_the_demos_print_their_configuration() -> None:
+    for name, printed in {
+        "pretrain": True,
+        "finetune": True,
+        "experiment/demo": False,
+        "experiment/finetune_demo": False,
+    }.items():
+        assert OmegaConf.load(CONF / f"{name}.yaml").print_config is printed, name

@@ -112,6 +112,9 @@ def test_it_learns_what_there_is_to_learn(finished_run) -> None:
 def test_rank_0_alone_speaks_and_names_files_that_are_there(finished_run) -> None:
     shown, summary, folder = finished_run
     assert shown.count("Before training") == shown.count("After training") == 1
+    assert shown.count("configuration\n├── ") == 1, "print_config=true is the default"
+    assert shown.count("├── checkpoint_every_n_steps: 90\n") == 1
+    assert shown.index("├── seed: ") < shown.index("Before training")
     assert re.search(r"loss \d\.\d+, val \d\.\d+, [\d,]+ tokens/s, [\d.,]+ kB/step", shown)
     assert "Traceback" not in shown
     run = folder / "run"

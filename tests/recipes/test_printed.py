@@ -105,7 +105,8 @@ def test_the_output_equals_the_golden_file_and_fits_the_terminal(
     folder = tmp_path_factory.mktemp("printed")
     environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *PRETRAIN, "run_dir=pretrain_terminal"]
+    own = ["run_dir=pretrain_terminal", "print_config=false"]  # as in the demos
+    command = [sys.executable, "-m", *PRETRAIN, *own]
     printed = lines_of(on_terminal(command, folder, environment))
     assert marked(printed) == (GOLDEN / "pretrain_terminal.txt").read_text()
     assert max(map(len, printed)) <= COLUMNS

@@ -89,6 +89,7 @@ def test_the_reference_shows_every_public_name_and_the_strategies_first(site: Pa
         "commfree_planner",
         "utilization",
         "needed_gbit_per_s",
+        "lines",
     }
 
 
@@ -216,7 +217,8 @@ def test_the_price_is_what_the_size_ladder_measured() -> None:
         if optimizer == "adamw":
             key = (model, size, *steps[model, size, per_parameter], replicas, every)
             gaps[key] = gap.split()[0].removeprefix("+")
-            assert replicas == "1" or (seeds == "1") == (size == "0.8M"), "as the page says"
+            if replicas in ("2", "4"):
+                assert (seeds == "1") == (size == "0.8M"), "as the page says"
 
     shown = {}
     columns = [("2", "100"), ("2", "30"), ("4", "100"), ("4", "30")]
@@ -345,7 +347,7 @@ def test_pages_start_with_the_same_settings() -> None:
     assert tuned["`mix`"][0] == str(DiLoCoSettings().mix)
     assert tuned["`wire_dtype`"][0] == f'`"{DiLoCoSettings().wire_dtype}"`'
     assert tuned["outer learning rate"][0] == "the default"
-    shortest = f"as low as the link hides, from {SYNC_EVERY[0]} on"
+    shortest = f"as low as the link can hide, but not below {SYNC_EVERY[0]}"
     assert shortest in chosen["`sync_every`"][1]
     assert shortest in tuned["`sync_every`"][1]
 
@@ -377,9 +379,9 @@ def test_the_inner_rates_to_start_with_are_close_to_the_best_ones() -> None:
             ratios.append((method.removeprefix("M = "), best / ddp[size, tokens, model]))
     often = rows_of(LADDER, "## Exchanges as often as a link hides")
     frequent = [(row[1], row[0], float(row[6]) / float(row[4])) for row in often]
-    [(exception, ratio)] = [(model, r) for m, model, r in frequent if m == "8"]
-    assert (exception, ratio) == ("llama", 1.0), "as the page says"
-    ratios += [(m, r) for m, _, r in frequent if m != "8"]
+    exception = ("8", "llama", 1.0)
+    assert exception in frequent, "as the page says"
+    ratios += [(m, r) for m, model, r in frequent if (m, model, r) != exception]
     assert {m for m, _ in ratios} == RATES.keys()
     distances = [min(max(r / s, s / r) for s in RATES[m]) for m, r in ratios]
     assert f"a factor of {max(distances):.2f} of DDP's" in words(DOCS / "tuning.md")
@@ -419,9 +421,9 @@ def sizes(cell: str) -> list[float]:
 def test_the_table_in_readme_is_what_was_measured_and_predicted() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     table = re.findall(r"^\| (?:measured|predicted): .*$", readme, re.MULTILINE)
-    large = {row[0]: row for row in rows_of(ROOT / "benchmarks/bandwidth/result.md", "## 100mbit")}
+    large = {row[0]: row for row in rows_of(ROOT / "benchmarks/bandwidth/often.md", "## 100mbit")}
     assert "100 Mbit/s" in table[0]
-    rows = [large[method] for method in ("no communication", "DDP", "+ fp4")]
+    rows = [large[method] for method in ("no communication", "DDP", '`sync_every="auto"`, fp4')]
     ms = [float(row[1]) / 1000 for row in rows]
     sent = [float(row[8].replace(",", "")) for row in rows]
     expected = [[ms[0], ms[1], sent[1], ms[2], sent[2]]]

@@ -114,7 +114,7 @@ def test_a_group_that_already_uses_nccl_between_machines_is_told(
     said: list[str] = []
     monkeypatch.setattr("lightning_commfree.fit.ranks.existing_backend", lambda: found)
     monkeypatch.setattr("lightning_commfree.fit.ranks.rank_zero_warn", said.append)
-    machine = SimpleNamespace(main_address="127.0.0.1")
+    machine = SimpleNamespace(main_address="127.0.0.1", main_port=29500)
     strategy: Any = SimpleNamespace(
         num_nodes=2,
         global_rank=0,

@@ -11,8 +11,8 @@ several functions wrap the same method, the one applied last is outermost:
 =============================== ===================================================================
 method                          wrappers, innermost first
 =============================== ===================================================================
-trainer.save_checkpoint         check that all ranks save after the same step (`fit.session`); agree
-                                to stop, then swap in the shared weights (`fit.local_weights`)
+trainer.save_checkpoint         agree to stop and swap in the shared weights (`fit.local_weights`);
+                                check that all ranks save after the same step (`fit.session`)
 fit_loop.setup_data             use the same number of batches on all ranks (`fit.stopping`)
 epoch_loop.on_run_start         begin an epoch with the saved order (`resume.data_position`); defer
                                 stop requests and check the first batch (`fit.stopping`)

@@ -18,7 +18,8 @@ failure                                 time until it is detected
 ======================================= ======================================================
 a rank is killed (SIGKILL, OOM)         `GONE_SECONDS` after gloo reports the broken connection
 a rank raised an error and exited       one heartbeat: it reports this when closing its channels
-a rank hangs (SIGSTOP, deadlocked GIL)  `HUNG_SECONDS` of silence, if its machine still answers
+a rank hangs (SIGSTOP, deadlocked GIL)  `HUNG_SECONDS` of silence, if another rank of its machine is
+                                        heard; otherwise as for a silent machine
 the store's process dies (rank 0, or    one heartbeat; the error names rank 0, and every rank
 torchrun's agent on its machine)        detects it directly
 a whole machine is silent               the channel's timeout, because it may be a network

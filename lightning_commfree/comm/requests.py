@@ -4,7 +4,8 @@ During training, no rank asks the others whether they want to stop. It puts its 
 of the next exchange that is due anyway, and every rank acts on the union of all wishes when that
 exchange has landed, which is after the same step on all ranks. They ask each other only then, once,
 before they stop (`Stopping.agree_after_step` in `fit/stopping.py`), and where all of them meet
-anyway: after a validation, when an epoch ends and before a save (`Stopping.agree_here`).
+anyway (`Stopping.agree_here`): after a validation, when an epoch ends and, if replicas drift apart,
+before a save.
 """
 
 from __future__ import annotations

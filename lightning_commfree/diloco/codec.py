@@ -1,8 +1,8 @@
 """Codecs for outer gradients: convert fp32 values to a payload of bytes and back.
 
-Every replica, including the sender, decodes the same bytes and sums in fp32 in replica order, so
-the global copies remain bit-identical (arXiv:2501.18512, section 2.4). The size of a payload
-depends only on the number of values, N.
+All replicas, including the sender, decode the same bytes, and values are summed in fp32 in replica
+order, so the global copies remain bit-identical (arXiv:2501.18512, section 2.4). The size of a
+payload depends only on the number of values, N.
 
 ==========  ==============  ===================================================================
 wire_dtype  bits per value  rounding

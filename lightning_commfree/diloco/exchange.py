@@ -1,9 +1,9 @@
 """Compute the mean of the replicas' outer gradients (arXiv:2501.18512, section 2.4).
 
 Each fragment uses the route in `comm.exchange` that sends fewer bytes: gather for two replicas and
-for small fragments, otherwise two-phase. Every replica, even the owner of a shard, decodes the same
-bytes and adds the values in replica order, so the means are bit-identical. On the two-phase route,
-the codec rounds the mean again. Replicas with NaN or Inf are excluded from the mean.
+for small fragments, otherwise two-phase, where the owner of a shard averages it and encodes the
+mean again. Every replica, even that owner, decodes the same bytes, and values are added in replica
+order, so the means are bit-identical. Replicas with NaN or Inf are excluded from the mean.
 
 A message has these sections:
 

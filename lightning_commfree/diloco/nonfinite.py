@@ -2,7 +2,8 @@
 
 If a replica continued after a NaN, its weights would remain NaN, and its outer gradient would
 spread the NaN to all replicas. So every message has a flag for nonfinite values, which all ranks
-read before the fragment lands. With `nonfinite="raise"`, all ranks stop. With "abstain":
+read before the fragment lands. With `nonfinite="raise"`, all ranks stop; of an elastic job, only
+the replica itself. With "abstain":
 
 1. The mean is taken over the other replicas; if none is finite, all ranks stop.
 2. The abstaining replica replaces its local copy of the fragment, including averaged buffers, with

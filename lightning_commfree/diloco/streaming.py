@@ -5,9 +5,9 @@ the parameters on which all replicas last agreed. After an inner step, it does t
 this order:
 
 1. *Launch* fragments according to the schedule: encode the difference between the global and local
-   copies (fp32) once, and send it to every replica while training continues.
-2. *Land* the fragments that were launched `overlap_steps` steps ago: decode the messages of all
-   replicas, average them in fp32, step the outer optimizer on the global copy, and merge the result
+   copies (fp32) once, and exchange it while training continues.
+2. *Land* the fragments that were launched `overlap_steps` steps ago: take the mean of all replicas'
+   messages, computed in fp32, step the outer optimizer on the global copy, and merge the result
    into the local copy.
 
 At the end of training, the replica *finishes*: in-flight fragments land, then every fragment is
@@ -92,8 +92,8 @@ class StreamingDiLoCo:
     """The Streaming DiLoCo algorithm on one replica.
 
     All replicas must start with the same weights. Each of a replica's k ranks has the same
-    gradients, and exchanges its 1/k of the outer state with the same rank in the other replicas.
-    All ranks must call every method. A single replica sends nothing.
+    gradients or another shard of them, and exchanges its 1/k of the outer state with the same rank
+    in the other replicas. All ranks must call every method. A single replica sends nothing.
     """
 
     name = "Streaming DiLoCo"

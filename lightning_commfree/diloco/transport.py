@@ -84,7 +84,7 @@ class Transport(Protocol):
         tag: str,
         device: torch.device,
     ) -> Pending[Delivery]:
-        """Start `FragmentExchange.launch` for fragment `p`; pending: the `Delivery`."""
+        """Start to exchange the values of fragment `p`; pending: the `Delivery`."""
 
     def wait(self, pending: Pending[Delivery]) -> Delivery:
         """Wait for a delivery; `view` then contains the replicas that took part in the exchange."""

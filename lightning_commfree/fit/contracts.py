@@ -61,7 +61,10 @@ class ShardedStates(Protocol):
 
 
 class Layout(ABC):
-    """The layout of a model across the ranks of a replica."""
+    """The layout of a model across the ranks of a replica.
+
+    It must have `size`, `check`, `prepare` and `mesh`; `layouts.ddp.DataParallel` has little more.
+    """
 
     fit: Fit  # the current or latest run of the Trainer, set by the strategy
     size: int  # number of ranks in a replica
@@ -146,8 +149,9 @@ class Algorithm(Resumable, Protocol):
     """A cross-replica algorithm; one object per fit.
 
     It is created once the model and optimizers are set up and all ranks hold the same weights. Its
-    methods run on all ranks after the same step, so any of them may be collective. It must have
-    `name`, `after_step`, `cycle`, `state_dict` and `load_state_dict`; all others have defaults.
+    methods run on all ranks after the same step, so any of them but `figures` and `close` may be
+    collective. It must have `name`, `after_step`, `cycle`, `state_dict` and `load_state_dict`; all
+    others have defaults.
     """
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -157,10 +161,9 @@ class Algorithm(Resumable, Protocol):
     def after_step(self) -> None:
         """Run the communication that is due after a step, as counted by `Clock`.
 
-        With manual optimization, a step is a whole batch in which any optimizer has stepped. Every
-        header contains the strategy's `requests.outgoing()`, and `requests.incoming` is
-        called with the union of all ranks' bits when an exchange lands, after the same step on all
-        ranks.
+        With manual optimization, a step is a whole batch in which any optimizer has stepped. The
+        header of an exchange contains the strategy's `requests.outgoing()`, and when it lands,
+        after the same step on all ranks, `requests.incoming` gets the union of all ranks' bits.
         """
         ...
 

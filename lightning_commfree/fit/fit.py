@@ -1,4 +1,4 @@
-"""What the parts of a strategy (layouts, resume, checks) know of the Trainer's run."""
+"""What the parts of a strategy (layouts, checks) know of the Trainer's run."""
 
 from __future__ import annotations
 

@@ -283,12 +283,19 @@ class Channel:
         self.peers.close(self._owns_monitor)
         if self.peers.ended:  # otherwise, destroying a group would wait for a hung rank
             self._sockets.disconnect()
+        backends = []
         for group in (None if self._keeps_group else self.group, self._downward):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+            if group is not None:
+                backends.append(group._get_backend(self.device))
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
         # Garbage collection in a forked worker would wait for the groups' threads, which do not
         # exist there.
-        self.group = self._downward = None
+        self.group = self._downward = group = None
+        # Freeing a backend joins its threads, one of which may need the GIL to free a tensor. In
+        # torch 2.6, the group would do that with the GIL held. A reference to the backend itself
+        # releases the GIL, so it has to be the last one.
+        backends.clear()
 
     def _is_single_rank(self) -> bool:
         """Return whether this is a single-rank channel; raise a RuntimeError if it is closed."""

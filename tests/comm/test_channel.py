@@ -286,6 +286,18 @@ def test_a_closed_channel_leaves_no_process_group_to_the_collector(tmp_path: Pat
         assert "This channel is closed" in error
 
 
+def close_in_mid_flight(rank: int, size: int) -> None:
+    channel = world_channel(rank, size, full_duplex=True)
+    for _ in range(2):
+        channel.all_gather(torch.ones(1 << 20), "t")  # nobody but gloo's thread holds the tensors
+    channel.close()
+
+
+def test_a_close_does_not_hold_the_gil_that_gloos_thread_waits_for(tmp_path: Path) -> None:
+    """With torch 2.6, both ranks hung for ever (`make test-oldest` runs this)."""
+    run_ranks(close_in_mid_flight, 2, tmp_path)
+
+
 def test_a_stream_that_waits_for_nccl_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is not blocked; how long the device was is known when it has passed the events."""
     clock, passed = [0.0], [False]

@@ -15,6 +15,7 @@ paper's outer step, which they are compared with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -40,6 +41,7 @@ OFTEN = 10  # H: the smallest that `sync_every="auto"` chooses
 CHOSEN = 20  # H: what it chose for GPT-2 with 0.2M when the work of exchanges was allowed 1.25 %
 ACCUMULATED = 8  # batches whose gradients DDP adds, as on the bandwidth page
 BATCHES = (1, 4)  # times the blocks of a size, at the smallest size
+LONE = 1 / 2  # of the batch: what one of two workers takes
 # what people would use instead, by row of `benchmarks.bandwidth`, and every how many steps it
 # exchanges weights (H; irrelevant for gradients): as often as ours, and as in that row
 PEERS = (
@@ -58,6 +60,7 @@ LOCAL_SGD: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}
 # the same, mixed half and half with the local weights as by default, so that no step is discarded
 MIXED_MEAN: Settings = {"outer_lr": 1.0, "momentum": 0.0}
 MIXED_MEAN_REPLICAS = (2, 4)
+LOCAL_SGD_REPLICAS = (2, 4)
 # changes of the paper's outer step, tried at the smallest size; the first two follow the rule of
 # arXiv:2503.09799, Figure 7, that the outer learning rate grows with M
 TRIALS: tuple[Settings, ...] = (
@@ -148,7 +151,7 @@ class Cell:
     mix: float = 0.5
     restart_every: int = 0
     radial: bool = False
-    batch: int = 1
+    batch: float = 1
     peer: str = ""
 
     @property
@@ -182,7 +185,7 @@ class Cell:
     @property
     def blocks(self) -> int:
         """Blocks of a step, of all replicas together."""
-        return SIZES[self.size].blocks * self.batch
+        return round(SIZES[self.size].blocks * self.batch)
 
     def overrides(self, corpus: Path, cache: Path) -> list[str]:
         """Return the overrides for `recipes.pretrain`; everything else has its default."""
@@ -251,7 +254,7 @@ def with_own_rate(losses: Losses, cell: Cell) -> Cell | None:
 
 def _rungs_near(cell: Cell) -> list[int]:
     """Return where a search begins, from the rate of `row`: it grows with the batch's root."""
-    return [rung + cell.batch.bit_length() - 1 for rung in FIRST_RUNGS]
+    return [rung + round(math.log2(cell.batch)) for rung in FIRST_RUNGS]
 
 
 def _loss_near(losses: Losses, cell: Cell) -> LossAt:
@@ -376,7 +379,7 @@ def grid(
     optimizer: str = "adamw",
     replicas: tuple[int, ...] = (4, 2, 1, 8),
     models: Sequence[str] = MODELS,
-    batch: int = 1,
+    batch: float = 1,
     **settings: Any,
 ) -> Iterator[Cell]:
     """Yield DDP and DiLoCo for each M, of one size and seed, with learning rates left open."""
@@ -486,11 +489,22 @@ def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
             yield from _with_own_search(losses, cells, seeds)
     eight = grid(middle, 1, replicas=(8,), models=MODELS[:1], sync_every=OFTEN)
     yield from _with_own_search(losses, eight, seeds)
+    yield from _with_own_search(losses, lone_cells(), seeds)
+    muon = grid(small, 1, LONG, "muon", (4,), steady, BATCHES[-1], sync_every=OFTEN)
+    yield from _with_own_search(losses, muon, seeds)
+    plain = (Cell(model, middle, 1, 0, 4, OFTEN, **LOCAL_SGD) for model in MODELS)
+    yield from _with_own_search(losses, plain, seeds)
 
 
 def peer_cells() -> list[Cell]:
     """Return the cells of other methods, with open rate."""
     return [Cell(MODELS[0], TUNED[-1], 1, 0, 0, every, peer=peer) for peer, every in PEERS]
+
+
+def lone_cells() -> list[Cell]:
+    """Return one worker alone, with open rate: for as many steps as two, and for twice as many."""
+    alone = Cell(MODELS[0], TUNED[-1], 1, 0, batch=LONE)
+    return [replace(alone, tokens_per_parameter=tokens) for tokens in (HALF, SHORT)]
 
 
 def _with_own_search(losses: Losses, cells: Iterable[Cell], seeds: int) -> Iterator[Cell]:

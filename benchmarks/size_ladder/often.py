@@ -17,6 +17,7 @@ from benchmarks.size_ladder.cells import (
     CHOSEN,
     HALF,
     LOCAL_SGD,
+    LONE,
     LONG,
     MIXED_MEAN,
     MODELS,
@@ -26,6 +27,7 @@ from benchmarks.size_ladder.cells import (
     TUNED,
     Cell,
     Losses,
+    lone_cells,
     lr_of,
     pairs,
     peer_cells,
@@ -58,7 +60,7 @@ Written down before the first run with H = {OFTEN}:
   is below or above that of the default outer step with the same seed by more than {SIGMAS:.0f}
   standard errors of the mean, over the pairs of the models that have three seeds. If it wins, it
   becomes the default for small H. Written down before the first of these runs, when M = 2 had been
-  run with the default.
+  run with the default. M = 4 has a verdict of its own, written down before its first run.
 - *What people would do instead.* GPT-2 at {SIZE} with two ranks, each method with its own best
   rate: no verdict, the losses stand beside the times and bytes of `benchmarks.bandwidth`. Written
   down before the first of these runs, when local SGD had been run as above, with our overlap.
@@ -70,6 +72,13 @@ Written down before the first run with H = {OFTEN}:
   best rate. Per batch it "wins" or "loses" as local SGD does, over the pairs of both M. It becomes
   the default for H = {OFTEN} if it wins at both batches; if it wins at the larger one only, the
   docs say so and the default stays. Written down before the first of these runs.
+- *One worker.* GPT-2 at {SIZE}: what a second machine is worth. One worker takes half of DDP's
+  batch, once for as many steps, so half of the tokens, and once for twice as many. No verdict.
+  Written down before the first of these runs.
+- *Muon with a larger batch.* Llama at {SEARCHED} with {LONG} tokens per parameter, M = 4,
+  H = {OFTEN} and {BATCHES[-1]} times its size's batch: the mean gap to DDP with Muon is at most
+  half of AdamW's to DDP with AdamW, each with its own best rate. Written down before the first of
+  these runs.
 - *Factor of tokens.* How many times as many tokens DiLoCo takes as DDP to the same loss. DDP's
   loss is interpolated linearly over log(tokens), between complete runs of {HALF}, {SHORT} and
   {LONG} tokens per parameter with the same seed and rate.
@@ -85,9 +94,9 @@ def often_cell(model: str, replicas: int, sync_every: int = OFTEN) -> Cell:
     return Cell(model, SIZE, 1, 0, replicas, sync_every).default
 
 
-def local_sgd_pairs(losses: Losses, model: str) -> list[tuple[Cell, Cell]]:
+def local_sgd_pairs(losses: Losses, model: str, replicas: int) -> list[tuple[Cell, Cell]]:
     """Return the runs of local SGD and those of the default outer step, with their best rates."""
-    cell = often_cell(model, 2)
+    cell = often_cell(model, replicas)
     return pairs(losses, replace(cell, **LOCAL_SGD), cell, with_own_rate)
 
 
@@ -175,18 +184,30 @@ def findings(losses: Losses) -> list[str]:
             gap = f"{mean_text(readme, '+.2f', ' %')} ({len(readme)} seeds)"
             head = f"- **Found, README's configuration, H = {every}:**"
             lines.append(f"{head} {gap}; at most +{README_AIM} %: {told}.")
-    return lines + _accumulated(losses) + _batch_finding(losses)
+    lines += _other_batches(losses)
+    return lines + _batch_finding(losses)
 
 
-def _accumulated(losses: Losses) -> list[str]:
-    """Return what DDP loses if it sends the sum of several batches' gradients."""
-    cell = Cell(MODELS[0], SIZE, 1, 0, batch=ACCUMULATED)
-    runs = pairs(losses, cell, replace(cell, batch=1), with_own_rate)
-    gap = mean_text([percent(losses, *each) for each in runs], "+.2f", " %")
-    return [
-        f"- **Found, DDP that adds the gradients of {ACCUMULATED} batches:** {gap} above DDP"
-        f" ({MODELS[0]}, {SIZE}, {len(runs)} seeds, with its own best rate)."
-    ] * bool(runs)
+def _other_batches(losses: Losses) -> list[str]:
+    """Return what DDP loses that adds several batches' gradients, and one worker alone."""
+    lines = []
+    half, all_tokens = lone_cells()
+    for what, cell in (
+        (
+            f"DDP that adds the gradients of {ACCUMULATED} batches",
+            replace(all_tokens, batch=ACCUMULATED),
+        ),
+        (f"one worker, {LONE:g} of the batch, as many steps", half),
+        (f"one worker, {LONE:g} of the batch, twice as many steps", all_tokens),
+    ):
+        ddp = replace(cell, batch=1, tokens_per_parameter=SHORT)
+        runs = pairs(losses, cell, ddp, with_own_rate)
+        gap = mean_text([percent(losses, *each) for each in runs], "+.2f", " %")
+        lines += [
+            f"- **Found, {what}:** {gap} above DDP"
+            f" ({MODELS[0]}, {SIZE}, {len(runs)} seeds, with its own best rate)."
+        ] * bool(runs)
+    return lines
 
 
 def _judged(m: int, gaps: Sequence[float], factors: Sequence[float | None]) -> str:

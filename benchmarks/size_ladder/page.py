@@ -15,6 +15,7 @@ from benchmarks.common.runs import MISSING, mean_text
 from benchmarks.size_ladder.cells import (
     BATCHES,
     BLOCK,
+    LOCAL_SGD_REPLICAS,
     LONG,
     MIXED_MEAN_REPLICAS,
     MODELS,
@@ -45,8 +46,10 @@ from benchmarks.size_ladder.corpus import RECIPE
 from benchmarks.size_ladder.often import (
     BATCH_MODEL,
     SIZE,
+    batch_cell,
     batch_table,
     findings,
+    gaps_of,
     local_sgd_pairs,
     mixed_mean_pairs,
     often_table,
@@ -385,6 +388,7 @@ def verdicts(losses: Losses) -> list[str]:
         )
     lines += _wire_findings(losses)
     lines += [_muon(losses, tokens) for tokens in (SHORT, LONG)]
+    lines += _muon_with_a_larger_batch(losses)
     lines += _outer_findings(losses) + _local_sgd_findings(losses)
     lines += _mixed_mean_findings(losses)
     s = pooled_deviation(losses)
@@ -568,20 +572,41 @@ def _muon(losses: Losses, tokens: int) -> str:
     )
 
 
+def _muon_with_a_larger_batch(losses: Losses) -> list[str]:
+    """Return the verdict on Muon's gap beside AdamW's where replicas take more tokens in a step."""
+    cell = batch_cell(4, BATCHES[-1])
+    adamw, muon = (
+        gaps_of(losses, replace(cell, optimizer=name).default) for name in ("adamw", "muon")
+    )
+    if min(len(adamw), len(muon)) < 3:
+        return []
+    share = statistics.mean(muon) / statistics.mean(adamw)
+    told = "met" if share <= MUON_TARGET else "missed"
+    head = f"Muon, M = 4, H = {OFTEN}, {LONG} tokens per parameter, batch x {BATCHES[-1]}"
+    return [
+        f"- **Found, {head}:** {mean_text(muon, '+.2f', ' %')} from DDP with Muon"
+        f" ({cell.model}, {cell.size}), {share:.2f} times AdamW's gap. Target, at most"
+        f" {MUON_TARGET}: {told}."
+    ]
+
+
 def _local_sgd_findings(losses: Losses) -> list[str]:
     """Return what the plain mean of weights loses against the default outer step."""
-    runs = {model: local_sgd_pairs(losses, model) for model in MODELS}
-    found = {m: [percent(losses, *each) for each in of_model] for m, of_model in runs.items()}
-    if not decided(found):
-        return []
-    told = judged(found, 0.0, ("wins", "loses"))
-    what = f"local SGD against the default outer step, M = 2, H = {OFTEN}, {SIZE}"
+    texts = []
+    for m in LOCAL_SGD_REPLICAS:
+        runs = {model: local_sgd_pairs(losses, model, m) for model in MODELS}
+        found = {
+            model: [percent(losses, *each) for each in of_model] for model, of_model in runs.items()
+        }
+        if decided(found):
+            texts.append(f"M = {m} {judged(found, 0.0, ('wins', 'loses'))}")
+    what = f"local SGD against the default outer step, H = {OFTEN}, {SIZE}"
     note = (
         f"Both overlap {OVERLAP} steps, and a landing with mix 0 discards the steps since its"
         " launch. Local SGD that waits for its exchange is below, under what people would do"
         " instead."
     )
-    return [f"- **Found, {what}:** {told}. {note}"]
+    return [f"- **Found, {what}:** {'; '.join(texts)}. {note}"] if texts else []
 
 
 def _mixed_mean_findings(losses: Losses) -> list[str]:

@@ -346,7 +346,7 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     )
     int2 = "int2 against fp32, H = 100, 20 tokens per parameter:** M = 2 "
     assert f"{int2}+0.20 % (standard error 0.00): met; M = 4" in page
-    assert page.count("0.40 times AdamW's gap. Target, at most 0.5: met.") == 2
+    assert page.count("0.40 times AdamW's gap. Target, at most 0.5: met.") == 3
     radial = "outer_lr 0.4, radial True, M = "
     assert f"{radial}4: -0.98 % (standard error 0.00): wins; {radial}8" in page
     # at the rate that is best for the paper's outer step, a rung too high for this one
@@ -373,6 +373,15 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     assert "| DDP, PowerSGD rank 4 after 10 % of the steps | 1 | " in page
     mixed = "mean with mix 0.5 against the default outer step, H = 10, 0.04M:** batch x "
     assert f"{mixed}1: +0.30 % (standard error 0.00): loses" in page
+    muon = "Muon, M = 4, H = 10, 100 tokens per parameter, batch x 4"
+    assert (
+        f"**Found, {muon}:** +0.40 ± 0.01 % from DDP with Muon (llama, 0.04M), 0.40 times" in page
+    )
+    local = "local SGD against the default outer step, H = 10, 0.2M"
+    assert f"**Found, {local}:** M = 2 +0.00 % (standard error 0.00): undecided; M = 4 " in page
+    # half of the batch for as many steps takes half of the tokens, which costs 0.4
+    assert "**Found, one worker, 0.5 of the batch, as many steps:** +10.00 ± 0.00 %" in page
+    assert "**Found, one worker, 0.5 of the batch, twice as many steps:** +0.00 ± 0.00 %" in page
     assert records.made_by == [["- commit: `abc`"]]
 
 

@@ -8,6 +8,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -37,23 +38,9 @@ needs_ray = pytest.mark.skipif(
 def test_workers_of_ray_train_as_forked_ranks_do_and_resume_after_a_kill(tmp_path: Path) -> None:
     """In a process of its own: Ray starts threads, and other tests fork."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "RAY_AUTH_MODE": "disabled",  # writes no token into the home folder
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how often it looks for reports
-    }
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/ray_cases.py"), str(tmp_path)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    # not in `tmp_path`, where the paths of its sockets would be too long
+    with TemporaryDirectory(prefix="ray_", ignore_cleanup_errors=True) as folder:
+        _run_the_cases(tmp_path, folder)
     for name in ("diloco", "lion", "domino"):
         expected = torch.load(tmp_path / f"{name}.pt")
         for rank in range(2):
@@ -66,6 +53,28 @@ def test_workers_of_ray_train_as_forked_ranks_do_and_resume_after_a_kill(tmp_pat
     assert result["files"] == {"checkpoint.ckpt", ".commfree", "rank_1.pt"}
     assert result["metrics"]["epoch"] == 3
     assert result["metrics"]["loss_epoch"] < 30
+
+
+def _run_the_cases(place: Path, rays_folder: str) -> None:
+    environment = {
+        **os.environ,
+        "RAY_TMPDIR": rays_folder,
+        "TMPDIR": rays_folder,
+        "PYTHONPATH": str(ROOT),
+        "RAY_AUTH_MODE": "disabled",  # writes no token into the home folder
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",  # how often it looks for reports
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/ray_cases.py"), str(place)],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
 
 
 def import_with(ray_ddp: type | None, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -32,7 +32,7 @@ port or protocol. Heartbeats use 1.3 kB/s per rank to and from rank 0's machine 
 TCP/IP headers). After waiting for more than `SUSPECT_SECONDS`, a rank also reads all heartbeats,
 which uses 0.2 kB/s per rank. Keys contain random tokens that the ranks exchange over the channel (8
 bytes each), so that keys from an earlier fit, or from before a torchrun restart, are never read.
-Training threads never access the store, because it may hang.
+Once a monitor runs, training threads do not access the store, because it may hang.
 
 To disable failure detection, pass `liveness=False` to `Channel.open`, or set the attribute
 `liveness = False` of a strategy before `fit`. Exchanges then raise their own errors, and a dead

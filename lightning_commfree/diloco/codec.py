@@ -16,13 +16,13 @@ int2        2.06            to one of four levels per block; error feedback
 
 Int8, fp4 and int2 have one scale per *block* of consecutive values (`quantize`). Values are
 processed in *chunks* of complete blocks, so that intermediate results stay in cache. If numba is
-installed, these three run `quantize_numba` on CPUs, which is two to four times faster on one thread
-and gives the same results.
+installed, these three are encoded by `quantize_numba` on CPUs, and all but int8 decoded, which is
+two to four times faster on one thread and gives the same results for finite values.
 
 *Error feedback* (arXiv:1901.09847) keeps a codec's rounding error, the *residual*, in the replica's
 own state and adds it, times a weight, to the fragment's next outer gradient. The larger the outer
 momentum, the lower this weight must be, because momentum repeats a residual in every later step.
-With the default outer optimizer (learning rate 0.4, momentum 0.9), int2 diverges at weights of 0.9
+With outer learning rate 0.4 and momentum 0.9, int2 diverges at weights of 0.9
 and above (`tests/diloco/test_error_feedback.py`). So the default weight is 0.5. Without outer
 momentum, weights from 0.95 to 1 are best.
 

@@ -1,8 +1,8 @@
 """Interfaces for the two parts of a strategy: its layout and its cross-replica algorithm.
 
 *Inside* a replica, a layout distributes one model over one or more ranks. *Between* replicas, an
-algorithm exchanges weights, gradients or votes. To add a strategy, write an algorithm or a layout,
-and a subclass of `ReplicaStrategy` that combines the two.
+algorithm exchanges weights, gradients or votes. A subclass of `ReplicaStrategy` combines the two. A
+new layout needs no new strategy (`layouts.choose_layout`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Layout(ABC):
 
     fit: Fit  # the current or latest run of the Trainer, set by the strategy
     size: int  # number of ranks in a replica
-    states: ShardedStates | None = None  # None: every rank holds the full model, so DDP is used
+    states: ShardedStates | None = None  # None: every rank holds the full model
     # The ranks of a replica must get the same batch, and draw the same random numbers from the
     # first training step on.
     same_batch: bool = False
@@ -85,8 +85,9 @@ class Layout(ABC):
     def prepare(self) -> None:
         """Copy rank 0's weights to all ranks and set up the model for this layout; collective.
 
-        A parameter of which a rank holds only a shard becomes a `DTensor`, or is marked with
-        `model.shards.mark_shard`.
+        If every rank holds the full model, call `Fit.wrap_in_ddp`: several ranks then average
+        gradients. A parameter of which a rank holds only a shard becomes a `DTensor`, or is marked
+        with `model.shards.mark_shard`.
 
         Call it before the optimizers are created.
 

@@ -39,8 +39,8 @@ END_TAG = "end"
 class LocalWeightsSession(FitSession[LocalCopies]):
     """Fit session for replicas that train independently on local weights.
 
-    Validation and checkpoints use the shared weights or those of `LocalCopies.shown`; the trained
-    module holds the shared weights.
+    The module holds the local weights while it trains. Validation and checkpoints use the shared
+    weights or those of `LocalCopies.shown`, and after the fit, the module holds the shared weights.
     """
 
     trains_independently = True

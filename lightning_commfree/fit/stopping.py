@@ -8,10 +8,10 @@ these, they wait for each other and check that they are at the same step (`meet`
 *Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent with the
 next exchange (`comm.requests`), and all ranks stop when that exchange has landed
 (`follow_requests`). When all ranks are at the same point anyway (after validation, at the end of an
-epoch and before a checkpoint of local weights), they agree immediately on `should_stop`
-(`agree_here`). SIGTERM
-takes effect only after the next step: at these points Lightning would exit the fit without calling
-another hook, but callbacks that save on SIGTERM expect `on_train_batch_end` first.
+epoch and, where replicas drift apart, before a save), they agree immediately on `should_stop`
+(`agree_here`). SIGTERM takes effect only after the next step: at these points Lightning would exit
+the fit without calling another hook, but callbacks that save on SIGTERM expect `on_train_batch_end`
+first.
 
 *Streams* have no length to agree on in advance. Ranks that communicate on every batch or step also
 report whether their data has run out (`share_last_batch`, `end_epoch`), and the epoch ends on all

@@ -1,8 +1,8 @@
 """Base class for the layouts that shard a model within a replica: FSDP and Domino.
 
 The model is sharded before the optimizer is created. Checkpoints contain full tensors, which rank 0
-gathers in CPU memory. If they are too large for that, the ranks of the first replica write their
-shards to a folder (`resume.folders`).
+gathers in CPU memory. Where they are too large for that, `FSDPSettings.folder_above_bytes` lets the
+ranks of the first replica write their shards to a folder (`resume.folders`).
 """
 
 from __future__ import annotations

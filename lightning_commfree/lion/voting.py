@@ -1,7 +1,8 @@
 """One worker's optimizer step: launch ballots, wait for the results, and apply them.
 
 1. *Launch*: cast a bucket's ballot and send it. If overlap is allowed, this happens during
-   backward, as soon as the bucket's last gradient is ready; otherwise at the optimizer step.
+   backward, as soon as the last gradient of this bucket and of those before it is ready; otherwise
+   at the optimizer step.
 2. *Land*: wait for the results of all buckets.
 3. *Apply*: update the parameters and this worker's momentum buffers.
 

@@ -1,8 +1,8 @@
 """What a save contains: every entry, who makes it, and who restores it.
 
 A save of two replicas of one rank each is two files. Rank 0 writes the checkpoint: Lightning's own
-entries, and `checkpoint[KEY]`, which `contents` returns. Rank 1 writes only `contents(...)["own"]`,
-to its rank file (`rank_files`).
+entries, and `checkpoint[KEY]`, which `contents` returns. Rank 1 writes `contents(...)["own"]` to
+its rank file, with a few words that tell which save the file belongs to (`rank_files`).
 
 Lightning makes its own entries (`dump_checkpoint`) and restores the same on all ranks. What the
 strategy decides about them:

@@ -53,7 +53,7 @@ if __name__ == "__main__":
     net = make_net()
     diloco = train(net, make_loader(), epochs=4)
     weights = sum(p.double().sum().item() for p in net.parameters())  # equal on all ranks
-    sent = diloco.view.channel.ledger.bytes_sent
+    sent = diloco.ledger.bytes_sent
     print(f"rank {dist.get_rank()}: {diloco.step} steps, weights sum to {weights:.12f}")
     print(f"rank {dist.get_rank()}: sent {sent:,} bytes")
     dist.destroy_process_group()

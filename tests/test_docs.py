@@ -343,7 +343,7 @@ def test_pages_start_with_the_same_settings() -> None:
     for here, there in (("`sync_every`",) * 2, ("`overlap_steps`",) * 2, INNER_RATES):
         assert chosen[here][0].startswith(tuned[there][0]), here
     assert tuned["`sync_every`"][0] == f'`"{DiLoCoSettings().sync_every}"`'
-    assert tuned["`overlap_steps`"][0] == 'the default; `sync_every="auto"` raises it'
+    assert tuned["`overlap_steps`"][0] == 'the default; `"auto"` raises it'
     assert tuned["`mix`"][0] == str(DiLoCoSettings().mix)
     assert tuned["`wire_dtype`"][0] == f'`"{DiLoCoSettings().wire_dtype}"`'
     assert tuned["outer learning rate"][0] == "the default"
@@ -416,6 +416,21 @@ def sizes(cell: str) -> list[float]:
     scale = {"s": 1.0, "kB": 1e3, "MB": 1e6}
     found = re.findall(r"([\d.]+) (s|kB|MB)\b", cell)
     return [float(number) * scale[unit] for number, unit in found]
+
+
+def test_the_bandwidths_in_tuning_are_what_the_planner_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Those of the GPT-2; the Llama's parameters would have to be counted first."""
+    [command] = re.findall(
+        r"\$ commfree-plan ((?:.*\\\n)*.*)", (DOCS / "choose.md").read_text("utf-8")
+    )
+    plan(command.replace("\\", " ").split())
+    planned = capsys.readouterr().out.partition("Gbit/s needed")[2]
+    shown = rows_of(DOCS / "tuning.md", "## How many steps between exchanges")
+    for name, (_, *cells) in zip(("data parallel", "DiLoCo", "+ fp4"), shown, strict=True):
+        [found] = re.findall(rf"^{re.escape(name)} +.*?fp\d+ +(.*)$", planned, re.MULTILINE)
+        assert found.split() == cells[:3], name
 
 
 def test_the_table_in_readme_is_what_was_measured_and_predicted() -> None:

@@ -245,14 +245,21 @@ def test_a_wrong_command_is_found(page: str, wrong: str, monkeypatch, capsys) ->
 def test_the_readme_answers_on_its_first_screen() -> None:
     before, _, after = PAGES["README.md"].partition("\n## Read on\n")
     assert after
-    words = [word for word in before.split() if re.search(r"\w", word)]  # no bars of tables
-    assert len(words) <= 700
+    assert len(words_of(before)) <= 700
     relative = [link for link in re.findall(r"\]\(([^)\s]+)\)", before) if "://" not in link]
     # on a package page, only pictures' texts are left of these
     assert relative == re.findall(r"!\[[^\]]{40,}\]\(([^)\s]+)\)", before)
     assert "These links lead into the repository" in after.partition("\n- ")[0]
     for name in PUBLIC:
         assert name in before or not name.endswith("Strategy"), name
+
+
+def test_how_to_choose_is_short() -> None:
+    assert len(words_of(PAGES["docs/choose.md"])) <= 600
+
+
+def words_of(page: str) -> list[str]:
+    return [word for word in page.split() if re.search(r"\w", word)]  # no bars of tables
 
 
 def test_the_readme_shows_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,7 @@ SHOWN = {
         "OuterOptimizerFactory",
     ),
     "domino": ("DominoSettings",),
+    "lion": ("distributed_lion",),
     "ray": (
         "RayStreamingDiLoCoStrategy",
         "RayDistributedLionStrategy",
@@ -54,6 +55,17 @@ MEMBERS: dict[str, Sequence[str]] = {
     "DistributedLion": (),  # they are torch's, or called by its strategy
     "Method": (),
     "Model": (),
+    # what a subclass implements or calls
+    "ReplicaStrategy": (
+        "begin",
+        "fingerprint",
+        "not_restored",
+        "drift_check_plan",
+        "module",
+        "channels",
+        "algorithm",
+        *_FOR_USERS[2:],
+    ),
     "Training": ("utilization", "needed_gbit_per_s"),
     **dict.fromkeys(STRATEGIES, _FOR_USERS),
 }

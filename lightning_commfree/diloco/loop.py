@@ -29,7 +29,8 @@ def streaming_diloco(
     All ranks begin with rank 0's weights and, after the block, have the mean of all replicas'
     weights. They must take the same number of steps. In between, the module holds this replica's
     own weights; `diloco.weight_swap.outer_weights()` swaps in those on which all replicas agree.
-    Checkpoints, resuming and stopping early are up to the loop.
+    `diloco.step` is the number of steps, and `diloco.ledger` counts bytes. Checkpoints, resuming
+    and stopping early are up to the loop.
 
     Args:
         module: the model, without DDP around it. Parameters that are frozen are not exchanged.

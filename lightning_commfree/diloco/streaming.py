@@ -38,6 +38,7 @@ from lightning_commfree.comm.background import to_host
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.exchange import View
+from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.requests import Requests
 from lightning_commfree.diloco.codec import CODECS, codec_of, warm_up
 from lightning_commfree.diloco.exchange import TAG, Arrival, Arrived, Header, mean_cosine
@@ -121,7 +122,7 @@ class StreamingDiLoCo:
         overlap_steps = settings.first_overlap_steps
         self.schedule = Schedule(settings.first_sync_every, len(fragments), overlap_steps)
         # with `sync_every="auto"`; otherwise the schedule never changes
-        self.pacer = Pacer(overlap_steps, self.view.channel.ledger)
+        self.pacer = Pacer(overlap_steps, self.ledger)
         self.say: Callable[[str], object] = lambda _: None  # called on all ranks with each change
         self.buffers = AveragedBuffers(module, [b for one in fragments for b in one.buffers])
         # fragments that are added during the fit come last
@@ -642,6 +643,11 @@ class StreamingDiLoCo:
     def view(self) -> View:
         """The current replicas."""
         return self.transport.view
+
+    @property
+    def ledger(self) -> Ledger:
+        """The counter of bytes that this rank sends to other replicas."""
+        return self.view.channel.ledger
 
     @property
     def num_replicas(self) -> int:

@@ -485,7 +485,7 @@ def test_the_alternatives_in_readme_are_those_of_the_page() -> None:
         "torchft's DiLoCo, every 10 steps": "torchft DiLoCo every 10 steps, delay 4, alpha 0.5",
         "averaging every 10 steps": "local SGD (plain mean every 10 steps, fp32)",
         "DDP, PowerSGD rank 4": "DDP, PowerSGD rank 4",
-        "DDP, 8 batches accumulated": "DDP, gradients of 8 batches",
+        "DDP, 8 batches accumulated: an eighth of the updates": "DDP, gradients of 8 batches",
     }
     readme = (ROOT / "README.md").read_text("utf-8")
     [heading] = re.findall(r"^\*\*The price is loss\.\*\*.*$", readme, re.MULTILINE)

@@ -12,7 +12,8 @@ several functions wrap the same method, the one applied last is outermost:
 method                          wrappers, innermost first
 =============================== ===================================================================
 trainer.save_checkpoint         agree to stop and swap in the shared weights (`fit.local_weights`);
-                                check that all ranks save after the same step (`fit.session`)
+                                check that all ranks save after the same step (`fit.session`); save
+                                on one elastic replica only (`elastic.strategy`)
 fit_loop.setup_data             use the same number of batches on all ranks (`fit.stopping`)
 epoch_loop.on_run_start         begin an epoch with the saved order (`resume.data_position`); defer
                                 stop requests and check the first batch (`fit.stopping`)
@@ -28,8 +29,10 @@ setup_data of evaluation loops  compare the numbers of batches of ranks that sha
                                 (`fit.evaluation`)
 two methods of the checkpoint   find the checkpoint on any rank's disk (`around_loading`)
 connector
-three methods of the signal     handle SIGTERM without a broadcast per batch (`handle_signals`)
-connector
+two methods of the signal       handle SIGTERM for all ranks (`handle_signals`); leave an elastic
+connector                       job (`when_terminated`)
+epoch_loop.                     no broadcast per batch (`handle_signals`)
+_broadcast_sigterm_tensor
 logger_connector.log_metrics    add communication metrics to the loggers' rows (`add_to_rows`)
 callbacks of `WeightAveraging`  average the shared weights (`fit.local_weights`)
 precision.clip_grad_by_norm     clip by the norm of the full gradient

@@ -349,8 +349,9 @@ class FragmentExchange:
         decoding messages when they arrive.
         """
         # `write` runs on the training thread, in `stage` with its kernels on a side stream; the
-        # functions below on the background thread, except in one phase on the device of the
-        # channel, whose collective starts here; `_add_errors` where somebody waits for the result
+        # functions below on the background thread, except without `in_thread` in one phase on the
+        # device of the channel, whose collective starts here; `_add_errors` where somebody waits
+        # for the result
         second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
         def timed_exchange(messages: Tensor) -> Arrived:

@@ -30,7 +30,7 @@ A save of weights only, or outside of a fit, has no other entries. A resumed fit
 3. `restore_position`, in `on_train_start`.
 
 If an exact resume is impossible, a rank's own state has only the entries that `Resumable.adopt`
-returns, and these functions skip the others.
+returns. Stages 1 and 2 skip the others, and stage 3 is left out (`ExactResume.restore_position`).
 """
 
 from __future__ import annotations

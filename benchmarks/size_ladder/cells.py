@@ -57,6 +57,11 @@ MULOCO: Settings = {"outer_lr": 0.7, "momentum": 0.6}  # arXiv:2505.23725
 SPARSELOCO: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}  # arXiv:2508.15706
 # the plain mean of the replicas' weights, at the same H and overlap
 LOCAL_SGD: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}
+# the regime of arXiv:2508.15706, in which few values of many exchanges are sent, with a mean that
+# hardly overlaps (the runs are played, which takes an overlap of at least a step)
+SPARSE: Settings = {**LOCAL_SGD, "overlap": 1, "wire": "topk_example"}
+SPARSE_EVERY = 15  # H
+EXAMPLES = {"topk_example": "{_target_: examples.topk_codec.TopKCodec}"}  # wires by name
 # the same, mixed half and half with the local weights as by default, so that no step is discarded
 MIXED_MEAN: Settings = {"outer_lr": 1.0, "momentum": 0.0}
 MIXED_MEAN_REPLICAS = (2, 4)
@@ -125,7 +130,8 @@ class Cell:
         replicas: M, or 0 for DDP.
         sync_every: H.
         tokens_per_parameter: length of the run.
-        wire: `wire_dtype`; in records also "topk" and "sparseloco", which no longer run.
+        wire: `wire_dtype`, or of `EXAMPLES`; in records also "topk" and "sparseloco", which no
+            longer run.
         optimizer: of `OPTIMIZERS`.
         outer_lr: of the outer SGD.
         momentum: of the outer SGD, Nesterov's.
@@ -135,6 +141,7 @@ class Cell:
         batch: times the blocks per step of its size, in so many fewer steps.
         peer: of `PEERS`: another method that two ranks use instead, with `replicas` 0 and without
             the settings of ours except H; "" for DDP and ours.
+        overlap: `overlap_steps`.
     """
 
     model: str
@@ -153,6 +160,7 @@ class Cell:
     radial: bool = False
     batch: float = 1
     peer: str = ""
+    overlap: int = OVERLAP
 
     @property
     def outer(self) -> tuple[Any, ...]:
@@ -228,8 +236,8 @@ class Cell:
             *words,
             "strategy=streaming_diloco",
             f"strategy.sync_every={self.sync_every}",
-            f"strategy.overlap_steps={OVERLAP}",
-            f"strategy.wire_dtype={self.wire}",
+            f"strategy.overlap_steps={self.overlap}",
+            f"strategy.wire_dtype={EXAMPLES.get(self.wire, self.wire)}",
             f"strategy.mix={self.mix}",
             f"strategy.outer_optimizer={{_target_: {target}, {sgd}}}",
         ]
@@ -494,6 +502,13 @@ def _often(losses: Losses, seeds: int) -> Iterator[Cell]:
     yield from _with_own_search(losses, muon, seeds)
     plain = (Cell(model, middle, 1, 0, 4, OFTEN, **LOCAL_SGD) for model in MODELS)
     yield from _with_own_search(losses, plain, seeds)
+    yield from _with_own_search(losses, sparse_cells(), seeds)
+
+
+def sparse_cells() -> tuple[Cell, Cell]:
+    """Return top-k in its own regime and, with the same settings, fp4; with open rate."""
+    sparse = Cell(MODELS[1], SEARCHED, 1, 0, 2, SPARSE_EVERY, LONG, **SPARSE)
+    return sparse, replace(sparse, wire="fp4")
 
 
 def peer_cells() -> list[Cell]:

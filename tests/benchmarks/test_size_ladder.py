@@ -35,6 +35,7 @@ from benchmarks.size_ladder.cells import (
     planned,
     reference,
     row,
+    sparse_cells,
 )
 from benchmarks.size_ladder.outer import RadialDiLoCo, RestartedSGD
 from benchmarks.size_ladder.page import page_lines, trend
@@ -276,8 +277,8 @@ def loss_of(cell: Cell) -> float:
     """DDP is best at rung 1, DiLoCo at 0 and with an outer lr of 0.8 at -1, all lower at 0.2M.
 
     The gap is 1 % per doubling of M, half of it at 0.2M and in longer runs, 0.4 of it with Muon.
-    int2 adds 0.2 %, radial averaging takes 1 %, the mean with mix 0.5 adds 0.3 %. GPT-2's longer
-    runs are best a rung lower. With half of the tokens, DDP ends 0.4 higher. PowerSGD of rank 1
+    int2 adds 0.2 %, top-k 1 %, radial averaging takes 1 %, the mean with mix 0.5 adds 0.3 %.
+    GPT-2's longer runs are best a rung lower. With half of the tokens, DDP ends 0.4 higher. PowerSGD of rank 1
     ends 3 % above DDP, other libraries' methods 1 %.
     """
     ddp = 4.0 + cell.seed / 1000 + 0.4 * (cell.tokens_per_parameter == HALF)
@@ -291,7 +292,7 @@ def loss_of(cell: Cell) -> float:
     share = (1.0 if cell.size == "0.04M" else 0.5) * (0.4 if cell.optimizer == "muon" else 1.0)
     share *= 0.5 if cell.tokens_per_parameter == LONG else 1.0
     percent = share * (cell.replicas.bit_length() - 1) + (cell.seed - 2) / 100
-    percent += {"int2": 0.2}.get(cell.wire, 0.0) - cell.radial
+    percent += {"int2": 0.2, "topk_example": 1.0}.get(cell.wire, 0.0) - cell.radial
     percent += 0.3 * (cell.outer == (1.0, 0.0, 0.5, 0, False))
     return ddp * (1 + percent / 100) + off
 
@@ -379,6 +380,8 @@ def test_the_plan_tunes_ddp_and_the_page_judges(path: Path, tmp_path: Path, reci
     )
     local = "local SGD against the default outer step, H = 10, 0.2M"
     assert f"**Found, {local}:** M = 2 +0.00 % (standard error 0.00): undecided; M = 4 " in page
+    regime = "top-k in its own regime, M = 2, H = 15"
+    assert f"**Found, {regime}:** +1.00 ± 0.00 % above fp4 with the same settings" in page
     # half of the batch for as many steps takes half of the tokens, which costs 0.4
     assert "**Found, one worker, 0.5 of the batch, as many steps:** +10.00 ± 0.00 %" in page
     assert "**Found, one worker, 0.5 of the batch, twice as many steps:** +0.00 ± 0.00 %" in page
@@ -395,6 +398,11 @@ def test_the_settings_of_papers_reach_the_run(
     plain = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}
     settings = settings_of(config_of(replicas=4, wire="int2", **plain))
     assert (settings.wire_dtype, settings.mix) == ("int2", 0.0)
+    sparse, _ = sparse_cells()
+    settings = settings_of(compose_config(*sparse.overrides(Path("c"), Path("k"))))
+    assert settings.wire_dtype.error_feedback == 0.95
+    assert settings.overlap_steps == 1
+    settings = settings_of(config_of(replicas=4, wire="int2", **plain))
     outer = settings.outer_optimizer([torch.nn.Parameter(torch.zeros(1))])
     assert isinstance(outer, torch.optim.SGD)
     assert {name: outer.defaults[name] for name in ("lr", "momentum", "nesterov")} == {

@@ -278,8 +278,8 @@ def loss_of(cell: Cell) -> float:
 
     The gap is 1 % per doubling of M, half of it at 0.2M and in longer runs, 0.4 of it with Muon.
     int2 adds 0.2 %, top-k 1 %, radial averaging takes 1 %, the mean with mix 0.5 adds 0.3 %.
-    GPT-2's longer runs are best a rung lower. With half of the tokens, DDP ends 0.4 higher. PowerSGD of rank 1
-    ends 3 % above DDP, other libraries' methods 1 %.
+    GPT-2's longer runs are best a rung lower. With half of the tokens, DDP ends 0.4 higher.
+    PowerSGD of rank 1 ends 3 % above DDP, other libraries' methods 1 %.
     """
     ddp = 4.0 + cell.seed / 1000 + 0.4 * (cell.tokens_per_parameter == HALF)
     best = int(not cell.replicas) - (cell.outer_lr == 0.8) - NAMES.index(cell.size)

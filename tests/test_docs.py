@@ -473,6 +473,11 @@ def test_the_alternatives_are_what_was_measured() -> None:
         ms = [link[method][1] for link in (slow, *faster)]
         assert figures == [*ms, slow[method][7], slow[method][8]]
         assert loss == losses[method]
+    alone = re.findall(r"one worker, 0.5 .*?:\*\* (\S+ ± \S+ %) above", ladder)
+    told = "it ends {} above DDP; after twice as many, with all tokens, {}"
+    assert told.format(*alone) in prose_of_figures()
+    readme = f"One machine alone ends {float(alone[0].split()[0]):.1f} % above in the same time."
+    assert readme in (ROOT / "README.md").read_text("utf-8")
     late = losses["DDP, PowerSGD rank 4 after 10 % of the steps"]
     assert f"rank 4 then ends {late} above DDP" in prose_of_figures()
 
@@ -512,6 +517,13 @@ def test_what_a_batch_and_an_outer_step_change_is_what_was_measured() -> None:
 
 def prose_of_figures() -> str:
     return " ".join((DOCS / "figures.md").read_text("utf-8").split())
+
+
+def test_top_k_costs_what_was_measured() -> None:
+    [gap] = re.findall(
+        r"top-k in its own regime.*?:\*\* (\S+ ± \S+ %) above", LADDER.read_text("utf-8")
+    )
+    assert f'ends {gap} above `"fp4"`' in " ".join((DOCS / "tuning.md").read_text("utf-8").split())
 
 
 def test_the_plot_shows_the_saved_losses(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ middle and continues; another fit resumes from the save. Everything at their end
 from 1000 on draw loaders, callbacks and optimizers whose state is easily lost, besides. As a
 script it runs many seeds and appends one line of JSON per seed to a file, where it continues:
 
-    python -m tests.resume.random_resumes --seeds 0-299 --out results.jsonl
+    python -m tests.resume.random_resumes --seeds 0-299
 """
 
 from __future__ import annotations
@@ -518,11 +518,12 @@ def run(seeds: list[int], folder: Path) -> list[Result]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0-299", help="A-B, both included")
-    parser.add_argument("--out", type=Path, default=Path("random_resumes.jsonl"))
+    parser.add_argument("--out", type=Path, default=Path("outputs/random_resumes.jsonl"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     gc.freeze()  # a rank that collects walks over all objects, and copies them
     first, last = map(int, options.seeds.split("-"))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     rows = options.out.read_text().splitlines() if options.out.exists() else []
     done = {row["seed"]: row for row in map(json.loads, rows)}
     for seed in range(first, last + 1):

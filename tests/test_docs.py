@@ -239,8 +239,10 @@ def test_the_price_is_what_the_size_ladder_measured() -> None:
     gap, factor = (often["gpt2", "2", "10"][place].removeprefix("+") for place in (8, 9))
     four = often["gpt2", "4", "10"][8].removeprefix("+").split()[0]
     assert f"| **{gap}**: DDP's loss after {factor.split()[0]} times the tokens |" in readme
-    prices = f"ours ends {two[-1]:.0f} % above DDP; with four machines and 10 steps,"
-    assert f"{prices} {float(four):.1f} %." in readme
+    twenty = often["gpt2", "2", "20"][8].removeprefix("+").split()[0]
+    assert f"every 20 steps, ours ends {float(twenty):.1f} % above it, every 100 steps" in readme
+    prices = f"every 100 steps {two[-1]:.0f} %; four machines, every 10 steps, {float(four):.1f} %."
+    assert prices in readme
     page = " ".join((DOCS / "figures.md").read_text("utf-8").split())
     assert f"end {gap} above DDP" in page
     assert f"reaches that loss with 1/{factor.split()[0]} of the tokens" in page
@@ -476,8 +478,8 @@ def test_the_alternatives_are_what_was_measured() -> None:
     alone = re.findall(r"one worker, 0.5 .*?:\*\* (\S+ ± \S+ %) above", ladder)
     told = "it ends {} above DDP; after twice as many, with all tokens, {}"
     assert told.format(*alone) in prose_of_figures()
-    readme = f"One machine alone ends {float(alone[0].split()[0]):.1f} % above in the same time."
-    assert readme in (ROOT / "README.md").read_text("utf-8")
+    price = f"In as many steps, one machine alone ends {float(alone[0].split()[0]):.1f} % above DDP"
+    assert price in (ROOT / "README.md").read_text("utf-8")
     late = losses["DDP, PowerSGD rank 4 after 10 % of the steps"]
     assert f"rank 4 then ends {late} above DDP" in prose_of_figures()
 

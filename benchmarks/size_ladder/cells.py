@@ -57,15 +57,15 @@ MULOCO: Settings = {"outer_lr": 0.7, "momentum": 0.6}  # arXiv:2505.23725
 SPARSELOCO: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}  # arXiv:2508.15706
 # the plain mean of the replicas' weights, at the same H and overlap
 LOCAL_SGD: Settings = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}
-# the regime of arXiv:2508.15706, in which few values of many exchanges are sent, with a mean that
-# hardly overlaps (the runs are played, which takes an overlap of at least a step)
-SPARSE: Settings = {**LOCAL_SGD, "overlap": 1, "wire": "topk_example"}
-SPARSE_EVERY = 15  # H
-EXAMPLES = {"topk_example": "{_target_: examples.topk_codec.TopKCodec}"}  # wires by name
 # the same, mixed half and half with the local weights as by default, so that no step is discarded
 MIXED_MEAN: Settings = {"outer_lr": 1.0, "momentum": 0.0}
 MIXED_MEAN_REPLICAS = (2, 4)
 LOCAL_SGD_REPLICAS = (2, 4)
+# the regime of arXiv:2508.15706, in which few values are sent in each of many exchanges
+# (the runs are played, which takes an overlap of at least a step)
+SPARSE: Settings = {**LOCAL_SGD, "overlap": 1, "wire": "topk_example"}
+SPARSE_EVERY = 15  # H
+EXAMPLES = {"topk_example": "{_target_: examples.topk_codec.TopKCodec}"}  # wires by name
 # changes of the paper's outer step, tried at the smallest size; the first two follow the rule of
 # arXiv:2503.09799, Figure 7, that the outer learning rate grows with M
 TRIALS: tuple[Settings, ...] = (

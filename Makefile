@@ -137,9 +137,10 @@ gpu-check: $(STAMP)
 INSTALL := $(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 SHOW_PIP := PIP_VERBOSE=1 shows all that pip says.
 
-# Count packages in the output of pip, whose own progress bars are per file and hidden in a pipe. Their number is known only
-# when pip has resolved them, so there is no bar. If pip changes its words, nothing is printed. A pipe ends with the exit code of its
-# last command, so a line tells this one that pip failed. A loop, not awk: mawk waits until its buffer is full.
+# Count packages in the output of pip, whose own progress bars are per file and hidden in a pipe. There is no bar, because
+# the total is known only when pip has resolved them. If pip changes its words, nothing is printed. A pipe ends with the
+# exit code of its last command, so a line tells this one that pip failed. A loop, not awk: mawk waits until its buffer is
+# full.
 define show-progress
 { packages=0; failed=0; \
 while IFS= read -r line; do \

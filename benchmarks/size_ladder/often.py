@@ -197,7 +197,7 @@ def findings(losses: Losses) -> list[str]:
 
 
 def _other_batches(losses: Losses) -> list[str]:
-    """Return what DDP loses that adds several batches' gradients, and one worker alone."""
+    """Return how far DDP with accumulated gradients, and one worker alone, end above DDP."""
     lines = []
     half, all_tokens = lone_cells()
     for what, cell in (

@@ -29,8 +29,8 @@ class Background:
 
     In a two-phase exchange, the second payload is computed from the result of the first phase.
     Waiting for that result on this thread does not block training. The ledger counts only the time
-    that the training thread waits for a result. Payloads that are sent from another device than
-    that of their values are encoded on `staging`, a side CUDA stream.
+    that the training thread waits for a result. If a payload leaves from another device than the
+    one that holds its values, it is encoded on `staging`, a side CUDA stream.
     """
 
     def __init__(self, ledger: Ledger, peers: PeerWatch | None = None) -> None:

@@ -16,8 +16,8 @@ int2        2.06            to one of four levels per block; error feedback
 
 Int8, fp4 and int2 have one scale per *block* of consecutive values (`quantize`). Values are
 processed in *chunks* of complete blocks, so that intermediate results stay in cache. If numba is
-installed, these three are encoded by `quantize_numba` on CPUs, and all but int8 decoded, which is
-two to four times faster on one thread and gives the same results for finite values.
+installed, `quantize_numba` encodes all three on CPUs and decodes fp4 and int2: two to four times
+faster on one thread, with the same results for finite values.
 
 *Error feedback* (arXiv:1901.09847) keeps a codec's rounding error, the *residual*, in the replica's
 own state and adds it, times a weight, to the fragment's next outer gradient. The larger the outer

@@ -348,10 +348,10 @@ class FragmentExchange:
         If `values` are on `device` but are sent from another one, the background thread starts
         decoding messages when they arrive.
         """
-        # `write` runs on the training thread, in `stage` with its kernels on a side stream; the
-        # functions below on the background thread, except without `in_thread` in one phase on the
-        # device of the channel, whose collective starts here; `_add_errors` where somebody waits
-        # for the result
+        # Who runs what: the training thread runs `write`, in `stage` with its kernels on a side
+        # stream. The background thread runs the functions below; only if `in_thread` is false, in
+        # one phase and on the channel's device, does the collective start right here. Whoever waits
+        # for the result runs `_add_errors`.
         second_errors: list[Tensor] = []  # error of rounding the mean, in this replica's shard
 
         def timed_exchange(messages: Tensor) -> Arrived:

@@ -400,13 +400,12 @@ def test_the_settings_of_papers_reach_the_run(
         return compose_config(*cell.overrides(Path("c"), Path("k")))
 
     plain = {"outer_lr": 1.0, "momentum": 0.0, "mix": 0.0}
-    settings = settings_of(config_of(replicas=4, wire="int2", **plain))
-    assert (settings.wire_dtype, settings.mix) == ("int2", 0.0)
     sparse, _ = sparse_cells()
     settings = settings_of(compose_config(*sparse.overrides(Path("c"), Path("k"))))
     assert settings.wire_dtype.error_feedback == 0.95
     assert settings.overlap_steps == 1
     settings = settings_of(config_of(replicas=4, wire="int2", **plain))
+    assert (settings.wire_dtype, settings.mix) == ("int2", 0.0)
     outer = settings.outer_optimizer([torch.nn.Parameter(torch.zeros(1))])
     assert isinstance(outer, torch.optim.SGD)
     assert {name: outer.defaults[name] for name in ("lr", "momentum", "nesterov")} == {

@@ -67,7 +67,7 @@ class LocalSGDStrategy(ReplicaStrategy):
     def fingerprint(self):
         return {"every": str(self.every)}
 
-    def begin(self, trainer):
+    def make_algorithm(self, trainer):
         return LocalSGD(self.module, self.channels.between, self.requests, self.every)
 
 

@@ -279,7 +279,7 @@ def add_to_rows(
 
 
 def around_steps(trainer: pl.Trainer, patches: Patches, wrap: Callable[..., None]) -> None:
-    """Patch the Trainer to call `wrap(call, *args)` in place of `call`, its `optimizer_step`."""
+    """Patch automatic optimization: `wrap(call, *args)` for `call`, its `_optimizer_step`."""
     if STEPS.works(trainer):
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         patches.put(loop, "_optimizer_step", partial(wrap, loop._optimizer_step))

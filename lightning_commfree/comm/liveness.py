@@ -240,9 +240,9 @@ class PeerMonitor:
         }
 
     def announce(self, found: Verdict) -> None:
-        """Store `found` as the job's verdict, unless another rank has already stored one.
+        """Make `found` the job's verdict unless there is one; `self.verdict` then is the job's.
 
-        Afterwards, `self.verdict` is the job's verdict, which the caller raises.
+        The caller raises that one.
         """
         if not isinstance(found, str):
             found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_MAX_NAMED]}

@@ -121,7 +121,7 @@ _DESCRIPTORS = "/dev/fd"  # lists this process's descriptors, on Linux and macOS
 
 
 class CloseOnFork:
-    """Set of TCP sockets that are closed in child processes forked by `multiprocessing`."""
+    """TCP sockets, registered by `opening`, that children forked by `multiprocessing` close."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor, to detect reused descriptors

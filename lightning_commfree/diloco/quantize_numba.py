@@ -109,7 +109,7 @@ def _write_e3m0_codes(bits: Any, floor: Any, codes: Any) -> None:
 
 @compiled
 def _write_low(codes: Any, packed: Any) -> None:
-    """Overwrite bytes with the codes, which go into the low bits."""
+    """Write 4-bit codes to the low half of bytes, and clear the high half."""
     for i in range(codes.size):
         packed[i] = codes[i]
 
@@ -155,17 +155,17 @@ def _encode_e3m0(
 
 
 @compiled
-def _write_powers(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
+def _write_powers(packed: Any, shift: Any, base: Any, mask: Any, bits: Any) -> None:
     """Decode E3M0 codes to fp32 bits: the sign, and magnitude 2^(E-7+m), or 0 if m is 0.
 
-    `base` is the biased exponent of 2^(E-7). `kept` is -1, or 0 to set all magnitudes to 0.
+    `base` is the biased exponent of 2^(E-7). `mask` is -1, or 0 to set all magnitudes to 0.
     """
     for i in range(packed.size):
         code = i32(i32(packed[i]) >> shift)
         m = i32(code & i32(7))
 
         power = i32(i32(m + base) << _SHIFT)
-        magnitude = i32(power & kept) if m > i32(0) else i32(0)
+        magnitude = i32(power & mask) if m > i32(0) else i32(0)
         bits[i] = i32(magnitude | i32(i32(code & i32(8)) << i32(28)))
 
 
@@ -183,16 +183,16 @@ def _decode_e3m0(
             bits[start:stop] = _NAN
             continue
 
-        base, kept = i32(top - i32(7)), i32(-1) if top >= lowest else i32(0)
+        base, mask = i32(top - i32(7)), i32(-1) if top >= lowest else i32(0)
 
         low = min(max(row - first - start, 0), stop - start)
         at = first + start
-        _write_powers(packed[at : at + low], i32(0), base, kept, bits[start : start + low])
+        _write_powers(packed[at : at + low], i32(0), base, mask, bits[start : start + low])
 
         if start + low < stop:
             at += low - row
             high = packed[at : at + stop - start - low]
-            _write_powers(high, i32(4), base, kept, bits[start + low : stop])
+            _write_powers(high, i32(4), base, mask, bits[start + low : stop])
 
 
 @compiled

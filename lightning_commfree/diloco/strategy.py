@@ -236,7 +236,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         return settings.check_drift_every * settings.first_sync_every, self.channels.within
 
     @override
-    def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
+    def make_algorithm(self, trainer: pl.Trainer) -> StreamingDiLoCo:
         """Check Trainer and optimizers, split the model, and return the algorithm, warmed up."""
         refuse_callbacks(trainer, type(self).__name__, REFUSED_IF_LOCAL)
         refuse_modes(type(self).__name__, self.optimizers)

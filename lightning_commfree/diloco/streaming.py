@@ -431,7 +431,7 @@ class StreamingDiLoCo:
             )
 
     def _changed_hash(self, p: int, frozen: Frozen) -> int:
-        """Hash which fragments joined, and which of a fragment's parameters are frozen."""
+        """Return a hash of which fragments joined and what is frozen in this one; 0 if neither."""
         joined, indices = self._joined, sorted(frozen.settling | frozen.settled)
         if not joined and not indices:
             return 0
@@ -549,7 +549,7 @@ class StreamingDiLoCo:
         refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
 
     def averaged_buffers(self) -> AveragedBuffers:
-        """Return the `AveragedBuffers` of all fragments."""
+        """Return the one `AveragedBuffers` object that all fragments share."""
         return self.buffers
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -94,7 +94,7 @@ class SplitTrial:
         return (best if best in names else names[-1]), False
 
     def timed(self, run: ScheduleRun, split: str, hidden: Tensor) -> TimedRun:
-        """Wrap `run` so that its time is recorded for the split and the size of `hidden`."""
+        """Return `run` as a `TimedRun`: it records its time for the split and `hidden`'s size."""
         seconds, tokens = self._seconds[Size.of(hidden)][split], hidden.shape[0] * hidden.shape[1]
 
         def synchronized_now() -> float:

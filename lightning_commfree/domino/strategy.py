@@ -191,7 +191,7 @@ class DominoTPStrategy(ReplicaStrategy):
         return self.check_drift_every, self.channels.world
 
     @override
-    def begin(self, trainer: pl.Trainer) -> DominoMean:
+    def make_algorithm(self, trainer: pl.Trainer) -> DominoMean:
         """Return a `DominoMean` of the models that `prepare` has sharded."""
         sharded = self.inside.sharded
         assert sharded is not None, "`prepare` has sharded the model"

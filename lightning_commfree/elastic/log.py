@@ -753,7 +753,7 @@ class JobLog:
         self._watched_s = time.monotonic()
 
     def _go_at_s(self) -> float:
-        """Return when to look again whether others have launched the next flight."""
+        """Return when to look again for another replica's launch of the next flight; may be inf."""
         if not self._by_time and not self._following:
             return math.inf
         return look_at_s(self._launched_s, 0.0, self._asked_go_s)

@@ -307,7 +307,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
         return super().not_restored() + ([] if self._elastic.continues else [lost])
 
     @override
-    def begin(self, trainer: pl.Trainer) -> ElasticDiLoCo:
+    def make_algorithm(self, trainer: pl.Trainer) -> ElasticDiLoCo:
         name, settings = type(self).__name__, self.settings
         refuse_callbacks(trainer, name, REFUSED_IF_LOCAL)
         refuse_manual(name, self.module, "a joiner could not find its position in the data")

@@ -5,7 +5,7 @@ Launchers, samplers, the `torch.compile` guard and device handling come from Lig
 full model, and its per-batch SIGTERM broadcast is not used. During a fit:
 
 1. `setup` checks that all ranks have the same settings, copies rank 0's weights to the others
-   and creates the cross-replica algorithm (`begin`). A resumed fit then restores its state
+   and creates the cross-replica algorithm (`make_algorithm`). A resumed fit then restores its state
    (`ExactResume`).
 2. Lightning runs every optimizer step as usual, inside `FitSession.step`. After each step (as
    counted by `clock`), the algorithm runs the exchanges that are due.
@@ -97,8 +97,8 @@ _ADVICE = {
 class ReplicaStrategy(DDPStrategy):
     """Base class for strategies that train replicas of a model and keep them synchronized.
 
-    A subclass sets `settings`, creates the cross-replica algorithm in `begin`, and may override
-    `session_type`, the class that holds the state of a fit.
+    A subclass sets `settings`, creates the cross-replica algorithm in `make_algorithm`, and may
+    override `session_type`, the class that holds the state of a fit.
 
     Args:
         inside: layout of the model across the ranks of a replica.
@@ -112,7 +112,8 @@ class ReplicaStrategy(DDPStrategy):
         session: state of the current fit, and its hooks.
         ddp_kwargs: the arguments of `DDPStrategy` that differ from its defaults.
         patches: wrappers around Lightning's methods during a fit.
-        requests: what this rank and the others request with their next exchange; from `begin` on.
+        requests: what this rank and the others request with their next exchange; from
+            `make_algorithm` on.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
         own_save_folders: whether each rank writes its state into the folder of the path that it
             passes to `save_checkpoint`, and not into the folder of rank 0's path.
@@ -165,7 +166,7 @@ class ReplicaStrategy(DDPStrategy):
         return dict(self.settings.fingerprint())
 
     @abstractmethod
-    def begin(self, trainer: pl.Trainer) -> Algorithm:
+    def make_algorithm(self, trainer: pl.Trainer) -> Algorithm:
         """Create and return the cross-replica algorithm; called by `setup`.
 
         By then the model and optimizers exist, and all ranks have the same settings and weights.
@@ -277,7 +278,7 @@ class ReplicaStrategy(DDPStrategy):
     def check_module(self) -> None:
         """Raise a `ValueError` if the strategy or its layout does not support the module.
 
-        If possible, it is called before ranks are launched, and in any case before `begin`.
+        If possible, it is called before ranks are launched, in any case before `make_algorithm`.
         """
         self.inside.check()
 
@@ -360,7 +361,7 @@ class ReplicaStrategy(DDPStrategy):
         super().setup(trainer)
         self.inside.check_optimizers(self.optimizers)
         self.requests = stopping.requests
-        between = self.begin(trainer)
+        between = self.make_algorithm(trainer)
         self._prepared = [*self.optimizers]
         self.session = self.session_type(
             trainer, self.ranks, between, stopping, self.patches, numel
@@ -601,7 +602,7 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether Lightning loads weights only after sharding: the model begins on `meta`."""
+        """Whether Lightning must load weights after sharding: the model begins on `meta`."""
         # a model on `meta` has values only once it is sharded
         return self._was_on_meta or (self.inside.states is not None and bool(on_meta(self.module)))
 

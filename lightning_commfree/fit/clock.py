@@ -87,7 +87,7 @@ class StepHooks:
             self._paused = before
 
     def _pre_hook(self, optimizer: Optimizer, *_: Any) -> None:
-        """Call `before_any_step`; then call `begins`, unless paused or inside another step."""
+        """If the module uses it: `before_any_step`, and `begins` unless paused or nested."""
         if not self._trains(optimizer):
             return
         self._before_any_step(optimizer)

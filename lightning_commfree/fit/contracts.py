@@ -160,11 +160,12 @@ class Algorithm(Resumable, Protocol):
         return nullcontext()
 
     def after_step(self) -> None:
-        """Run the communication that is due after a step, as counted by `Clock`.
+        """Count a step, and run the communication that is due after it.
 
-        With manual optimization, a step is a whole batch in which any optimizer has stepped. The
-        header of an exchange contains the strategy's `requests.outgoing()`, and when it lands,
-        after the same step on all ranks, `requests.incoming` gets the union of all ranks' bits.
+        Called once for each step that `Clock` counts: with manual optimization, for a whole batch
+        in which any optimizer has stepped. The header of an exchange contains the strategy's
+        `requests.outgoing()`, and when it lands, after the same step on all ranks,
+        `requests.incoming` gets the union of all ranks' bits.
         """
         ...
 

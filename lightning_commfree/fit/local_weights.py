@@ -273,7 +273,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
             rank_zero_warn(text)
 
     def _shown(self, what: str) -> Sequence[Tensor] | None:
-        """Return weights to swap in instead of the shared weights, or None for the shared ones."""
+        """Return what `LocalCopies.shown` lists to swap in, or None for the shared weights."""
         if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
             return None
         return self.between.shown(what)

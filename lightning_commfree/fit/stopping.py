@@ -133,7 +133,7 @@ class Stopping:
             self._agree(bits)
 
     def agree_here(self) -> None:
-        """Stop now if any rank has requested it, except by SIGTERM; collective."""
+        """Stop all ranks now if any has requested it other than by SIGTERM; collective."""
         if self._trains and self._several and not self._ranks.interrupted:
             self._defer_stop()
             self._agree(int(self._requested))
@@ -221,7 +221,7 @@ class Stopping:
         self._ends.together(self._step, event, advice)
 
     def share_stream_end(self) -> None:
-        """In the last training step, end the epoch on all ranks if it ends on any; collective.
+        """In the fit's last step, end the epoch on all ranks if it ends on any; collective.
 
         With `max_steps`, the last step may exhaust the streams of only some ranks, and Lightning
         would then run validation on those ranks only.
@@ -438,7 +438,7 @@ class EpochEnds:
         epoch: int,  # index, counted from 0
         step: int,  # number of steps in the fit so far
         out_of_data: bool = False,  # whether this rank has no more data; all ranks must have none
-        first: int | None = None,  # the rank of this replica, if another, whose data ended first
+        first_to_end: int | None = None,  # another rank of this replica whose data ended first
     ) -> None:
         """Wait until all ranks have ended this epoch after the same step.
 
@@ -446,7 +446,7 @@ class EpochEnds:
         rank is lost or does not end it within the timeout.
         """
         self._position = (epoch, step, _ENDED)
-        mine = self._watch.rank if first is None else first
+        mine = self._watch.rank if first_to_end is None else first_to_end
 
         def why_waiting(positions: Mapping[int, Any]) -> dict[int, str]:
             """Return an error text per rank to wait for; raise if a rank continues the epoch."""

@@ -274,7 +274,7 @@ class BallotExchange:
     def _count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: VoteHeaders
     ) -> CountedShard:
-        """Count the votes in this worker's shard, except those of workers that abstain."""
+        """Count the votes in this worker's shard; set those of workers that abstain to 0."""
         if summary.abstaining:  # these ballots were computed from NaN or Inf: count them as zeros
             if nonzero_WB is None:
                 nonzero_WB = self._valid_here.repeat(len(plus_WB), 1)
@@ -307,10 +307,9 @@ def _words(planes: Tensor) -> Tensor:
 
 
 class NodeBallotExchange:
-    """Exchanges ballots between multi-rank nodes, each of which casts a single ballot.
+    """Votes between nodes: all ranks of a node hold one ballot, and each exchanges a slice of it.
 
-    All ranks of a node hold its ballot. Through `inner`, each exchanges one slice
-    with the corresponding ranks of the other nodes.
+    Through `inner`, a rank exchanges its slice with the corresponding ranks of the other nodes.
     """
 
     def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, num_workers: int) -> None:

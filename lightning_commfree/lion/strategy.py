@@ -210,7 +210,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         return lost
 
     @override
-    def begin(self, trainer: pl.Trainer) -> LionVotes:
+    def make_algorithm(self, trainer: pl.Trainer) -> LionVotes:
         """Check the fit, warn about what limits votes, and return its `LionVotes`; collective."""
         lion = only_lion(type(self).__name__, self.optimizers)
         if self.world_size > 1:

@@ -259,7 +259,7 @@ class Voting:
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that an exact resume needs besides parameters and optimizer state."""
+        """Return the numbers of steps and abstentions, which an exact resume needs."""
         return {"step": self.step, "abstentions": self.abstentions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -148,10 +148,9 @@ def _open_safetensors(path: Path) -> Any:
 
 
 def meta_fingerprint(module: nn.Module) -> dict[str, str]:
-    """Return a dict of strings about `meta` tensors that must be the same on all ranks.
+    """Return, to compare on all ranks, whether a tensor is on `meta`, and a hash of each folder.
 
-    They describe whether any tensor is on `meta` and, if weights are read from folders, a hash of
-    each folder.
+    The folders are those from which weights are read. Without any, the dict is empty.
     """
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]

@@ -93,6 +93,7 @@ def full_tensors(state: Any, keep: bool) -> Any:
     gathered: dict[int, Tensor] = {}  # by the shard's id; `state` keeps the shards alive
 
     def gather(value: Any, _: str) -> Any:
+        """Return a tensor on the host, or an empty one without `keep`; other values unchanged."""
         if not isinstance(value, Tensor):
             return value
         if id(value) not in gathered:

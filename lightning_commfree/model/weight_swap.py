@@ -152,10 +152,10 @@ class WeightSwap:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
-        """Return the shared weights and averaged buffers by name; collective within a replica.
+        """Return shared weights and buffers by name, shards as in the module; collective.
 
-        The tensors have the module's dtypes and are on the device of the shared copy. Do not modify
-        them.
+        Collective within a replica. The tensors have the module's dtypes and are on the device of
+        the shared copy. Do not modify them.
         """
         return {
             name: tensor

@@ -35,7 +35,7 @@ class FitChanges:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Restore the changes; return messages about a setting that the user has changed."""
+        """Restore what hooks had changed; return messages about what the user has set anew."""
         for name, parameter in self._trainer.lightning_module.named_parameters():
             if name in state["is_trained"]:
                 parameter.requires_grad_(state["is_trained"][name])

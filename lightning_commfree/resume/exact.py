@@ -292,7 +292,7 @@ class ExactResume:
             with self._ranks.fail_together():
                 self._own = save.own_state(self._ranks.rank)
         self._changes = None
-        if _has_load_hooks(module):
+        if _overrides_on_load(module):
             self._changes = HookChanges(checkpoint, precision_entry(strategy))
         self._save = save
 
@@ -341,11 +341,11 @@ class ExactResume:
         if self._fit is not None and self._save is not None:
             self._restore_own(self._fit, self._save)
 
-    def restore_position(self, not_restored: Callable[[], list[str]]) -> bool:
+    def restore_position(self, get_not_restored: Callable[[], list[str]]) -> bool:
         """Restore loops, data, RNG and gradients; return whether the algorithm was restored.
 
-        Call this in `on_train_start`. `not_restored` returns messages about state that the strategy
-        cannot restore.
+        Collective; prints what was restored. Call this in `on_train_start`. `get_not_restored`
+        returns messages about state that the strategy cannot restore.
         """
         fit, own = self._fit, self._own
         self._own = self._changes = None  # frees the checkpoint
@@ -358,7 +358,7 @@ class ExactResume:
             return "algorithm" in own
         lost, unknown = restore_position(fit, own)
         hide_resume_warning(fit.trainer, self._patches)
-        self._report(lost + not_restored(), unknown + unknown_callbacks(fit.trainer))
+        self._report(lost + get_not_restored(), unknown + unknown_callbacks(fit.trainer))
         return "algorithm" in own
 
     def _report(self, lost: list[str], unknown: list[str]) -> None:
@@ -518,8 +518,8 @@ class ExactResume:
         self._fit = self._save = self._own = self._changes = None
 
 
-def _has_load_hooks(module: pl.LightningModule) -> bool:
-    """Return whether hooks can change a checkpoint before it is restored."""
+def _overrides_on_load(module: pl.LightningModule) -> bool:
+    """Return whether the module or a callback has `on_load_checkpoint`, which can change it."""
     name, callbacks = "on_load_checkpoint", module.trainer.callbacks  # type: ignore[attr-defined]
     by_callback = any(is_overridden(name, one, pl.Callback) for one in callbacks)
     return by_callback or bool(is_overridden(name, module, pl.LightningModule))

@@ -160,7 +160,7 @@ class ReplicaChannels:
         return cls(world, between, open_axis(inside, inner))
 
     def close(self, failed: bool = False) -> None:
-        """Close the channels and destroy their process groups; see `Channel.close`."""
+        """Close the channels and destroy their groups; `failed`: an error ended this rank's fit."""
         # close `world` last: that ends the heartbeat, and this rank then counts as having left
         for channel in dict.fromkeys((self.between, self.within, self.world)):
             channel.close(failed)
@@ -294,11 +294,11 @@ def delay_exit(hosts_store: bool) -> None:
     If this process hosts the job's store (`hosts_store`), the delay is two heartbeat intervals,
     so that the other ranks can learn from the store that this rank is exiting.
     """
-    atexit.unregister(_delay)
-    atexit.register(_delay, 2 * HEARTBEAT_SECONDS if hosts_store else _EXIT_DELAY_S)
+    atexit.unregister(_sleep_at_exit)
+    atexit.register(_sleep_at_exit, 2 * HEARTBEAT_SECONDS if hosts_store else _EXIT_DELAY_S)
 
 
-def _delay(seconds: float) -> None:
-    """Sleep, unless the process group has been destroyed."""
+def _sleep_at_exit(seconds: float) -> None:
+    """Sleep before Python exits (`delay_exit`), unless the process group has been destroyed."""
     if dist.is_initialized():
         time.sleep(seconds)  # releases the interpreter's lock

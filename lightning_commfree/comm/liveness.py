@@ -656,7 +656,7 @@ class PeerWatch:
 
 
 class _StopWaitingError(RuntimeError):
-    """Raised to stop waiting for an exchange; `found` contains the lost ranks, if known."""
+    """Raised to stop waiting, at a timeout and a close too; `found`: the lost ranks, or {}."""
 
     def __init__(self, message: str, found: Verdict | None = None) -> None:
         super().__init__(message)

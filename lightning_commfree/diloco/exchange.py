@@ -225,7 +225,7 @@ class FragmentMessage:
         return mean, norms
 
     def average_buffers(self, messages: Tensor, weights: Sequence[int]) -> Tensor:
-        """Return the mean of the buffers in M messages: fp32, shape (num_buffers,)."""
+        """Return the mean of M messages' buffers, one weight each: fp32, shape (num_buffers,)."""
         rows_ME = self.buffers(messages)
         mean = _average(rows_ME, weights, out=torch.empty_like(rows_ME[0]))
         # values that are equal on all replicas, even Inf, are kept bit for bit

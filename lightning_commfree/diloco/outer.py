@@ -321,10 +321,10 @@ class OuterFragment:
         """Learning rate of the outer step at the next landing."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def outer_step(self, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
+    def outer_step(self, mean_gradient: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
         """Take a step of the outer optimizer with the mean outer gradient: fp32, shape (S,)."""
         for outer, (i, gradient) in zip(
-            self._outer_parameters, self._layout.split(mean), strict=False
+            self._outer_parameters, self._layout.split(mean_gradient), strict=False
         ):
             if i in frozen.settling:
                 outer.sub_(gradient)
@@ -338,9 +338,11 @@ class OuterFragment:
         self.landings += 1
         self.settled = frozen.settled | frozen.settling
 
-    def average_buffers(self, mean: Tensor) -> None:
+    def average_buffers(self, mean_gradient: Tensor) -> None:
         """Overwrite the global copy's buffers with those in the mean outer gradient, shape (S,)."""
-        means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
+        means = [part for _, part in self._layout.split(mean_gradient)][
+            len(self._outer_parameters) :
+        ]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
 
@@ -350,27 +352,27 @@ class OuterFragment:
 
     # -- the mean of the local copies
 
-    def mean_local(self, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> Tensor:
+    def mean_local(self, mean_gradient: Tensor, frozen: Frozen = NONE_FROZEN) -> Tensor:
         """Compute the mean of the local copies from the mean outer gradient: fp32, shape (S,)."""
-        values, numel = mean.clone(), self.parameter_numel
+        values, numel = mean_gradient.clone(), self.parameter_numel
         torch.sub(self.global_copy[:numel], values[:numel], out=values[:numel])
         for span in self._layout.spans(frozen.settled):
             values[span] = self.global_copy[span]
         return values
 
-    def take_mean(self, mean: Tensor | None, frozen: Frozen = NONE_FROZEN) -> None:
-        """Set both copies to the mean of the replicas' local copies, without an outer step.
+    def take_mean(self, mean_gradient: Tensor | None, frozen: Frozen = NONE_FROZEN) -> None:
+        """Set both copies to the mean of the replicas' local copies; no outer step.
 
-        `mean` is the mean outer gradient, or None for a single replica, which keeps its local copy.
-        Collective within the replica.
+        `mean_gradient` is that of outer gradients, or None for a single replica, which keeps its
+        local copy. Collective within the replica.
         """
-        if mean is not None:
-            self.global_copy.copy_(self.mean_local(mean, frozen))
+        if mean_gradient is not None:
+            self.global_copy.copy_(self.mean_local(mean_gradient, frozen))
             self.merge(mix=0.0)
         # round the global copy to the local dtype too, so that a second call changes nothing
         self.take_local()
 
-        if mean is None and self.within.size > 1:  # buffers may differ between the ranks
+        if mean_gradient is None and self.within.size > 1:  # buffers may differ between the ranks
             self.merge(mix=0.0)
         self.clear_residual()
         self.landings += 1

@@ -55,7 +55,7 @@ class Schedule:
 
     @property
     def paces(self) -> list[Pace]:
-        """H and tau from the first step on, each with the step at which it begins."""
+        """All paces in order, each with H, tau and the step after which it applies."""
         earlier = [] if self.before is None else self.before.paces
         return [*earlier, Pace(self.begins, self.sync_every, self.overlap_steps)]
 
@@ -94,7 +94,7 @@ class Schedule:
         return earlier + self._launches(fragment, step)
 
     def is_first_at_pace(self, fragment: int, step: int) -> bool:
-        """Return whether a fragment's latest launch until `step` is its first since a change."""
+        """Return whether a fragment's latest launch up to `step` is its first at a new pace."""
         if self.before is None:
             return False
         if launches := self._launches(fragment, step):

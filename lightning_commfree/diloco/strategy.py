@@ -264,7 +264,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Show the hints and warnings of Streaming DiLoCo, too."""
+        """Show the hints and warnings of Streaming DiLoCo as well."""
         super().on_train_start()
         if self._diloco is not None:
             steps = steps_to_come(self.module.trainer)

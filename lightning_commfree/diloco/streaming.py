@@ -249,17 +249,17 @@ class StreamingDiLoCo:
         else:
             self.fragments[p].merge(self.settings.mix, frozen=frozen)
 
-    def outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
-        """Take the outer step of a fragment with the mean outer gradient: fp32, shape (S,)."""
-        self.fragments[p].outer_step(mean, frozen)
-        self.fragments[p].average_buffers(mean)
+    def outer_step(self, p: int, mean_gradient: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
+        """Step the global copy with the mean outer gradient (fp32, (S,)); `frozen` ones settle."""
+        self.fragments[p].outer_step(mean_gradient, frozen)
+        self.fragments[p].average_buffers(mean_gradient)
         self.landed += 1
 
     # -- the end of a fit
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Land in-flight fragments, then set both copies to the mean of the local ones; collective.
+        """Land flights; then set local weights and global copies to the replicas' mean; collective.
 
         All replicas must call it after the same step. Both copies then equal that mean, bit for bit
         on all replicas; a second call changes nothing. A single replica keeps its local weights.
@@ -522,9 +522,9 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def restart(self, broadcast: Callable[[], None]) -> None:
-        """Start over from rank 0's weights, which `broadcast` copies into the module; collective.
+        """Take rank 0's weights, which `broadcast` loads; collective.
 
-        Messages of in-flight fragments are dropped, and the outer optimizers' state is cleared.
+        Flights are dropped, and the schedule goes on. The outer optimizers' state is cleared.
         """
         self.wait_in_flight()  # `broadcast` uses the same channels
         broadcast()
@@ -622,9 +622,9 @@ class StreamingDiLoCo:
         del own
         return self.weight_swap.names.union(*(names for names, _ in shared["joined"]))
 
-    def adopt(self, saved_fingerprint: object, num_ranks: int, load: object) -> None:
+    def adopt(self, saved_fingerprint: object, num_ranks: int, load_states: object) -> None:
         """Return None: nothing is reused with different settings or another number of ranks."""
-        del saved_fingerprint, num_ranks, load
+        del saved_fingerprint, num_ranks, load_states
 
     def close(self) -> None:
         """Discard in-flight fragments, and leave the group."""

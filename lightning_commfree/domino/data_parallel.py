@@ -99,7 +99,7 @@ class GradientMean:
         self,
         saved_fingerprint: Mapping[str, str],
         num_ranks: int,
-        load: Callable[[Iterable[int]], list[dict[str, Any]]],
+        load_states: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
         """Return (reusable part of a saved rank's state, message to users), or None; collective.
 
@@ -111,12 +111,12 @@ class GradientMean:
         if num_ranks // size != world.size // within.size:
             return None
 
-        found = load([world.rank]) if size == within.size else []
+        found = load_states([world.rank]) if size == within.size else []
         if found:
             kept = "with its optimizer state and all random numbers, now drawn in another order"
             return found[0], kept
 
-        found = load([world.rank // within.size * size])
+        found = load_states([world.rank // within.size * size])
         if not found:
             return None
         return (

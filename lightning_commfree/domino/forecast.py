@@ -94,7 +94,7 @@ def _collectives(model: ParallelModel, autocast_dtype: torch.dtype | None) -> It
 def _linear_collectives(
     module: ColumnLinear | RowLinear, scheduled: bool, autocast_dtype: torch.dtype | None
 ) -> Iterator[Collective]:
-    """Yield the collectives of one linear layer, as `_collectives` does."""
+    """Yield a (tag, formula, payload) tuple for each collective of one linear layer."""
     weight = module.weight
     outputs, inputs = reversed(weight.shape) if module.transposed else weight.shape
     item, forward_item = weight.itemsize, (autocast_dtype or weight.dtype).itemsize

@@ -346,7 +346,7 @@ class _Linear(nn.Module):
         self.group, self.transposed = group, transposed
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x times `weight`, plus `bias` unless it is None.
+        """Return x @ weight if `transposed`, else x @ weight.T; plus `bias` unless it is None.
 
         Under a schedule, backward leaves the gradients of both to `weight_gradients`.
         """

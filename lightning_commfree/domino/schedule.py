@@ -149,7 +149,7 @@ class ScheduleRun:
         return partial(self.group.replayed, device, self.group.random_states(device))
 
     def _forward_micro(
-        self, source: MicroInput, earlier: Sequence[MicroSublayer], i: int
+        self, source: MicroInput, earlier_micros: Sequence[MicroSublayer], i: int
     ) -> tuple[MicroSublayer, InFlight]:
         """Compute one micro-sublayer; return it with the all-reduces it has launched."""
         launched: InFlight = []
@@ -161,7 +161,7 @@ class ScheduleRun:
 
         with torch.set_grad_enabled(not self.checkpoint):
             micro = self._enter(source, i, "forward")
-            self._run_body(micro, earlier, i, "forward", launch)
+            self._run_body(micro, earlier_micros, i, "forward", launch)
         return micro, launched
 
     def _enter(self, source: MicroInput, i: int, direction: str) -> MicroSublayer:
@@ -174,7 +174,7 @@ class ScheduleRun:
     def _run_body(
         self,
         micro: MicroSublayer,
-        earlier: Sequence[MicroSublayer],
+        earlier_micros: Sequence[MicroSublayer],
         i: int,
         direction: str,
         launch: Launch,
@@ -185,7 +185,7 @@ class ScheduleRun:
         # switching generators copies their states: do it only where dropout uses them
         own = self.group.own_random(device) if micro.sublayer.draws_own() else nullcontext()
         with record_function(f"body {name} #{i}"), self.group.under_schedule() as calls, own:
-            self.split.run(micro, earlier, launch)
+            self.split.run(micro, earlier_micros, launch)
         micro.weights = weight_gradients(calls)
 
     def _keep_for_backward(self, micros: list[MicroSublayer]) -> None:
@@ -205,7 +205,7 @@ class ScheduleRun:
     # -- backward
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Accumulate the parameters' gradients, from the output's; return that of `hidden`."""
+        """Run backward from the output's gradient: add to `grad`s, return that of `hidden`."""
         # autograd calls this with grad mode off, but checkpointing must rebuild graphs
         with torch.enable_grad(), self._autocast.restored():
             d_streams, d_partials = self._backward_ends(gradient)

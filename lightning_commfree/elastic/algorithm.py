@@ -255,11 +255,11 @@ class ElasticDiLoCo(StreamingDiLoCo):
             self._lateness.landed(ledger.seconds_waited - before_s, time.monotonic())
 
     @override
-    def outer_step(self, p: int, mean: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
+    def outer_step(self, p: int, mean_gradient: Tensor, frozen: Frozen = NONE_FROZEN) -> None:
         """Keep the global copy if the commit does not list this replica, then step as usual."""
         if self.view.rank == NOT_LISTED:
             self._before[p] = self.fragments[p].global_copy.clone()
-        super().outer_step(p, mean, frozen)
+        super().outer_step(p, mean_gradient, frozen)
 
     @override
     def merge(self, p: int, abstained: bool, frozen: Frozen = NONE_FROZEN) -> None:

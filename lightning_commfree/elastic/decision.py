@@ -48,7 +48,7 @@ class Group(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Settings of the decision."""
+    """Settings of `decide`: how long to wait for messages, and for how many."""
 
     grace_s: float  # how long training waits for expected messages
     patience_s: float  # how long if no message counts: landing such a commit ends all replicas

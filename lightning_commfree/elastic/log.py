@@ -99,7 +99,7 @@ class Entry(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A replica in the roster."""
+    """An entry of the roster: a replica, or (slot `_ASKS`) a question who is still there."""
 
     name: str  # unique for each start of a process
     slot: int  # index of its share of the training data; `_ASKS`: the entry is a question
@@ -362,7 +362,7 @@ class JobLog:
         return [slot for slot, entry in owners.items() if entry in silent]
 
     def _dropped_out(self) -> frozenset[str]:
-        """Return the replicas that recent commits list, but not the latest one."""
+        """Return the names of replicas that are in recent commits, but not in the latest one."""
         flight = max(int(self.store.get("head") or self._first) - _REMEMBERED, self._first)
         every: frozenset[str] = frozenset()
         latest = every
@@ -507,7 +507,7 @@ class JobLog:
         return all(self.ranks.gather(stored.wait(left_s)))
 
     def landed(self, flight: int) -> Landed:
-        """Wait for a flight's commit, and return what it needs to land.
+        """Wait until a flight can land; return its members, and what was read of them.
 
         Raises:
             MissedError: the messages have been deleted.
@@ -693,6 +693,7 @@ class JobLog:
         self.ranks.close()
 
     def _join(self, thread: threading.Thread) -> None:
+        """Wait for a thread that was started; once `leave` was called, no longer than it allows."""
         if thread.ident is not None:  # it has been started
             left_s = min(self._leave_by_s - time.monotonic(), threading.TIMEOUT_MAX)
             thread.join(max(left_s, 0.0))
@@ -816,7 +817,7 @@ class JobLog:
         return len(known.messages), known.commit, len(known.read)
 
     def _request(self, flight: int, known: _Flight, action: Look | Read | Reduce | Commit) -> None:
-        """Make the requests of an action for a flight."""
+        """Carry out an action of `decide` for a flight, and wait for the store's answers."""
         match action:
             case (Read() | Reduce()) as follows:
                 self._follow_commit(flight, known, follows)

@@ -91,7 +91,7 @@ def size_of(data: bytes) -> int:
 
 
 def num_parts(numel: int, codec: Codec) -> int:
-    """Return into how many parts the messages about `numel` values are split."""
+    """Return into how many parts messages about `numel` values are split; 1 with error feedback."""
     if codec.error_feedback:
         return 1
     blocks = num_blocks(numel)
@@ -164,7 +164,7 @@ class StoreExchange(FragmentExchange):
         return SEAL_BYTES + self._up.num_bytes
 
     def _owned(self, owner: int) -> range:
-        """Return the parts that an owner reduces: consecutive ones, for one request per message."""
+        """Return the consecutive parts that an owner reduces; a request per message reads them."""
         first, after = (self.route.num_shards * i // self.owners for i in (owner, owner + 1))
         return range(first, after)
 

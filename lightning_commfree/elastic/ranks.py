@@ -18,7 +18,7 @@ TAG = "decisions"
 
 
 class ReplicaRanks:
-    """One rank's connections to the other ranks of its replica; by default, it is the only one.
+    """One rank's channels to the other ranks of its replica; without channels, it is the only one.
 
     `decisions` is for the training thread, `messages` and `states` for the threads of the log that
     create them. All are in host memory, and connect the same ranks.

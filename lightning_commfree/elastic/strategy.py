@@ -282,6 +282,7 @@ class ElasticDiLoCoStrategy(StreamingDiLoCoStrategy):
 
     @override
     def setup_environment(self) -> None:
+        """Check that the Trainer has `replica_size` ranks; then set these up as the base does."""
         if self.world_size != (size := self.settings.replica_size):
             raise ValueError(
                 f"This Trainer has {self.world_size} ranks, but `replica_size={size}`. Each elastic"

@@ -160,8 +160,9 @@ class StoreTransport(Transport):
 
     @override
     def saved(self, flights: Mapping[int, Flight]) -> dict[int, Messages]:
+        """Return no messages to save: the log keeps those of fragments in flight."""
         del flights
-        return {}  # the log keeps them
+        return {}
 
     @override
     def close(self) -> None:

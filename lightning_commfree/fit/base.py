@@ -71,7 +71,7 @@ from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.model.replication import share_random_state
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.contents import saved_dtypes
-from lightning_commfree.resume.data_position import record_order
+from lightning_commfree.resume.data_position import attach_order
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.resume.optimizers import restore_dtypes
@@ -333,7 +333,7 @@ class ReplicaStrategy(DDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Return the loader as Lightning prepares it, with its order recorded if it is to train."""
         prepared = super().process_dataloader(dataloader)
-        record_order(self.module.trainer, prepared)
+        attach_order(self.module.trainer, prepared)
         return prepared
 
     @override

@@ -229,10 +229,8 @@ def refuse_muon(strategy: str, optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def check_ddp_kwargs(
-    strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
-) -> dict[str, Any]:
-    """Return the arguments that differ from DDP's defaults; refuse those that do not apply.
+def check_ddp_kwargs(cls: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool) -> dict[str, Any]:
+    """Return what differs from DDP's defaults; raise a TypeError for what does not apply.
 
     `with_ddp` is whether DDP averages gradients within a replica. If not, the arguments of
     `DistributedDataParallel`, and most of `DDPStrategy`'s, do not apply: they raise a `TypeError`.
@@ -251,11 +249,11 @@ def check_ddp_kwargs(
         why = "Of the arguments of `DDPStrategy` and `DistributedDataParallel` it"
     for name in given:
         if name not in legal:
-            own = [one for one in inspect.signature(strategy).parameters if one != "ddp_kwargs"]
+            own = [one for one in inspect.signature(cls).parameters if one != "ddp_kwargs"]
             near = difflib.get_close_matches(name, (*own, *legal), n=1)
             hint = f" Did you mean `{near[0]}`?" if near and name not in defaults else ""
             raise TypeError(
-                f"`{strategy.__name__}` does not accept the argument `{name}`.{hint} Supported"
+                f"`{cls.__name__}` does not accept the argument `{name}`.{hint} Supported"
                 f" arguments: {', '.join(f'`{one}`' for one in own)}. {why} accepts only"
                 f" {', '.join(f'`{one}`' for one in sorted(legal))}."
             )

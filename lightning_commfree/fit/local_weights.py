@@ -116,7 +116,8 @@ class LocalWeightsSession(FitSession[LocalCopies]):
         self.between.restart(self._broadcast_weights)
         rank_zero_warn(
             "Weights were loaded in the middle of the fit (`load_state_dict`). All replicas"
-            " continue from rank 0's weights, and the strategy's own state starts over."
+            " continue from rank 0's weights, without what was in flight and the outer optimizer's"
+            " state."
         )
 
     def _broadcast_weights(self) -> None:
@@ -211,7 +212,7 @@ class LocalWeightsSession(FitSession[LocalCopies]):
         self._finished_at = self.between.step
 
     def _sync_late_changes(self) -> None:
-        """Make weights equal that hooks have changed since `finish`, as clamps do; collective."""
+        """Make replicas equal again if hooks have changed weights since `finish`; collective."""
         if self._swap.swapped_in or not self.same_hooks:
             return
         changed = not self._swap.local_equals_shared(with_buffers=False)

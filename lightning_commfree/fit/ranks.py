@@ -172,7 +172,7 @@ class Ranks:
         return self._channels.world.peers.naming_lost(what, computing=True, guard=guard)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run one of Lightning's collectives; if `interrupted`, return its first argument instead.
+        """Run Lightning's collective `call(*args)`; if `interrupted`, return `args[0]` instead.
 
         If a rank died, a `RuntimeError` names it.
         """

@@ -99,7 +99,7 @@ class Stopping:
     def step_begins(self) -> None:
         """Count a step; raise an `AgreedError` if a rank's epoch ended after an earlier step."""
         self._step += 1
-        self._ends.step_begins(self._epoch, self._step)
+        self._ends.step_begins(self._epoch_begun, self._step)
 
     def batch_ends(self, stepped: bool) -> None:
         """Announce whether any optimizer has stepped in a batch, with manual optimization."""
@@ -133,7 +133,7 @@ class Stopping:
             self._agree(bits)
 
     def agree_here(self) -> None:
-        """Stop all ranks now if any has requested it other than by SIGTERM; collective."""
+        """Stop all ranks now if any has requested a stop other than by SIGTERM; collective."""
         if self._trains and self._several and not self._ranks.interrupted:
             self._defer_stop()
             self._agree(int(self._requested))
@@ -214,7 +214,7 @@ class Stopping:
 
     def check_epoch_ends(self, out_of_data: bool = False) -> None:
         """Wait until all ranks end the epoch; raise an `AgreedError` if their steps differ."""
-        self._ends.end(self._epoch, self._step, out_of_data, self._first_to_end)
+        self._ends.end(self._epoch_begun, self._step, out_of_data, self._first_to_end)
 
     def check_together(self, event: str, advice: str) -> None:
         """Wait for `event` on all ranks; raise an `AgreedError` if one takes a step without it."""
@@ -269,7 +269,7 @@ class Stopping:
             if self.stream_ends:  # a validation follows, which all ranks must reach
                 self.check_epoch_ends(out_of_data=True)
             else:
-                self._ends.has_more(self._epoch, self._step)
+                self._ends.has_more(self._epoch_begun, self._step)
         self._defer_stop()  # else Lightning would validate on only this rank
         finish(*args)
 
@@ -293,8 +293,8 @@ class Stopping:
         return self._independent_streams and self._trainer.received_sigterm
 
     @property
-    def _epoch(self) -> int:
-        """Index of the current epoch, counted from 0."""
+    def _epoch_begun(self) -> int:
+        """Index of the epoch that began last, from 0; `current_epoch` counts those that ended."""
         return self._trainer.fit_loop.epoch_progress.current.ready - 1
 
     def _equalize(self) -> None:
@@ -328,8 +328,8 @@ class Stopping:
         if 0 < sum(empty) < len(empty):
             without = [rank for rank, none in enumerate(empty) if none]
             raise RuntimeError(
-                f"{_named(without)} got no training batches in epoch {self._epoch}, but the other"
-                " ranks did. Give every rank the same number of batches."
+                f"{_named(without)} got no training batches in epoch {self._epoch_begun}, but the"
+                " other ranks did. Give every rank the same number of batches."
             )
 
     def _end_epoch_after(self, ended_ranks: list[int], num_ranks: int) -> None:
@@ -342,8 +342,8 @@ class Stopping:
             self._warned_uneven = True
             rank_zero_warn(
                 f"{_named(ended_ranks)} ran out of data at batch"
-                f" {self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._epoch}, so the"
-                " epoch ends there on all ranks. Later epochs will also end as soon as any rank"
+                f" {self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._epoch_begun}, so"
+                " the epoch ends there on all ranks. Later epochs will also end as soon as any rank"
                 " runs out. To use all the data, give every rank the same number of batches."
             )
 

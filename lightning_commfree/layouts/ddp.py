@@ -54,6 +54,7 @@ class DataParallel(Layout):
 
     @override
     def mesh(self, world_size: int) -> Mesh:
+        """Return the mesh: replicas on the first axis, the `size` ranks of each on the second."""
         return replica_mesh(world_size, self.size, self._argument)
 
     @override

@@ -113,7 +113,7 @@ class LionVotes:
         return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the calculated bytes that a rank sends per step, by tag, and 1 step per cycle."""
+        """Return the calculated bytes a rank sends per cycle, by tag, and its length: 1 step."""
         return self.voting.bytes_per_step, 1
 
     # -- outside of steps
@@ -172,7 +172,7 @@ class LionVotes:
         self,
         saved_fingerprint: Mapping[str, str],  # of the settings in the checkpoint
         num_ranks: int,  # that saved it
-        load: Callable[[Iterable[int]], list[dict[str, Any]]],  # of ranks; [] if any is missing
+        load_states: Callable[[Iterable[int]], list[dict[str, Any]]],  # [] if any is missing
     ) -> tuple[dict[str, Any], str] | None:
         """Return (own state with saved momentum buffers, message to users), or None; collective.
 
@@ -189,7 +189,7 @@ class LionVotes:
         sources = [view.rank] if view.rank < workers else range(workers)
 
         # ranks are numbered worker by worker
-        found = load(worker * size + rank_in_worker for worker in sources)
+        found = load_states(worker * size + rank_in_worker for worker in sources)
         if not found:
             return None
         own = {name: found[0][name] for name in _WORKER_STATE}

@@ -120,7 +120,7 @@ class DistributedLion(Optimizer):
         node: Channel | None = None,
         shard_peers: Channel | None = None,
     ) -> Voting:
-        """Start voting with other workers and return the `Voting`; the strategy calls it.
+        """Start voting with other workers, afresh at each call; return the `Voting`.
 
         Args:
             parameters: names and values of all of this optimizer's parameters, in the order in

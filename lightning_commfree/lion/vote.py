@@ -97,7 +97,7 @@ class Majority:
         valid_B: Tensor,  # int64: bits that are not padding
         shard_index: int,  # in the bucket
     ) -> CountedShard:
-        """Count the votes on one shard; return planes: Delta > 0, and ties if there are any."""
+        """Count the votes on one shard: a plane Delta > 0, and a plane of ties or None."""
         workers = plus_WB.shape[0]
         plus = count_ones(plus_WB)
 
@@ -130,7 +130,7 @@ class Average:
     """Average rule: Delta = (P - M) / n."""
 
     def offset(self, num_workers: int) -> int:
-        """Return `PackedDelta.offset`, n: planes encode P - M + n, for P plus and M minus votes."""
+        """Return n, the `PackedDelta.offset`: planes encode P - M + n (P votes are +, M are -)."""
         return num_workers
 
     def count(

@@ -253,7 +253,7 @@ class Voting:
 
     @property
     def parameters(self) -> Set[nn.Parameter]:
-        """The parameters that the votes cover."""
+        """The set of parameters that the votes cover."""
         return self._bucket_of.keys()
 
     # -- state

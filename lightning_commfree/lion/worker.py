@@ -424,7 +424,7 @@ def warm_up(parameters: Iterable[Tensor]) -> None:
 
 
 def _loops(momentum: Tensor) -> ModuleType | None:
-    """Return the module with compiled loops or kernels for this momentum buffer, or None."""
+    """Return numba's loops (CPU) or Triton's kernels (CUDA) for this momentum buffer, or None."""
     if momentum.dtype == torch.float32 and momentum.device.type == "cpu":
         return load_loops("lightning_commfree.lion.worker_numba", "Lion's steps")
     if momentum.dtype == torch.float32 and momentum.device.type == "cuda":

@@ -32,7 +32,7 @@ def cast(
     nonzeros: Tensor,  # (1,), int64; the number of nonzero directions is added to it
     nonfinite: Tensor,  # (1,), int64; set to 1 if any direction is not finite
 ) -> None:
-    """Write the bits c > 0 and c != 0 of c = b1 m + (1 - b1) g; count nonzeros, flag nonfinites."""
+    """Set the bits c > 0 and c != 0 of c = b1 m + (1 - b1) g; count nonzeros, flag nonfinites."""
     values = momentum.numpy(), gradient.float().numpy()
     found, finite = _cast_loop(*values, f32(beta), f32(1 - beta), planes.numpy(), start)
     nonzeros += int(found)

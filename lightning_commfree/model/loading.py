@@ -58,4 +58,4 @@ def _make_empty_hook() -> Callable[..., None]:
 
 
 def _empty_hook(*_: Any) -> None:
-    pass
+    """Do nothing: what a `_Hook` becomes in a copy of its module."""

@@ -147,7 +147,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def take_local(self) -> None:
-        """Overwrite the shared weights with the module's own, equal on all replicas."""
+        """Overwrite the shared weights with the module's own, which all replicas must share."""
         for part in self._parts:
             part.take_local()
 

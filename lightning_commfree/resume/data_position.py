@@ -177,8 +177,8 @@ class LoaderOrder:
         set_order([states["order"]], [self.loader])
 
 
-def record_order(trainer: pl.Trainer, loader: object) -> None:
-    """Create the `LoaderOrder` of a loader, if it is for training and has a sampler."""
+def attach_order(trainer: pl.Trainer, loader: object) -> None:
+    """Attach a `LoaderOrder` to a loader that trains and has a sampler (`LoaderOrder.of`)."""
     if trainer.training and has_sampler(loader):
         LoaderOrder(loader)
 
@@ -332,7 +332,7 @@ def restore_data_position(
         set_last_reload(trainer, latest // every * every)
     set_epoch(moment.epoch, loaders)
 
-    at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
+    at_batch = (moment.begun and not moment.all_trained) or (not moment.begun and moment.epoch == 0)
     # Lightning does not load these itself if it considers the epoch finished
     later = take_loader_states(trainer)
     if states := own["loaders"] or later:

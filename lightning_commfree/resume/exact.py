@@ -97,7 +97,7 @@ class Resumable(Protocol):
         self,
         saved_fingerprint: Mapping[str, str],
         num_ranks: int,
-        load: Callable[[Iterable[int]], list[State]],
+        load_states: Callable[[Iterable[int]], list[State]],
     ) -> tuple[State, str] | None:
         """Return parts of a checkpoint to reuse if an exact resume is impossible; collective.
 
@@ -107,7 +107,7 @@ class Resumable(Protocol):
         Args:
             saved_fingerprint: the fingerprint in the checkpoint, which the same algorithm saved.
             num_ranks: the number of ranks that saved the checkpoint.
-            load: function that takes a list of ranks and returns the saved states of these ranks,
+            load_states: function that takes a list of ranks and returns their saved states,
                 or an empty list if any file is missing.
 
         Returns:
@@ -115,7 +115,7 @@ class Resumable(Protocol):
             continues the sentence "Every rank starts from the checkpoint's weights, "; or None, on
             all ranks, if nothing is reused.
         """
-        del saved_fingerprint, num_ranks, load
+        del saved_fingerprint, num_ranks, load_states
         return None
 
 

@@ -152,7 +152,7 @@ def read_verified(path: FilePath, weights_only: bool = True) -> Any:
 
 @contextmanager
 def verified_reading(path: FilePath) -> Iterator[None]:
-    """Context manager that verifies a checkpoint file, and explains errors while it is read.
+    """Context manager: verify a checkpoint file if it is local, and explain errors of reading it.
 
     It raises a RuntimeError if the file is damaged.
     """

@@ -41,7 +41,7 @@ class Moment(NamedTuple):
     epoch: int  # counted from 0
     batches: int  # number of batches of this epoch that have been trained on
     begun: bool  # whether this epoch has begun and is not over
-    trained: bool  # whether all batches of this epoch have been trained on; only its end is left
+    all_trained: bool  # whether all batches of this epoch are trained on; only its end is left
     in_hook: bool  # whether the checkpoint was saved in `on_train_batch_end`
 
 
@@ -55,7 +55,7 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
     batch: Any = progress.current
     # in `on_train_batch_end` the batch is not completed yet; a skipped batch is never started
     in_hook = batch.started == batch.processed == batch.completed + 1
-    trained = batch.processed >= trainer.num_training_batches or (
+    all_trained = batch.processed >= trainer.num_training_batches or (
         progress.is_last_batch and batch.processed == batch.ready
     )
     begun, over = loop.restarted_mid_epoch or in_hook, 0
@@ -66,24 +66,24 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
             and loop.epoch_loop.restarted_on_train_batch_end
             and progress.is_last_batch
         )
-    elif batch.processed and not trained:
+    elif batch.processed and not all_trained:
         begun, over = True, 1
 
     epoch: Any = epochs.current
     if begun and not MID_EPOCH.works(trainer):  # leave the loops to Lightning
-        return Moment(epoch.processed - over, batch.processed, begun, trained, in_hook)
+        return Moment(epoch.processed - over, batch.processed, begun, all_trained, in_hook)
     total: Any = epochs.total
     for tracker in (total, epoch):
         tracker.processed -= over
         tracker.completed = tracker.processed
         tracker.ready = tracker.started = tracker.processed + begun
     if begun:
-        _continue_after_batch(trainer, batch.processed, trained, in_hook)
+        _continue_after_batch(trainer, batch.processed, all_trained, in_hook)
     else:
         loop.on_iteration_done()
         loop.epoch_loop.reset_restart_stage()
         loop.epoch_loop.restarting = False  # the setter does the same for its child loops
-    return Moment(epoch.processed, batch.processed, begun, trained, in_hook)
+    return Moment(epoch.processed, batch.processed, begun, all_trained, in_hook)
 
 
 def start_in_epoch(trainer: pl.Trainer, step: int, epoch: int, batches: int) -> None:
@@ -103,13 +103,15 @@ def start_in_epoch(trainer: pl.Trainer, step: int, epoch: int, batches: int) -> 
         tracker.ready = tracker.started = epoch + bool(batches)
     loop.restarting = loop.epoch_loop.restarting = False
     if batches:
-        _continue_after_batch(trainer, batches, trained=False, in_hook=False)
+        _continue_after_batch(trainer, batches, all_trained=False, in_hook=False)
 
 
-def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook: bool) -> None:
+def _continue_after_batch(
+    trainer: pl.Trainer, batches: int, all_trained: bool, in_hook: bool
+) -> None:
     """Make Lightning's loops continue an epoch after its first `batches` batches.
 
-    For `trained` and `in_hook`, see `Moment`.
+    For `all_trained` and `in_hook`, see `Moment`.
     """
     restart_in_mid_epoch(trainer)
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -117,9 +119,9 @@ def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_h
         extra = getattr(progress.current, name) - batches
         setattr(progress.current, name, batches)
         setattr(progress.total, name, getattr(progress.total, name) - extra)
-    progress.is_last_batch = trained
+    progress.is_last_batch = all_trained
 
-    if trained:  # an exhausted fetcher makes the loop end the epoch
+    if all_trained:  # an exhausted fetcher makes the loop end the epoch
         fetcher = data_fetcher(trainer)
         fetcher.reset()
         fetcher.iterator, fetcher.done = iter(()), True

@@ -76,7 +76,7 @@ class Store(Protocol):
         ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes | None:
-        """Return a part of a value that begins inside it, cut at its end; None if absent."""
+        """Return up to `length` bytes of a value from `start`, which is inside; None if absent."""
         ...
 
     def list(self, prefix: str) -> Keys:

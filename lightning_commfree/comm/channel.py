@@ -11,6 +11,7 @@ an input before its result has arrived; in a single-rank channel, input and resu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -31,6 +32,8 @@ from lightning_commfree.comm.ledger import (
 from lightning_commfree.comm.liveness import TAG as PEERS_TAG
 from lightning_commfree.comm.liveness import Guard, PeerMonitor, PeerWatch, job_store
 from lightning_commfree.comm.sockets import CloseOnFork
+
+_FREE_S = 1.0  # how long `close` waits for gloo's threads once the job has ended
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -295,7 +298,14 @@ class Channel:
         # Freeing a backend joins its threads, one of which may need the GIL to free a tensor. In
         # torch 2.6, the group would do that with the GIL held. A reference to the backend itself
         # releases the GIL, so it has to be the last one.
-        backends.clear()
+        if not self.peers.ended:
+            backends.clear()
+            return
+        # Gloo sometimes misses that a connection broke just before it sends, and would wait for
+        # the whole timeout. So do not wait for its thread; it dies with the process.
+        freeing = threading.Thread(target=backends.clear, name="free-groups", daemon=True)
+        freeing.start()
+        freeing.join(_FREE_S)
 
     def _is_single_rank(self) -> bool:
         """Return whether this is a single-rank channel; raise a RuntimeError if it is closed."""

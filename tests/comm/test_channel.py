@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -297,6 +298,27 @@ def close_in_mid_flight(rank: int, size: int) -> None:
 def test_a_close_does_not_hold_the_gil_that_gloos_thread_waits_for(tmp_path: Path) -> None:
     """With torch 2.6, both ranks hung forever (`make test-oldest` runs this)."""
     run_ranks(close_in_mid_flight, 2, tmp_path)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_close_waits_for_gloos_threads_unless_a_rank_is_lost(is_lost: bool) -> None:
+    """Gloo may miss that a connection broke, and would then wait for the whole timeout."""
+    over, freed = threading.Event(), threading.Event()
+
+    class Backend:
+        def __del__(self) -> None:  # joins gloo's threads
+            over.wait(30.0)
+            freed.set()
+
+    group: Any = SimpleNamespace(_get_backend=lambda device: Backend())
+    channel = Channel([0, 1], 0, Ledger(), group)
+    channel.peers = SimpleNamespace(ended=is_lost, close=lambda owner: None)  # type: ignore[assignment]
+    if not is_lost:
+        over.set()
+    channel.close()
+    assert freed.is_set() is not is_lost
+    over.set()
+    assert freed.wait(30.0)
 
 
 def test_a_stream_that_waits_for_nccl_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
